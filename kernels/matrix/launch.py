@@ -94,28 +94,35 @@ class Tiles:
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
 UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 1)
 
-# One H200, 8 matrices of 4096 x 11008 at rank 128, projected on the left, ms of each launch; fp32
-# weights for tf32, bf16 weights with fp32 masters for bf16. No projecting tile is more than a
-# fifth slower than the best at ranks 32 to 512, 1 or 8 matrices, either side.
+# 8 matrices of 4096 x 11008 at rank 128, projected on the left, ms of each launch; fp32 weights for
+# tf32 (one H100, fused, whose copies take 0.55 and 0.96; torch.mm's projection 0.68), bf16 weights
+# with fp32 masters for bf16 (one H200). No projecting tile of bf16 is more than a fifth slower than
+# the best at ranks 32 to 512, 1 or 8 matrices, either side.
 #
-# | project, outer x inner, warps, stages | tf32 | bf16 | bf16, cast ahead |
+# | project, outer x inner, warps, stages | tf32 | bf16  | bf16, rounded ahead |
 # |---|---|---|---|
-# | 128 x 32, 4, 4                        | 1.65 |      |                  |
-# | 128 x 32, 8, 3                        | 1.85 |      |                  |
-# | 128 x 64, 4, 4                        |      |      | 0.214            |
-# | 64 x 64, 8, 3                         |      |      | 0.218            |
-# | 128 x 64, 8, 3                        |      | 0.557 |                 |
+# | 64 x 32, 4, 4                         | 1.04 |       |       |
+# | the same, grouped                     | 0.72 |       |       |
+# | 64 x 32, 4, 3                         | 1.03 |       |       |
+# | 128 x 32, 8, 4                        | 1.03 |       |       |
+# | 128 x 32, 4, 4: two sums spill        | 1.23 |       |       |
+# | 128 x 64, 4, 4                        |      |       | 0.214 |
+# | 64 x 64, 8, 3                         |      |       | 0.218 |
+# | 128 x 64, 8, 3                        |      | 0.557 |       |
 #
-# | back, rows x columns x inner, warps, stages, strip, registers | tf32 | bf16, cast ahead |
+# | back, rows x columns x inner, warps, stages, strip, registers | tf32 | bf16, rounded ahead |
 # |---|---|---|
-# | 64 x 64 x 128, 4, 2, 4, 128           |      | 1.16 |
-# | 64 x 32 x 128, 4, 2, 8                | 1.60 | 1.21 |
-# | 128 x 64 x 128, 8, 2, 4, 128          | 2.38 | 1.24 |
-# | the same, loaded ahead                | 3.33 | 1.27 |
-# | 128 x 32 x 128, 8, 2, 8               | 2.04 | 1.31 |
-# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.50 | 1.32 |
+# | 64 x 64 x 128, 4, 2, 4, 128           | 1.29 | 1.16 |
+# | 64 x 32 x 128, 4, 2, 8                |      | 1.21 |
+# | 128 x 64 x 128, 8, 2, 4, 128          | 1.64 | 1.24 |
+# | the same, loaded ahead                |      | 1.27 |
+# | 128 x 32 x 128, 8, 2, 8               |      | 1.31 |
+# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.31 | 1.32 |
+# | the same, grouped: direction not turned | 1.43 |    |
+# | 128 x 32 x 128, 8, 2, 8, 128          | 1.37 |      |
+# | 64 x 64 x 32, 4, 3, 2                 | 1.41 |      |
 # | 64 x 32 x 128, 4, 1, 8                | 1.50 |      |
-# | 128 x 64 x 32, 4, 2, 2                | 1.74 |      |
+# | 128 x 64 x 128, 8, 1, 1               | 1.46 |      |
 # | 128 x 64 x 128, 8, 2, 1               |      | 1.36 |
 #
 # With slabs of 1,024 terms, which need two sums of a tile, bf16 takes 64 x 64 with 4 warps and 4

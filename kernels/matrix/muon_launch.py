@@ -151,13 +151,36 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A matrix of a parameter."""
+class Part:
+    """A parameter, or a matrix of a batch of them: what is stepped in one wave."""
 
     param: int
-    """The parameter's place in the wave."""
+    """The parameter's place in the batch."""
     first: int
     """Its first number in the parameter."""
+    shape: torch.Size
+
+
+def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part]:
+    """The parts of parameters: of three dimensions the matrices, but with a scale for the whole."""
+    found = []
+    for param, shape in enumerate(shapes):
+        if len(shape) == 3 and not formats.scaled:
+            rest = torch.Size(shape[1:])
+            found += [Part(param, index * rest.numel(), rest) for index in range(shape[0])]
+        else:
+            found.append(Part(param, 0, shape))
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a part."""
+
+    param: int
+    """The part's place in the wave."""
+    first: int
+    """Its first number in the part."""
     shape: tuple[int, int]
 
     @property
@@ -167,7 +190,7 @@ class Piece:
 
 
 def pieces_of(how: Orthogonal, shapes: Sequence[torch.Size]) -> Iterator[Piece]:
-    """The matrices of parameters, but for empty ones."""
+    """The matrices of parts, but for empty ones."""
     for param, shape in enumerate(shapes):
         first = 0
         for own in how.pieces(shape):
@@ -263,10 +286,12 @@ class MuonLaunches:
         room: int = ROOM,
     ) -> None:
         assert formats.matrix is not None
-        self._device, self._waves = device, list[tuple[list[int], Wave]]()
-        for own, is_gram in _waves(formats.matrix.how, shapes, room):
-            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
-            self._waves.append((own, Wave(formats, device, is_gram, *of_matrices)))
+        parts, how = parts_of(formats, shapes), formats.matrix.how
+        self._device = device
+        self._waves = [
+            Wave(formats, device, is_gram, [parts[i] for i in own], groups, places)
+            for own, is_gram in _waves(how, [part.shape for part in parts], room)
+        ]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
@@ -285,20 +310,21 @@ class MuonLaunches:
         """One step of every parameter."""
         if not isinstance(scalars, torch.Tensor):
             scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
-        most = max((wave.layout.used for _, wave in self._waves), default=0)
+        most = max((wave.layout.used for wave in self._waves), default=0)
         workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
         # of the controls an update is told one
         left_out = None if controls is None else torch.where(self._skip, controls, self._neutral)
-        for own, wave in self._waves:
-            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
-            kept = [works[i].kept for i in own]
-            wave.step(theirs, kept, workspace, scalars, controls, left_out)
+        addresses = {slot: _addresses_of(each) for slot, each in buffers.items()}
+        if self._waves and self._waves[0].how.second_moment:
+            addresses[SECOND_MOMENT] = _addresses_of([work.kept[SECOND_MOMENT] for work in works])
+        for wave in self._waves:
+            wave.step(addresses, workspace, scalars, controls, left_out)
 
 
 def _waves(
     how: Orthogonal, shapes: Sequence[torch.Size], room: int
 ) -> Iterator[tuple[list[int], bool]]:
-    """The places of parameters that are stepped together, and whether in Gram's form."""
+    """The places of parts that are stepped together, and whether in Gram's form."""
 
     def kind(index: int) -> Any:
         own = how.pieces(shapes[index])[0]
@@ -333,13 +359,14 @@ class SecondMoments:
 
     def step(
         self,
-        updates: Sequence[int],
-        kept: Sequence[dict[str, torch.Tensor]],
+        updates: numpy.ndarray,
+        seconds: numpy.ndarray,
         ratios: torch.Tensor,
         left_out: torch.Tensor | None,
     ) -> None:
-        """Makes rows alike; updates: each parameter's address; left_out: controls."""
-        how, table, count = self._layout.how, self._told(updates, kept), len(self._layout.pieces)
+        """Makes rows alike; updates, seconds: each part's addresses; left_out: controls."""
+        how, count = self._layout.how, len(self._layout.pieces)
+        table = self._told(updates, seconds)
         squares, roots = ratios.new_empty((2, self._chunks.count)).unbind()
         factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(how.beta2)
         tables: tuple[object, ...] = (table, self._chunks.table)
@@ -352,12 +379,9 @@ class SecondMoments:
         arguments = (*tables, roots, factors, count)
         call(muon_kernel.row_scale_kernel, self._chunks.count, arguments, own)
 
-    def _told(
-        self, updates: Sequence[int], kept: Sequence[dict[str, torch.Tensor]]
-    ) -> torch.Tensor:
+    def _told(self, updates: numpy.ndarray, seconds: numpy.ndarray) -> torch.Tensor:
         """The table on the device, with the addresses of this step."""
         pieces, size = self._layout.pieces, self._layout.how.dtype.itemsize
-        seconds = [each[SECOND_MOMENT].data_ptr() for each in kept]
         self._rows[int(muon_kernel.UPDATE)] = [
             updates[piece.param] + piece.first * size for piece in pieces
         ]
@@ -368,19 +392,24 @@ class SecondMoments:
 
 
 class Wave:
-    """Steps some parameters of a batch, all in one form."""
+    """Steps some parts of a batch, all in one form; groups, places: of the parameters."""
 
     def __init__(
         self,
         formats: Formats,
         device: torch.device,
         is_gram: bool,
-        shapes: Sequence[torch.Size],
+        parts: Sequence[Part],
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
         assert formats.matrix is not None
         self.how: Orthogonal = formats.matrix.how
+        shapes, groups = [part.shape for part in parts], [groups[part.param] for part in parts]
+        places = [_place(places[part.param], part) for part in parts]
+        self._params = numpy.array([part.param for part in parts])
+        self._firsts = numpy.array([part.first for part in parts])
+        self._columns = numpy.array([self.how.pieces(shape)[0][1] for shape in shapes])
         self.layout, self._is_gram = Layout(self.how, shapes, is_gram), is_gram
         self._operand: Format = GRADS[self.how.dtype]
         self._is_scaled = self.layout.wide is not self.layout.first
@@ -405,27 +434,40 @@ class Wave:
 
     def step(
         self,
-        buffers: Buffers,
-        kept: Sequence[dict[str, torch.Tensor]],
+        addresses: dict[str, numpy.ndarray],
         workspace: torch.Tensor,
         scalars: torch.Tensor,
         controls: torch.Tensor | None,
         left_out: torch.Tensor | None,
     ) -> None:
-        """One step; buffers, kept: of the wave's parameters; left_out: controls of the update."""
+        """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
         base = workspace.data_ptr()
         if not self._products:
             self._note(workspace)
-        _look(self._direction, buffers, weight=_addresses(base, self.layout.wide))
+        self._look(self._direction, addresses, weight=base + numpy.array(self.layout.wide))
         self._direction.step(scalars, controls)
         self._begin(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
-        updates = _addresses(base, self._result)
+        updates = base + numpy.array(self._result)
         if self._second is not None:
-            self._second.step(updates, kept, self._ratios, left_out)
-        _look(self._apply, buffers, grad=updates)
+            rows = self._firsts // self._columns
+            seconds = addresses[SECOND_MOMENT][self._params] + 4 * rows
+            self._second.step(updates, seconds, self._ratios, left_out)
+        self._look(self._apply, addresses, grad=updates)
         self._apply.step(scalars, left_out)
+
+    def _look(
+        self, plan: TritonPlan, addresses: dict[str, numpy.ndarray], **others: numpy.ndarray
+    ) -> None:
+        """Tells a plan where its tensors lie; others: in the place of the parameters' own."""
+        for slot, row in plan.addresses.items():
+            if slot in others:
+                now = others[slot]
+            else:
+                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+            plan.stale = plan.stale or not numpy.array_equal(now, row)
+            row[:] = now
 
     def _note(self, workspace: torch.Tensor) -> None:
         """Notes the products, and where their results will be."""
@@ -470,13 +512,18 @@ class Wave:
         call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
 
 
-def _addresses(base: int, firsts: Sequence[int]) -> list[int]:
-    return [base + first for first in firsts]
+def _place(place: Place, part: Part) -> Place:
+    return place._replace(first=place.first + part.first)
 
 
-def _look(plan: TritonPlan, buffers: Buffers, **others: list[int]) -> None:
-    """Tells a plan where its tensors lie; others: addresses in the place of the buffers' own."""
-    for slot, row in plan.addresses.items():
-        now = others.get(slot) or list(map(torch.Tensor.data_ptr, buffers[slot]))
-        plan.stale = plan.stale or now != row.tolist()
-        row[:] = now
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> numpy.ndarray:
+    return numpy.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=numpy.int64)
+
+
+def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
+    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
+    form = formats.by_slot.get(slot)
+    if form is None:  # a scale: of each block a byte, or of the whole tensor
+        block = formats.by_slot[slot.removesuffix("_scale")].block
+        return firsts // block if block else 0 * firsts
+    return firsts * formats.dtype(slot).itemsize // form.packed

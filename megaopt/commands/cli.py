@@ -57,6 +57,8 @@ COMMANDS = {
     "replay": Command("compared", "replay", "Take a step that a recording kept again."),
     "galore test": Command("galore.check", "main", "Check GaLoreAdamW's step of a matrix."),
     "galore bench": Command("galore.bench", "main", "Time GaLoreAdamW's step."),
+    "muon test": Command("muon.check", "main", "Check FusedMuon's updates of matrices."),
+    "muon bench": Command("muon.bench", "main", "Time FusedMuon's step, and other Muons'."),
 }
 
 
@@ -132,7 +134,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
     given = _by_mode(arguments)
     _require_dashes(given)
-    words = 2 if given[:1] == ["galore"] else 1
+    words = 2 if given[:1] in (["galore"], ["muon"]) else 1
     name = " ".join(given[:words])
     if name in COMMANDS:
         function = _load(COMMANDS[name])

@@ -78,11 +78,7 @@ class Peer:
 
     def version(self) -> str:
         """Return the version of the library, which is installed."""
-        found = getattr(importlib.import_module(self.package), "__version__", None)
-        try:
-            return str(found or version(self.package))
-        except PackageNotFoundError:
-            return "unknown"
+        return version_of(self.package)
 
     def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> Any:
         """Make the optimizer, or what has its step and state; `more` goes to its constructor."""
@@ -90,6 +86,15 @@ class Peer:
         if self.scaling is None:
             kind = getattr(importlib.import_module(self.module), self.kind)
         return kind(list(parameters), **SHARED, **self.options, **more)
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package that can be imported, "unknown" where it says none."""
+    found = getattr(importlib.import_module(package), "__version__", None)
+    try:
+        return str(found or version(package))
+    except PackageNotFoundError:
+        return "unknown"
 
 
 @cache

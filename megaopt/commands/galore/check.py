@@ -68,7 +68,7 @@ def main(
         kernel=kernel, rows=M, columns=N, rank=rank, weights=weights, precision=precision,
         proj_type=proj_type, seed=seed,
     )  # fmt: skip
-    device = _device()
+    device = current_device()
     try:
         check_setup(setup, device)
     except ValueError as error:
@@ -85,7 +85,8 @@ def main(
     return _verdict(findings, console)
 
 
-def _device() -> torch.device:
+def current_device() -> torch.device:
+    """The GPU at hand, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -52,7 +52,7 @@ class RankError(RuntimeError):
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
+def deaf() -> Iterator[None]:
     """Processes that are started within do not hear Ctrl-C, which a terminal sends to all.
 
     Here it is heard when the context is left: blocked, and not ignored, so that none is lost.
@@ -96,7 +96,7 @@ class Group:
         for task in self.tasks:
             own = {"target": serve, "args": (task, self._own), "name": task.name}
             self.processes.append(self._context.Process(**own))
-            with _deaf():
+            with deaf():
                 self.processes[-1].start()
 
     @property

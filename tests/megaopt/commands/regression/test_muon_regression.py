@@ -1,6 +1,7 @@
 """Small whole regressions of FusedMuon: its runs are one, and a planted difference is seen."""
 
 import pytest
+from interpreted import interpreted
 from tiny_runs import UNFUSED, tiny_run, variant
 
 from megaopt.commands.toml_tables import ConfigError
@@ -68,3 +69,11 @@ REFUSED = {
 def test_what_is_not_allowed(build, text, message):
     with pytest.raises(ConfigError, match=message):
         build(text)
+
+
+@pytest.mark.slow
+@interpreted
+def test_launches_too(build, run):
+    regression = build(muon("first") + muon("launches", "first", backend="triton"), steps=2)
+    run(regression)
+    assert regression.first_difference() is None

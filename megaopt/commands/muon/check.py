@@ -1,0 +1,241 @@
+"""`megaopt muon test`: errors of FusedMuon's updates beside torch.optim.Muon's, and their bits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch.nn import Parameter
+
+from megaopt import FusedMuon
+from megaopt.commands import exits
+from megaopt.commands.console import make_console, make_table, print_table
+from megaopt.commands.galore.check import current_device
+from megaopt.commands.toml_tables import require
+from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.matrix.muon import COEFFICIENTS, GRAM, GRAM_RATIO, RATIOS, STANDARD
+
+PARTS = {(STANDARD, "bf16"): 1.0, (STANDARD, "fp16"): 1 / 8, (GRAM, "fp16"): 1.0}
+"""Forms, and the part of torch.optim.Muon's error that each may have. fp16 rounds to three bits
+more than torch's bf16; polynomials of X X^T, as Gram's form takes them, lose some of these."""
+SPREAD = 1.1
+"""How much more a part may be: roundings are of one size, but not the same. Of 24 cases of eight
+matrices standard bf16 had 0.85 to 1.05 of torch's error, standard fp16 0.90 to 1.03 of an eighth.
+"""
+DECADES = 3
+"""How far the columns of a decaying matrix fall off."""
+SPECTRA = ("random", "decaying")
+SHAPES = {
+    "cpu": ((48, 48), (64, 96), (96, 40), (40, 128)),
+    "cuda": ((256, 256), (256, 640), (768, 768), (3072, 768), (1024, 4096), (1408, 2048)),
+}
+"""Rows and columns of the matrices, by the kind of device."""
+MOST = 2**14
+"""Rows or columns; of their square in fp64 torch can still say that there is no memory for it."""
+MOST_TWINS = 2**31
+"""Multiplications of an update that is compared with its twin, which makes some 10**9 a second on
+two cores of a CPU."""
+EXACT: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+"""With these an fp32 weight of zeros becomes the update, times -1, without a rounding."""
+
+Matrices = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Matrices of one kind, and how they are made orthogonal."""
+
+    rows: int
+    columns: int
+    spectrum: str
+    """One of SPECTRA."""
+    method: str
+    precision: str
+
+    @property
+    def bound(self) -> float:
+        """The part of torch's error that this one's may have."""
+        return SPREAD * PARTS[self.method, self.precision]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came out; errors are norms of all matrices together, in parts of what fp64 gives."""
+
+    case: Case
+    error: float
+    torchs: float
+    """The same of torch.optim.Muon, which multiplies in bf16."""
+    same_bits: bool | None
+    """Whether launches gave the twin's bits; None where only one of the two ran."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within its bound (of NaN it is not), and no bit differs."""
+        return self.error <= self.case.bound * self.torchs and self.same_bits is not False
+
+
+def main(
+    *,
+    shapes: tuple[tuple[int, int], ...] = (),
+    spectra: tuple[str, ...] = SPECTRA,
+    methods: tuple[str, ...] = (STANDARD, GRAM),
+    precisions: tuple[str, ...] = ("bf16", "fp16"),
+    matrices: int = 8,
+    seed: int = 0,
+    launches: bool = True,
+) -> int:
+    """Make matrices orthogonal by FusedMuon; compare errors against fp64 with torch.optim.Muon's.
+
+    Args:
+        shapes: Rows and columns, as 64 96 96 64; some small ones by default, larger ones on a GPU.
+        spectra: random: of normal numbers; decaying: whose columns fall off.
+        methods: standard, or gram, which takes matrices at least 1.5 times as long as wide.
+        precisions: bf16, or fp16; gram is of fp16 alone.
+        matrices: How many of each kind are stepped together; errors are of all.
+        seed: Of the matrices.
+        launches: Also take the launches of a GPU, or of Triton's interpreter, which is slow, and
+            compare the first matrix's bits with those that it has alone on a CPU, if it is small.
+
+    Returns:
+        0 where every error is within its bound and no bit differs, 1 otherwise.
+
+    Raises:
+        ConfigError: an argument is out of its range, or nothing is left to be tested.
+    """
+    device = current_device()
+    check_arguments(shapes, spectra, methods, precisions, matrices, seed)
+    given = (shapes or SHAPES[device.type], spectra, methods, precisions)
+    cases = select(*given)
+    if not cases:
+        allowed = "gram alone with fp16 and a matrix at least 1.5 times as long as wide"
+        require(False, "methods", methods, allowed)
+    reason = BACKENDS["triton"].why_not(device) if launches else "it was not asked for"
+    console = make_console()
+    console.print(f"on {device}; launches: {reason or 'by Triton'}", markup=False, highlight=False)
+    findings = [measure(case, matrices, seed, device, reason is None) for case in cases]
+    print_table(console, table_of(findings))
+    wrong = sum(not each.holds for each in findings)
+    words = f"beyond their bounds, or of other bits: {wrong}" if wrong else "all within bounds"
+    console.print(words, style="red" if wrong else "green", highlight=False)
+    return exits.DIFFERENT if wrong else exits.DONE
+
+
+def check_arguments(
+    shapes: Sequence[tuple[int, int]],
+    spectra: Sequence[str],
+    methods: Sequence[str],
+    precisions: Sequence[str],
+    matrices: int,
+    seed: int,
+) -> None:
+    """Raises ConfigError for an argument of `main` that is out of its range."""
+    known = (("spectra", spectra, SPECTRA), ("methods", methods, (STANDARD, GRAM)))
+    for name, values, allowed in (*known, ("precisions", precisions, ("bf16", "fp16"))):
+        for value in values:
+            require(value in allowed, name, value, f"of {', '.join(allowed)}")
+    sizes = f"whole numbers from 1 to {MOST}"
+    for shape in shapes:
+        require(all(1 <= size <= MOST for size in shape), "shapes", shape, sizes)
+    require(matrices >= 1, "matrices", matrices, "a whole number >= 1")
+    require(0 <= seed < 2**63, "seed", seed, "a whole number from 0 to 2**63 - 1")
+
+
+def select(
+    shapes: Sequence[tuple[int, int]],
+    spectra: Sequence[str],
+    methods: Sequence[str],
+    precisions: Sequence[str],
+) -> list[Case]:
+    """The cases of a run: all that there are, Gram's form of long matrices alone."""
+    return [
+        Case(rows, columns, spectrum, method, precision)
+        for (rows, columns), spectrum, method, precision in itertools.product(
+            shapes, spectra, methods, precisions
+        )
+        if (method, precision) in PARTS
+        and (method != GRAM or max(rows, columns) >= GRAM_RATIO * min(rows, columns))
+    ]
+
+
+def measure(case: Case, count: int, seed: int, device: torch.device, launches: bool) -> Finding:
+    """Steps so many matrices at once; the first alone, too, by the twin on a CPU."""
+    own = drawn(case, count, seed)
+    placed = [each.to(device) for each in own]
+
+    def ours(backend: str) -> Callable[[list[Parameter]], Any]:
+        more: dict[str, Any] = {
+            "method": case.method,
+            "precision": case.precision,
+            "backend": backend,
+        }
+        return lambda params: FusedMuon(params, **EXACT, **more)
+
+    found = updates(ours("triton" if launches else "reference"), placed)
+    torchs = updates(lambda params: torch.optim.Muon(params, **EXACT), placed)
+    short, long = sorted((case.rows, case.columns))
+    same = None
+    if launches and 10 * short * short * (2 * long + short) <= MOST_TWINS:
+        (twin,) = updates(ours("reference"), own[:1])
+        same = torch.equal(twin.view(torch.int32), found[0].cpu().view(torch.int32))
+    exact = [in_fp64(each) for each in placed]
+    return Finding(case, distance(found, exact), distance(torchs, exact), same)
+
+
+def drawn(case: Case, count: int, seed: int) -> Matrices:
+    """Random matrices, fp32 on the CPU: the same numbers for every device."""
+    generator, columns = torch.Generator().manual_seed(seed), case.columns
+    falls = torch.logspace(0, -DECADES, columns) if case.spectrum == "decaying" else 1.0
+    made = [torch.randn(case.rows, columns, generator=generator) for _ in range(count)]
+    return [each * falls for each in made]
+
+
+def updates(make: Callable[[list[Parameter]], Any], grads: Matrices) -> Matrices:
+    """What an optimizer, made of parameters, subtracts in a step of these gradients, fp32."""
+    params = [Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    make(params).step()
+    return [-param.detach() for param in params]
+
+
+def in_fp64(grad: torch.Tensor) -> torch.Tensor:
+    """The update by the same coefficients, times the ratio of its shape, without fp32's roundings.
+
+    A gradient of zeros is divided by 0.
+    """
+    own = grad.double() / grad.double().norm()
+    is_tall = len(own) > own.shape[1]
+    own = own.mT if is_tall else own
+    for a, b, c in COEFFICIENTS["simple"] * 5:
+        gram = own @ own.mT
+        own = a * own + (b * gram + c * gram @ gram) @ own
+    found: torch.Tensor = (own.mT if is_tall else own) * RATIOS["original"](*grad.shape)
+    return found
+
+
+def distance(found: Matrices, exact: Matrices) -> float:
+    """The norm of all differences, in parts of the norm of all of `exact`."""
+    pairs = zip(found, exact, strict=True)
+    away = sum(float((each.double() - other).square().sum()) for each, other in pairs)
+    return math.sqrt(away / sum(float(each.square().sum()) for each in exact))
+
+
+def table_of(findings: Sequence[Finding]) -> Table:
+    """Errors beside torch's and the bound, a case a row."""
+    headings = ("matrix", "spectrum", "method", "precision", ">error", ">torch's error",
+                ">error / torch's", ">bound", "twin's bits", "")  # fmt: skip
+    table = make_table("against fp64, by norm", headings)
+    bits = {None: "", True: "the same", False: "[red]OTHERS[/red]"}
+    for each in findings:
+        case, part = each.case, each.error / each.torchs if each.torchs else math.nan
+        numbers = f"{each.error:.3g}", f"{each.torchs:.3g}", f"{part:.3f}", f"{case.bound:.3f}"
+        named = f"{case.rows} x {case.columns}", case.spectrum, case.method, case.precision
+        verdict = "within" if each.holds else "[red]BEYOND[/red]"
+        table.add_row(*named, *numbers, bits[each.same_bits], verdict)
+    return table

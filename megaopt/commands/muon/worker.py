@@ -1,0 +1,81 @@
+"""A process that does work for this one, and may fail, hang or be ended without harm to others."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from megaopt.commands.regression.group import deaf
+
+LONGEST = 500
+"""Characters of an error that are kept."""
+
+
+class Failed(RuntimeError):
+    """The work raised an error, took too long, or ended its process."""
+
+
+class Worker:
+    """A process that calls a function for each question; it does not hear Ctrl-C. End it.
+
+    Args:
+        work: what answers a question; it and all questions and answers can be pickled.
+    """
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA allows no copies
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(work, theirs))
+        with deaf():
+            self._process.start()
+        theirs.close()
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """The answer to a question; Failed where there is none, and after so many seconds."""
+        try:
+            self._pipe.send(question)
+            there = self._pipe.poll(seconds)
+            is_done, found = self._pipe.recv() if there else (False, None)
+        except (EOFError, OSError):
+            self.end()
+            raise Failed("its process ended") from None
+        if not there:
+            self.end()
+            raise Failed(f"no answer within {seconds:g} seconds")
+        if not is_done:
+            raise Failed(found)
+        return found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended."""
+        return not self._process.is_alive()
+
+    def end(self) -> None:
+        """Ends the process, and what it has started."""
+        if self._process.is_alive() and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
+    if hasattr(os, "setsid"):  # not on Windows
+        os.setsid()
+    with contextlib.suppress(EOFError, OSError):  # nobody asks any more
+        while True:
+            pipe.send(_answered(work, pipe.recv()))
+
+
+def _answered(work: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:
+    try:
+        return True, work(question)
+    except Exception as error:  # another library fails in its own way
+        return False, f"{type(error).__name__}: {error}"[:LONGEST]

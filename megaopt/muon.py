@@ -134,6 +134,8 @@ class MuonOptions(Options):
         if self.contract == "ieee":
             return
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
+        if view.param.dim() != 2:
+            refuse(where, f"of two dimensions {under}", view.param)
         if view.split is not None:
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a DTensor")
         dtype = torch.float32 if masters else view.param.dtype

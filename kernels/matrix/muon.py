@@ -247,10 +247,10 @@ class Orthogonal:
         return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
-        """What the update of a matrix [rows, columns] is multiplied by."""
+        """What the update of a matrix [rows, columns] is multiplied by; one without columns has 1."""
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
-            return RATIOS[self.adjust or "original"](rows, columns)
+            return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
     def pieces(self, shape: Shape) -> list[tuple[int, int]]:

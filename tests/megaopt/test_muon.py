@@ -368,6 +368,19 @@ def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
         assert_same(found, expected, f"rank {rank}")
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+@pytest.mark.parametrize("options", [{}, {"second_moment": "normuon"}, {"contract": "torch"}])
+def test_matrices_without_elements_leave_the_others(backend, options):
+    found, expected = (
+        made([(4, 6), *more], backend=backend, **options) for more in ([(5, 0), (0, 5)], [])
+    )
+    for optimizer in (found, expected):
+        for step in range(2):
+            give_gradients(params_of(optimizer), step)
+            optimizer.step(clip_norm=1.0)
+    assert_same(params_of(found)[0].detach(), params_of(expected)[0].detach())
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_matrix_that_is_not_finite_leaves_the_others(bad):
     found, expected = made(), made()

@@ -106,7 +106,13 @@ def _named(name: str, steps: int) -> tuple[Triple, ...]:
 
 def _is_triple(given: Any) -> bool:
     is_sequence = isinstance(given, Sequence) and len(given) == 3
-    return is_sequence and all(isinstance(each, (int, float)) for each in given)
+    return is_sequence and all(map(_is_number, given))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number of fp32."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _triple(given: Any) -> Sequence[Any]:
@@ -247,7 +253,7 @@ class Orthogonal:
         return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
-        """What the update of a matrix [rows, columns] is multiplied by; one without columns has 1."""
+        """What the update of a matrix [rows, columns] is multiplied by; 1 without columns."""
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0

@@ -286,6 +286,8 @@ REFUSED = {
     "set": ([], {"ns_coefficients": "simpel"}, "ns_coefficients must be numbers or one of 'sim"),
     "triples": ([], {"ns_coefficients": [(1, 2, 3)]}, "a triple for each of 5 steps, got 1"),
     "numbers": ([], {"ns_coefficients": None}, "group 0: ns_coefficients must be"),
+    "NaN": ([], {"ns_coefficients": (float("nan"), 1, 1)}, "be triples of numbers a, b and c"),
+    "factor": ([], {"adjust_lr_fn": True}, "adjust_lr_fn must be a finite number >= 0"),
     "adjust": ([], {"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of None, 'original', "),
     "eps": ([], {"eps": 2.0}, "group 0: eps must be from 1e-30 to 1, got 2.0"),
     "momentum": ([], {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),

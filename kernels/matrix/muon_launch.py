@@ -21,9 +21,10 @@ from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
-from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS
 from megaopt.kernels.matrix import muon_kernel
 from megaopt.kernels.matrix.muon import (
+    FP16,
     OWN,
     SQUARES,
     Matrices,
@@ -205,6 +206,9 @@ class Layout:
 
     def __init__(self, how: Orthogonal, shapes: Sequence[torch.Size], is_gram: bool) -> None:
         self.how, self.pieces = how, list(pieces_of(how, shapes))
+        self.is_scaled = how.precision == FP16
+        """Directions are fp32 first, and cast when their norms are known."""
+        self.wide_size = 4 if self.is_scaled else how.dtype.itemsize
         self.used = 0
         count = len(self.pieces)
         self.bins = self._take(count * BANKS * ROWS * 2 * 8)
@@ -212,20 +216,25 @@ class Layout:
         size = how.dtype.itemsize
         self.first = [self._take(shape.numel() * size) for shape in shapes]
         self.wide = self.first
-        if how.precision == "fp16":  # fp32 directions, which go before what lies over them comes
+        behind = 0
+        if self.is_scaled:  # they are gone before what lies over them comes
             begin = self.used
-            self.wide = [self._take(shape.numel() * 4) for shape in shapes]
+            self.wide = [self._take(shape.numel() * self.wide_size) for shape in shapes]
             behind, self.used = self.used, begin
         self.second = [self._take(shape.numel() * size) for shape in shapes]
         sizes = [min(piece.shape) * self.stride(piece) * size for piece in self.pieces]
         self.squares = [[self._take(each) for each in sizes] for _ in range(SQUARES[is_gram])]
-        if self.wide is not self.first:
-            self.used = max(self.used, behind)
+        self.used = max(self.used, behind)
 
     def _take(self, size: int) -> int:
         begin = self.used
         self.used += -(-size // UNIT) * UNIT
         return begin
+
+    def places(self, firsts: Sequence[int], size: int | None = None) -> numpy.ndarray:
+        """Where the pieces of matrices lie that begin there; size: of a number, in bytes."""
+        size = self.how.dtype.itemsize if size is None else size
+        return numpy.array([firsts[each.param] + each.first * size for each in self.pieces])
 
     @staticmethod
     def stride(piece: Piece) -> int:
@@ -242,8 +251,7 @@ class Layout:
 
     def _matrices(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
         size, found = self.how.dtype.itemsize, []
-        for piece in self.pieces:
-            begin = firsts[piece.param] + piece.first * size
+        for piece, begin in zip(self.pieces, self.places(firsts).tolist(), strict=True):
             own = workspace[begin : begin + piece.numel * size].view(self.how.dtype)
             found.append(own.view(piece.shape))
         return found
@@ -344,6 +352,55 @@ def _waves(
         yield own, is_gram
 
 
+class Norms:
+    """Makes the factors of a wave's matrices by the norms of their directions, and casts these.
+
+    ratios: fp32 [matrices], of the last products.
+    """
+
+    def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
+        self._layout, self._ratios, device = layout, ratios, ratios.device
+        numels = [piece.numel for piece in layout.pieces]
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
+        self._rows[int(table_rows.NUMEL)] = numels
+        self._places = numpy.stack(
+            [layout.places(layout.wide, layout.wide_size), layout.places(layout.first)]
+        )
+
+    def step(self, workspace: torch.Tensor) -> None:
+        """Makes them of the directions in a workspace."""
+        layout, count = self._layout, len(self._layout.pieces)
+        bins, scales = layout.bins_in(workspace), layout.scales_in(workspace).square
+        table = self._told(workspace.data_ptr())
+        wide = GRADS["float32"] if layout.is_scaled else GRADS[layout.how.dtype]
+        NormPlan(wide).accumulate(table, self._chunks, bins.zero_())
+        arguments = (bins, self._ratios, scales, count, layout.how.eps)
+        options: dict[str, object] = {"IS_SCALED": layout.is_scaled, "num_warps": 1}
+        call(muon_kernel.scales_kernel, count, arguments, options)
+        if layout.is_scaled:
+            self._cast(table, scales)
+
+    def _told(self, base: int) -> torch.Tensor:
+        """The table on the device; base: the workspace's address."""
+        places = base + self._places
+        self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
+        return self._table.update(self._rows)
+
+    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
+        options: dict[str, object] = {
+            "SOURCE": FLOAT32,
+            "TARGET": WEIGHTS[self._layout.how.dtype],
+            "BLOCK": GEOMETRY.block,
+            "ITERATIONS": GEOMETRY.iterations,
+            "SPAN": GEOMETRY.span,
+            "num_warps": GEOMETRY.warps,
+        }
+        arguments = (table, self._chunks.table, scales, len(self._layout.pieces))
+        call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+
+
 class SecondMoments:
     """NorMuon's launches over the rows of a wave's updates."""
 
@@ -411,24 +468,20 @@ class Wave:
         self._firsts = numpy.array([part.first for part in parts])
         self._columns = numpy.array([self.how.pieces(shape)[0][1] for shape in shapes])
         self.layout, self._is_gram = Layout(self.how, shapes, is_gram), is_gram
-        self._operand: Format = GRADS[self.how.dtype]
-        self._is_scaled = self.layout.wide is not self.layout.first
-        self._wide = FLOAT32 if self._is_scaled else WEIGHTS[self.how.dtype]
-        sizes, own = [shape.numel() for shape in shapes], (groups, device, None, places)
-        inner = inner_formats(formats, self._wide)
-        rule = formats.matrix.rule
-        self._direction = TritonPlan(inner, rule.inner, sizes, *own)
-        updated = replace(apply_formats(formats), grad=self._operand, rounds_grad=False)
-        self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
+        own = ([shape.numel() for shape in shapes], groups, device, None, places)
+        wide, rule = (
+            FLOAT32 if self.layout.is_scaled else WEIGHTS[self.how.dtype],
+            formats.matrix.rule,
+        )
+        self._direction = TritonPlan(inner_formats(formats, wide), rule.inner, *own)
+        self._apply = TritonPlan(_updating(formats, self.how), rule.apply, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
-        self._second = (
-            SecondMoments(self.layout, groups, device) if self.how.second_moment else None
-        )
-        numels = [piece.numel for piece in self.layout.pieces]
-        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
-        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
-        self._rows[int(table_rows.NUMEL)] = numels
+        self._second, last = None, self._ratios
+        if self.how.second_moment:  # behind which the ratios come
+            self._second = SecondMoments(self.layout, groups, device)
+            last = torch.ones_like(last)
+        self._norms = Norms(self.layout, last)
         self._tables, self._products = Tables(), list[NotedLaunch]()
         self._noted_at, self._result = 0, self.layout.first
 
@@ -446,7 +499,7 @@ class Wave:
             self._note(workspace)
         self._look(self._direction, addresses, weight=base + numpy.array(self.layout.wide))
         self._direction.step(scalars, controls)
-        self._begin(workspace)
+        self._norms.step(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
         updates = base + numpy.array(self._result)
@@ -477,39 +530,11 @@ class Wave:
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
         self._result = self.layout.first if result is room.first else self.layout.second
 
-    def _begin(self, workspace: torch.Tensor) -> None:
-        """Makes the factors of all matrices, by the norms of their directions, and casts these."""
-        bins, scales = self.layout.bins_in(workspace), self.layout.scales_in(workspace).square
-        base, pieces, size = workspace.data_ptr(), self.layout.pieces, self._wide.dtype
-        assert size is not None
-        wide, first = self.layout.wide, self.layout.first
-        grad = [base + wide[each.param] + each.first * size.itemsize for each in pieces]
-        own_size = self.how.dtype.itemsize
-        target = [base + first[each.param] + each.first * own_size for each in pieces]
-        self._rows[int(table_rows.GRAD)], self._rows[int(table_rows.WEIGHT)] = grad, target
-        used = self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]]
-        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(used) & 15 == 0
-        table = self._table.update(self._rows)
-        NormPlan(GRADS[size]).accumulate(table, self._chunks, bins.zero_())
-        # with second moments the ratio comes behind them
-        ratios = self._ratios if self._second is None else torch.ones_like(self._ratios)
-        arguments = (bins, ratios, scales, len(pieces), self.how.eps)
-        options: dict[str, object] = {"IS_SCALED": self._is_scaled, "num_warps": 1}
-        call(muon_kernel.scales_kernel, len(pieces), arguments, options)
-        if self._is_scaled:
-            self._cast(table, scales)
 
-    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
-        options: dict[str, object] = {
-            "SOURCE": FLOAT32,
-            "TARGET": WEIGHTS[self.how.dtype],
-            "BLOCK": GEOMETRY.block,
-            "ITERATIONS": GEOMETRY.iterations,
-            "SPAN": GEOMETRY.span,
-            "num_warps": GEOMETRY.warps,
-        }
-        arguments = (table, self._chunks.table, scales, len(self.layout.pieces))
-        call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+def _updating(formats: Formats, how: Orthogonal) -> Formats:
+    """The formats of the update by a matrix that products have made."""
+    own = replace(apply_formats(formats), grad=GRADS[how.dtype])
+    return replace(own, rounds_grad=False, writes_grad=False)
 
 
 def _place(place: Place, part: Part) -> Place:

@@ -42,7 +42,7 @@ def call(
 class Again:
     """A launch that is made again and again, with arguments of the same kinds on one device.
 
-    As `call`, without a look at the arguments: 22 us became 9 on one host.
+    As `call`, without a look at the arguments.
     """
 
     def __init__(self, function: Any, programs: int, options: dict[str, object]) -> None:

@@ -151,8 +151,8 @@ at 3.5, 0.23 at 4; with RESTARTS of (2, 4) 0.45, 0.40, 0.37, 0.34, 0.30, 0.27. R
 to 0.15 at all ratios.
 
 Of five steps it takes 6 s^2 l + 14 s^3 multiply-adds, twice that without symmetry, and the standard
-form 15 s^2 l + 5 s^3. On an H200 a prototype took for 12 of 4096 x 14336 50.7 ms, in standard form
-some 80; for 192 of 1408 x 2048, a ratio of 1.45, 29.0 and 27.2.
+form 15 s^2 l + 5 s^3. On an H200 a prototype took for 192 of 1408 x 2048, a ratio of 1.45, 29.0 and
+27.2 ms.
 """
 GRAM_SHORT = 256
 """Up to this width "auto" takes the standard form: small products are little but launches."""

@@ -237,7 +237,7 @@ class GaLoreAdamW(FusedOptimizer):
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every
             kernel and device has the same bits, those of Hopper's tensor cores, which a CPU
             computes more slowly than ieee products. Torch's global settings change nothing of it;
-            refreshes are always "ieee".
+            refreshes are always "ieee", and torch's: projections are a device's own.
         refresh: how projections follow the gradient: "subspace", by two passes of subspace
             iteration from the last projection; or "svd", galore_torch's, a whole SVD, for which
             the host waits; not where rows are split over ranks. A gradient that is zero or not

@@ -185,9 +185,11 @@ class MuonOptions(Options):
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its matrices."""
         one_of(f"{where}: use_muon", group["use_muon"], (None, True, False))
-        if group["use_muon"] is False:
-            return
         sizes, given = group["split_sizes"], group["ns_coefficients"]
+        if group["use_muon"] is False:
+            if sizes is not None:
+                refuse(f"{where}: split_sizes", "None beside use_muon=False", sizes)
+            return
         if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
             number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], NOT_NEGATIVE)
         if sizes is not None and not _are_sizes(sizes):
@@ -243,13 +245,13 @@ class Stepped(NamedTuple):
     matrices: tuple[tuple[int, int], ...]
     """The shapes of its matrices, which are made orthogonal each by itself; none of AdamW's."""
     why: str
-    """Why AdamW steps it; of Muon "its shape", or that its group has use_muon=True."""
+    """"by its shape", or "as" and the reason: its group, its dimensions, or a mark."""
 
     def __str__(self) -> str:
         """One line."""
         counts = {shape: self.matrices.count(shape) for shape in self.matrices}
         own = ", ".join(f"{count} x {list(shape)}" for shape, count in counts.items())
-        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, as {self.why}"
+        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, {self.why}"
 
 
 @takes(MuonOptions, SharedOptions)
@@ -300,7 +302,7 @@ class FusedMuon(FusedOptimizer):
             with precision "fp16"; "standard" with "bf16", in which Gram's form is 11 to 33% off,
             and refused.
         precision: of all numbers between products, whose sums are fp32: "bf16", as torch's, or
-            "fp16", whose errors are an eighth.
+            "fp16", whose errors are some eighth of those.
         second_moment: "normuon": rows of the update are divided by the root of a mean of their
             squares over steps (Li et al. 2025, arXiv:2510.05491), over whole rows of the whole
             matrix; the update keeps its norm.
@@ -372,10 +374,10 @@ class FusedMuon(FusedOptimizer):
         for view, label, index in places:
             group = owned.groups[index]
             if view.matrix is None:
-                found.append(Stepped(label, "adamw", (), str(why_adamw(view.param, group))))
+                found.append(Stepped(label, "adamw", (), f"as {why_adamw(view.param, group)}"))
                 continue
             pieces = tuple(view.matrix.how.pieces(view.whole_shape))
-            why = "its group has use_muon=True" if group["use_muon"] else "its shape"
+            why = "as its group has use_muon=True" if group["use_muon"] else "by its shape"
             found.append(Stepped(label, "muon", pieces, why))
         return found
 

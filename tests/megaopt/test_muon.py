@@ -250,8 +250,8 @@ def test_describe_says_what_goes_where():
     optimizer = FusedMuon(groups)
     assert [str(each) for each in optimizer.describe()] == [
         "parameter 'norm': adamw, as it has fewer than two dimensions",
-        "parameter 'up': muon 1 x [6, 4], as its shape",
-        "parameter 'experts': muon 2 x [3, 5], as its shape",
+        "parameter 'up': muon 1 x [6, 4], by its shape",
+        "parameter 'experts': muon 2 x [3, 5], by its shape",
         "parameter 'wte': adamw, as it is marked is_embedding_or_output_parameter=True",
         "parameter 'qkv': muon 3 x [4, 4], as its group has use_muon=True",
         "parameter 'head': adamw, as its group has use_muon=False",
@@ -294,6 +294,7 @@ REFUSED = {
     "nesterov": ([], {"nesterov": None}, "nesterov must be one of True, False, got None"),
     "sizes": ([], {"split_sizes": 3}, r"split_sizes must be None or a list of whole numbers >= 1"),
     "sum": ([torch.ones(4, 3)], {"split_sizes": [2, 1]}, "its parameter 0: split_sizes must add"),
+    "sizes of AdamW's": ([], {"split_sizes": [1], "use_muon": False}, "None beside use_muon=False"),
     "method": ([], {"method": "gram"}, "method must be 'auto', the optimizer's own argument"),
     "spelling": ([], {"splitsizes": 3}, "'splitsizes' must be spelled 'split_sizes'"),
     "dampening": ([], {"dampening": 0.5}, "'dampening' must be left out"),

@@ -409,6 +409,8 @@ STATES = {
 }
 """dion's names of states, by a group's algorithm."""
 OF_MOONLIGHT = {"moment1": "exp_avg", "moment2": "exp_avg_sq"}
+OF_NO_MUON = {"dampening": "SGD's", "centered": "RMSprop's"}
+"""Keys of groups of optimizers that have a momentum_buffer of another kind, and whose they are."""
 LEFT_OUT = ("algorithm", "beta1", "beta2", "muon_beta2", "cautious_wd", "flatten", "adjust_lr")
 """dion's keys of groups that say nothing here."""
 
@@ -424,6 +426,10 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
     if not fits or not all(isinstance(each, Mapping) for each in saved):
         return state_dict
+    for index, group in enumerate(saved):
+        for key in OF_NO_MUON.keys() & group.keys():
+            where = f"group {index} of the state dict: {key!r}"
+            refuse(where, f"left out: it is {OF_NO_MUON[key]}", group[key])
     if len(saved) != len(groups) or any("contract" in each for each in saved):
         return state_dict
     found, own = dict(states), []
@@ -447,8 +453,6 @@ def _is_a_sum(group: Mapping[str, Any]) -> bool:
 
 
 def _group(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if "dampening" in saved:
-        refuse(f"{where}: 'dampening'", "left out: it is torch.optim.SGD's", saved["dampening"])
     found = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
     if "mu" in saved:
         algorithm = saved.get("algorithm")

@@ -132,7 +132,8 @@ class MatrixPlan:
         taken = self._buffers["grad"][index] if rule.before is SAME else low
         own = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
-        self._step(own, self._inner, rule.inner, scalars, controls, place)
+        if low.numel():
+            self._step(own, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)
         wanted = (direction.dtype, tuple(grad.shape))  # fp64 where tests compute so
         if (update.dtype, tuple(update.shape)) != wanted:
@@ -141,7 +142,8 @@ class MatrixPlan:
                 f"{update.dtype} of shape {tuple(update.shape)}"
             )
         own = self._tensors(self._apply, index, grad=update)
-        self._step(own, self._apply, rule.apply, scalars, None, work.place)
+        if update.numel():
+            self._step(own, self._apply, rule.apply, scalars, None, work.place)
 
     def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
         """What a transform makes of a matrix, or a rank's part of what it makes of the whole."""

@@ -83,8 +83,9 @@ def _collected(
     found = Collected({}, {})
     for place in chosen:
         view, grad = owned.views[place], grads[place]
-        formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         own = state.get(view.param, {})
+        _check_rule(owned, view, own, owned.labels[place])
+        formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         made = completed_state(view, own, formats, external[place], owned.labels[place])
         made.update(first_count(owned, own))
         found.states[view.param] = made
@@ -94,6 +95,18 @@ def _collected(
             kind = (view.param.device, formats, staged, (view.batch_key, placement))
             found.kinds.setdefault(kind, []).append(place)
     return found
+
+
+def _check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
+    """Raises ValueError for a state that has moments of another rule of the optimizer."""
+    kept = owned.moments(view)
+    others = [name for name in owned.all_moments if name in state and name not in kept]
+    if others:
+        raise ValueError(
+            f"{label}: its state must have {', '.join(kept) or 'no moments'}, as it is stepped, "
+            f"got {', '.join(others)} of another rule: to go on from new moments, delete it from "
+            "optimizer.state"
+        )
 
 
 def completed_states(

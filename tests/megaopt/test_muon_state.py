@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from megaopt import FusedAdam, FusedMuon
+from megaopt import FusedAdam, FusedMuon, FusedSGD
 
 SHAPES = [(6, 4), (4, 8), (3, 5), (9,)]
 """Two matrices for Muon, and a matrix and a vector for AdamW."""
@@ -175,23 +175,24 @@ def of_lion():
     return given
 
 
-def of_sgd():
+def of(kind, **options):
+    """The state dict of another optimizer, after a step."""
     params = parameters(SHAPES, FP32)
-    return torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}]).state_dict()
-
-
-def of_adamw():
-    params = parameters(SHAPES, FP32)
-    theirs = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    theirs = kind([{"params": params[:2]}, {"params": params[2:]}], **options)
     train(theirs, 1)
     return theirs.state_dict()
+
+
+SGD, ADAMW, SUMS = torch.optim.SGD, torch.optim.AdamW, {"lr": 0.1, "momentum": 0.9}
 
 
 REFUSED = {
     "no step": (without_steps, "state 2 of the state dict must have a step count beside"),
     "lion": (of_lion, "group 1 of the state dict: algorithm must be one of muon, adamw"),
-    "sgd": (of_sgd, "group 0 of the state dict: 'dampening' must be left out"),
-    "adamw": (of_adamw, "parameter 0 of group 0: 'momentum_buffer' of the state dict must"),
+    "sgd": (lambda: of(SGD, **SUMS), "group 0 of the state dict: 'dampening' must be left out"),
+    "ours": (lambda: of(FusedSGD, **SUMS), "'dampening' must be left out: it is SGD's"),
+    "rmsprop": (lambda: of(torch.optim.RMSprop, momentum=0.9), "'centered' must be left out"),
+    "adamw": (lambda: of(ADAMW), "0 of group 0: 'momentum_buffer' of the state dict must"),
 }  # fmt: skip
 
 
@@ -201,6 +202,31 @@ def test_what_muon_cannot_go_on_from_is_refused(given, message):
     train(optimizer, 1)
     with refused(optimizer, message):
         optimizer.load_state_dict(given())
+
+
+@pytest.mark.parametrize("by_muon", [True, False])
+def test_a_parameter_that_changes_its_rule_is_refused_until_its_state_goes(by_muon):
+    (own,) = parameters([(6, 4)], FP32)
+    optimizer = FusedMuon([{"params": [own], "use_muon": by_muon}])
+    train(optimizer, 1)
+    optimizer.param_groups[0]["use_muon"] = not by_muon
+    give_gradients([own], 1)
+    with refused(optimizer, "its state must have .* of another rule"):
+        optimizer.step()
+    del optimizer.state[own]
+    optimizer.step()
+    assert ("exp_avg" in optimizer.state[own]) == by_muon
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)], ids=str)
+def test_an_empty_matrix_is_stepped_in_every_format(shape, dtype):
+    beside, alone = parameters([(4, 8)], BF16), parameters([(4, 8)], BF16)
+    (empty,) = parameters([shape], BF16)
+    options = {"momentum_buffer_dtype": dtype, "master_weight_dtype": torch.float16}
+    for own in ([*beside, empty], alone):
+        train(FusedMuon(own, master_weights=True, **options), 2)
+    assert torch.equal(*beside, *alone)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

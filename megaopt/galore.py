@@ -231,8 +231,8 @@ class GaLoreAdamW(FusedOptimizer):
             many matrices. "grouped": a launch for the projections, too, as "hybrid" has it but
             with precision "ieee". "fused": two launches, of which the one for the projections
             takes Adam's step; not of moments with scales. The latter three not for masters with a
-            scale. "auto": where the
-            backend is "triton", "hybrid" with precision "ieee", else "grouped"; elsewhere "torch".
+            scale. "auto": where the backend is "triton", "hybrid" with precision "ieee", else
+            "fused" or "grouped", whichever is faster for a shape; elsewhere "torch".
         precision: of the numbers in the two products of a step; sums are fp32's. "ieee": fp32.
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every
             kernel and device has the same bits, those of Hopper's tensor cores, which a CPU

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
-from megaopt.options.checks import DECAY, NOT_NEGATIVE, one_of, refuse
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, number, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
@@ -134,6 +135,8 @@ class MuonOptions(Options):
         if self.contract == "ieee":
             return
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
+        if view.param.dim() != 2:
+            refuse(where, f"of two dimensions {under}", view.param)
         if view.split is not None:
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a DTensor")
         dtype = torch.float32 if masters else view.param.dtype
@@ -157,13 +160,13 @@ class MuonOptions(Options):
 
     def how(self, group: Mapping[str, Any]) -> Orthogonal:
         """How matrices of a group are made orthogonal; ValueError for what is no way."""
-        sizes = group["split_sizes"]
+        sizes, adjust = group["split_sizes"], group["adjust_lr_fn"]
         return Orthogonal(
             coefficients_of(group["ns_coefficients"], group["ns_steps"]),
             eps=float(group["eps"]),
             method=self.method,
             precision=self.precision,
-            adjust=group["adjust_lr_fn"],
+            adjust=adjust if isinstance(adjust, (str, NoneType)) else float(adjust),
             second_moment=self.second_moment,
             split_sizes=None if sizes is None else tuple(sizes),
             contract=self.contract,
@@ -185,6 +188,8 @@ class MuonOptions(Options):
         if group["use_muon"] is False:
             return
         sizes, given = group["split_sizes"], group["ns_coefficients"]
+        if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
+            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], NOT_NEGATIVE)
         if sizes is not None and not _are_sizes(sizes):
             refuse(f"{where}: split_sizes", "None or a list of whole numbers >= 1", sizes)
         if not isinstance(given, (str, list, tuple)):
@@ -364,8 +369,8 @@ class FusedMuon(FusedOptimizer):
         """How each parameter is stepped, in group order; each prints as one line."""
         owned, found = self._owned, []
         places = zip(owned.views, owned.labels, owned.group_numbers, strict=True)
-        for view, label, number in places:
-            group = owned.groups[number]
+        for view, label, index in places:
+            group = owned.groups[index]
             if view.matrix is None:
                 found.append(Stepped(label, "adamw", (), str(why_adamw(view.param, group))))
                 continue

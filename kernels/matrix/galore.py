@@ -166,9 +166,9 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     how, own, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
-    known = own if work.is_made else None
-    projection = refreshed(grad, how, known, how.refresh == "svd", seed, work.parts)
-    captured = captured_energy(grad, how, projection, work.parts)
+    known, whole = own if work.is_made else None, square(grad)
+    projection = refreshed(grad, how, known, how.refresh == "svd", seed, work.parts, whole)
+    captured = captured_energy(grad, how, projection, work.parts, whole)
     own.copy_(projection)
     # a gradient that says nothing leaves it as it is, as it does the projection
     energy.copy_(torch.where(captured > 0, captured, energy))
@@ -208,15 +208,19 @@ def refreshed(
     by_svd: bool,
     seed: int,
     parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is."""
+    """A new projection of a gradient [m, n]; fp32 or fp64, as the gradient is.
+
+    whole: this part's square of the gradient, where it is known.
+    """
     passes = PASSES
     if known is None:
         passes = FIRST_PASSES
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
     if by_svd:
         return singular(grad, low_rank, known)
-    return iterated(grad, low_rank, known, passes, parts)
+    return iterated(grad, low_rank, known, passes, parts, whole)
 
 
 def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
@@ -259,6 +263,7 @@ def iterated(
     known: torch.Tensor,
     passes: int = PASSES,
     parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -266,16 +271,19 @@ def iterated(
     and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
     be, and what a gradient has less of than that stays as it was. The columns go on with their
     signs, as the moments do. parts: of the gradient's rows, on the right; of its columns, on the
-    left.
+    left. whole: as `refreshed` has it.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known.mT) if right else (grad.mT, known)
     amax = parts.largest(_amax(matrix))
     says = _is_some(amax)
-    matrix = matrix * _power_of_two_below(amax)
+    factor = _power_of_two_below(amax)
+    matrix = matrix * factor
+    # exact: what the factor cuts off a number is nothing beside the largest one's square
+    whole = (square(grad) if whole is None else whole) * factor.double().square()
     for _ in range(passes):
         image = product(matrix, basis)
-        found, squares = _added_up(product(matrix.mT, image), image, matrix, parts)
+        found, squares = _added_up(product(matrix.mT, image), image, whole, parts)
         shift = _floor(squares, parts.rows(image.shape[0])).amax()
         columns, is_definite = orthonormal(found + shift * basis.double())
         basis, says = columns.to(grad.dtype), says & is_definite
@@ -300,17 +308,20 @@ def _is_some(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _amax(matrix: torch.Tensor) -> torch.Tensor:
-    return matrix.abs().amax() if matrix.numel() else matrix.new_zeros(())
+    if not matrix.numel():
+        return matrix.new_zeros(())
+    found: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
+    return found
 
 
 def _added_up(
-    found: torch.Tensor, image: torch.Tensor, matrix: torch.Tensor, parts: Parts
+    found: torch.Tensor, image: torch.Tensor, whole: torch.Tensor, parts: Parts
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums over all parts of what a pass found, and of squares of the image and the matrix.
+    """The sums over all parts of what a pass found, of squares of the image, and of `whole`.
 
     fp64 [k, rank], and [rank + 1]: of each column of the image, then of the matrix. One sum of all.
     """
-    squares = (square(image, 0), square(matrix).reshape(1))
+    squares = (square(image, 0), whole.reshape(1))
     whole = parts.add_up(torch.cat([found.double().flatten(), *squares]))
     return whole[: found.numel()].view(found.shape), whole[found.numel() :]
 
@@ -367,9 +378,14 @@ def _divided(some: torch.Tensor, triangle: torch.Tensor) -> torch.Tensor:
 
 
 def captured_energy(
-    grad: torch.Tensor, low_rank: LowRank, projection: torch.Tensor, parts: Parts = ALONE
+    grad: torch.Tensor,
+    low_rank: LowRank,
+    projection: torch.Tensor,
+    parts: Parts = ALONE,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, fp32 from 0 to 1; 0 where all is 0."""
-    low = projected(grad, projection, low_rank.side)
-    kept, whole = parts.add_up(torch.stack([square(low), square(grad)])).unbind()
+    kept = square(projected(grad, projection, low_rank.side))
+    own = square(grad) if whole is None else whole
+    kept, whole = parts.add_up(torch.stack([kept, own])).unbind()
     return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()

@@ -80,8 +80,8 @@ def round_kernel(
     rows, columns = shape_of(own, PRODUCT)
     height, width = (rows, PRODUCT.rank) if LEFT else (PRODUCT.rank, columns)
     across = tl.cdiv(width, BLOCK)
-    row = tile // across * BLOCK + tl.arange(0, BLOCK)
-    column = tile % across * BLOCK + tl.arange(0, BLOCK)
+    row = (tile // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = (tile % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (row[:, None] < height) & (column[None, :] < width)
     offsets = row[:, None] * width + column[None, :]
     value = tl.load(entry(own, PROJECTION).to(tl.pointer_type(tl.float32)) + offsets, mask=mask)
@@ -265,11 +265,12 @@ def project_kernel(
             if tl.atomic_add(arrived_ptr, 1) != SLABS - 1:
                 return
             tl.atomic_xchg(arrived_ptr, 0)
-        scalars = scalars_of(low, scalars_ptr, scalar_count, STEP.rule)
+        RULE: tl.constexpr = STEP.rule
+        FORMATS: tl.constexpr = STEP.formats
+        scalars = scalars_of(low, scalars_ptr, scalar_count, RULE)
         controls = controls_of(low, controls_ptr, STEP.controlled)
-        row_ptr = draw_row(low, scalars_ptr, scalar_count, STEP.rule)
-        draw = draw_of(low, row_ptr, STEP.formats.draws)
-        pointers = pointers_of(low, start, STEP.formats)
+        draw = draw_of(low, draw_row(low, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+        pointers = pointers_of(low, start, FORMATS)
         chunk = Chunk(low, start, 0, pointers, scalars, controls, draw)
         TURNED: tl.constexpr = LEFT and PRODUCT.turned  # the last launch takes it so
         ELEMENT: tl.constexpr = tl.bfloat16 if PRODUCT.precision == "bf16" else tl.float32

@@ -94,28 +94,35 @@ class Tiles:
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
 UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32, 8, 1)
 
-# One H200, 8 matrices of 4096 x 11008 at rank 128, projected on the left, ms of each launch; fp32
-# weights for tf32, bf16 weights with fp32 masters for bf16. No projecting tile is more than a
-# fifth slower than the best at ranks 32 to 512, 1 or 8 matrices, either side.
+# 8 matrices of 4096 x 11008 at rank 128, projected on the left, ms of each launch; fp32 weights for
+# tf32 (one H100, fused, whose copies take 0.55 and 0.96; torch.mm's projection 0.68), bf16 weights
+# with fp32 masters for bf16 (one H200). No projecting tile of bf16 is more than a fifth slower than
+# the best at ranks 32 to 512, 1 or 8 matrices, either side.
 #
-# | project, outer x inner, warps, stages | tf32 | bf16 | bf16, cast ahead |
+# | project, outer x inner, warps, stages | tf32 | bf16  | bf16, rounded ahead |
 # |---|---|---|---|
-# | 128 x 32, 4, 4                        | 1.65 |      |                  |
-# | 128 x 32, 8, 3                        | 1.85 |      |                  |
-# | 128 x 64, 4, 4                        |      |      | 0.214            |
-# | 64 x 64, 8, 3                         |      |      | 0.218            |
-# | 128 x 64, 8, 3                        |      | 0.557 |                 |
+# | 64 x 32, 4, 4                         | 1.04 |       |       |
+# | the same, grouped                     | 0.72 |       |       |
+# | 64 x 32, 4, 3                         | 1.03 |       |       |
+# | 128 x 32, 8, 4                        | 1.03 |       |       |
+# | 128 x 32, 4, 4: two sums spill        | 1.23 |       |       |
+# | 128 x 64, 4, 4                        |      |       | 0.214 |
+# | 64 x 64, 8, 3                         |      |       | 0.218 |
+# | 128 x 64, 8, 3                        |      | 0.557 |       |
 #
-# | back, rows x columns x inner, warps, stages, strip, registers | tf32 | bf16, cast ahead |
+# | back, rows x columns x inner, warps, stages, strip, registers | tf32 | bf16, rounded ahead |
 # |---|---|---|
-# | 64 x 64 x 128, 4, 2, 4, 128           |      | 1.16 |
-# | 64 x 32 x 128, 4, 2, 8                | 1.60 | 1.21 |
-# | 128 x 64 x 128, 8, 2, 4, 128          | 2.38 | 1.24 |
-# | the same, loaded ahead                | 3.33 | 1.27 |
-# | 128 x 32 x 128, 8, 2, 8               | 2.04 | 1.31 |
-# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.50 | 1.32 |
+# | 64 x 64 x 128, 4, 2, 4, 128           | 1.29 | 1.16 |
+# | 64 x 32 x 128, 4, 2, 8                |      | 1.21 |
+# | 128 x 64 x 128, 8, 2, 4, 128          | 1.64 | 1.24 |
+# | the same, loaded ahead                |      | 1.27 |
+# | 128 x 32 x 128, 8, 2, 8               |      | 1.31 |
+# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.31 | 1.32 |
+# | the same, grouped: direction not turned | 1.43 |    |
+# | 128 x 32 x 128, 8, 2, 8, 128          | 1.37 |      |
+# | 64 x 64 x 32, 4, 3, 2                 | 1.41 |      |
 # | 64 x 32 x 128, 4, 1, 8                | 1.50 |      |
-# | 128 x 64 x 32, 4, 2, 2                | 1.74 |      |
+# | 128 x 64 x 128, 8, 1, 1               | 1.46 |      |
 # | 128 x 64 x 128, 8, 2, 1               |      | 1.36 |
 #
 # With slabs of 1,024 terms, which need two sums of a tile, bf16 takes 64 x 64 with 4 warps and 4
@@ -141,7 +148,8 @@ def tiles_of(low_rank: LowRank) -> Tiles:
         project = ProjectTile(64, 64, 128, 4, 4)
         back = BACK_BF16 if low_rank.rank <= BACK_BF16.inner else HIGH_BACK_BF16
     else:
-        project = ProjectTile(128, 32, 128, 4, 4)
+        # two sums of 128 rows and more than 32 ranks spill
+        project = ProjectTile(128 if low_rank.rank <= 32 else 64, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
     return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, low_rank.precision != IEEE)
 
@@ -150,12 +158,20 @@ def tiles_of(low_rank: LowRank) -> Tiles:
 
 LAUNCHED = ("hybrid", "grouped", "fused")
 """Kernels that are Triton's."""
-AUTO = {"ieee": "hybrid", "tf32": "grouped", "bf16": "grouped"}
+BY_SHAPE = "by shape"
+"""Fused or grouped, whichever is faster."""
+AUTO = {"ieee": "hybrid", "tf32": BY_SHAPE, "bf16": BY_SHAPE}
 """The kernel that "auto" takes on a GPU for each precision.
 
 One H200, ms, torch's projection and Triton's: bf16, 8 matrices of 4096 x 11008 on the left at rank
 128 0.270 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090.
-tf32, the same 0.703 and 1.65, 1.81 and 5.46, 0.252 and 0.230; but torch's bits are the library's.
+"""
+FUSED_ON_LEFT = 256
+"""Tiles, below which a launch on the left is fused; on the right it always is.
+
+One H100, tf32 at rank 128, ms of all launches, grouped and fused: one matrix of 4096 x 11008 on the
+left 0.393 and 0.340, eight, in waves of 344 tiles, 2.285 and 2.425; one of 4096 x 4096 on the right
+0.257 and 0.172, eight 0.922 and 0.825. bf16, 112 of Llama-7B's: 16.82 and 16.78.
 """
 ROOM = 2**25
 """Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
@@ -194,8 +210,8 @@ def galore_plan(
     places: Sequence[Place],
     device: torch.device,
 ) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled" or one of LAUNCHED; others as launched_plan."""
-    if kernel in LAUNCHED:
+    """The plan of a kernel: "torch", "compiled" or as launched_plan, whose the arguments are."""
+    if kernel in (*LAUNCHED, BY_SHAPE):
         return launched_plan(formats, shapes, groups, device, places, kernel)
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)
@@ -213,7 +229,7 @@ def launched_plan(
     """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
 
     kernel: "hybrid" has torch project gradients, with precision "ieee"; "grouped" a launch; "fused"
-    the same that steps the moments, where `is_fused`. tiles: for tests.
+    the same that steps the moments, where `is_fused`; BY_SHAPE. tiles: for tests.
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
@@ -230,8 +246,13 @@ class How:
     formats: Formats
     low_rank: LowRank
     kernel: str
-    """One of LAUNCHED."""
+    """One of LAUNCHED, or BY_SHAPE."""
     tiles: Tiles
+
+    def by_shape(self, tiles: int) -> str:
+        """The faster kernel of a launch of so many tiles of projected gradients."""
+        few = self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
+        return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
     @property
     def grouped(self) -> bool:
@@ -369,7 +390,7 @@ class Wave:
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
-        self.how, self.shapes, self.device = how, shapes, device
+        self.shapes, self.device = shapes, device
         sizes = [how.low_numel(shape) for shape in shapes]
         padded = [-(-size // UNIT) * UNIT for size in sizes]
         self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
@@ -384,7 +405,9 @@ class Wave:
         outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
-        self._apart = self._slabs > 1 and sum(tiles) < FEW
+        if how.kernel == BY_SHAPE:
+            how = replace(how, kernel=how.by_shape(sum(tiles)))
+        self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
@@ -392,8 +415,8 @@ class Wave:
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
         kept = [how.low_rank.projection_shape(shape) for shape in shapes]
-        own = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
-        self._round_tiles = Chunks(own, ONE_TILE, device)
+        rounds = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
+        self._round_tiles = Chunks(rounds, ONE_TILE, device)
         self._copies = [-(-torch.Size(each).numel() // UNIT) * UNIT for each in kept]
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
@@ -467,7 +490,7 @@ class Wave:
         if how.fused:
             step_table, step = plan.table(), Spec(plan.formats, plan.rule, controls is not None)
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
-        options = {
+        options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
             "STEP": step,
             "SPAN": ONE_TILE.span,

@@ -106,7 +106,13 @@ def _named(name: str, steps: int) -> tuple[Triple, ...]:
 
 def _is_triple(given: Any) -> bool:
     is_sequence = isinstance(given, Sequence) and len(given) == 3
-    return is_sequence and all(isinstance(each, (int, float)) for each in given)
+    return is_sequence and all(map(_is_number, given))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite number of fp32."""
+    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_real and abs(value) <= torch.finfo(torch.float32).max
 
 
 def _triple(given: Any) -> Sequence[Any]:
@@ -136,8 +142,13 @@ DTYPES = {BF16: torch.bfloat16, FP16: torch.float16}
 NORMUON = "normuon"
 OWN, TORCH, EO = CONTRACTS = ("ieee", "torch", "eo")
 
-GRAM_RATIO = 1.5
-"""With longer matrices than that "auto" takes Gram's form, of fp16.
+GRAM_RATIO = 3.0
+"""From so many times as long as wide on "auto" takes Gram's form, of fp16.
+
+There its errors against fp64 are no more than torch.optim.Muon's. Over these, of a matrix 272 wide
+whose columns fall by three decades: 2.24 at a ratio of 1.5, 1.47 at 2, 0.96 at 2.5, 0.59 at 3, 0.34
+at 3.5, 0.23 at 4; with RESTARTS of (2, 4) 0.45, 0.40, 0.37, 0.34, 0.30, 0.27. Random ones have 0.10
+to 0.15 at all ratios.
 
 Of five steps it takes 6 s^2 l + 14 s^3 multiply-adds, twice that without symmetry, and the standard
 form 15 s^2 l + 5 s^3. On an H200 a prototype took for 12 of 4096 x 14336 50.7 ms, in standard form
@@ -242,10 +253,10 @@ class Orthogonal:
         return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
-        """What the update of a matrix [rows, columns] is multiplied by."""
+        """What the update of a matrix [rows, columns] is multiplied by; 1 without columns."""
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
-            return RATIOS[self.adjust or "original"](rows, columns)
+            return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
     def pieces(self, shape: Shape) -> list[tuple[int, int]]:

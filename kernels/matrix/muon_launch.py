@@ -21,9 +21,10 @@ from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
-from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS
 from megaopt.kernels.matrix import muon_kernel
 from megaopt.kernels.matrix.muon import (
+    FP16,
     OWN,
     SQUARES,
     Matrices,
@@ -151,13 +152,36 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A matrix of a parameter."""
+class Part:
+    """A parameter, or a matrix of a batch of them: what is stepped in one wave."""
 
     param: int
-    """The parameter's place in the wave."""
+    """The parameter's place in the batch."""
     first: int
     """Its first number in the parameter."""
+    shape: torch.Size
+
+
+def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part]:
+    """The parts of parameters: of three dimensions the matrices, but with a scale for the whole."""
+    found = []
+    for param, shape in enumerate(shapes):
+        if len(shape) == 3 and not formats.scaled:
+            rest = torch.Size(shape[1:])
+            found += [Part(param, index * rest.numel(), rest) for index in range(shape[0])]
+        else:
+            found.append(Part(param, 0, shape))
+    return found
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A matrix of a part."""
+
+    param: int
+    """The part's place in the wave."""
+    first: int
+    """Its first number in the part."""
     shape: tuple[int, int]
 
     @property
@@ -167,7 +191,7 @@ class Piece:
 
 
 def pieces_of(how: Orthogonal, shapes: Sequence[torch.Size]) -> Iterator[Piece]:
-    """The matrices of parameters, but for empty ones."""
+    """The matrices of parts, but for empty ones."""
     for param, shape in enumerate(shapes):
         first = 0
         for own in how.pieces(shape):
@@ -182,6 +206,9 @@ class Layout:
 
     def __init__(self, how: Orthogonal, shapes: Sequence[torch.Size], is_gram: bool) -> None:
         self.how, self.pieces = how, list(pieces_of(how, shapes))
+        self.is_scaled = how.precision == FP16
+        """Directions are fp32 first, and cast when their norms are known."""
+        self.wide_size = 4 if self.is_scaled else how.dtype.itemsize
         self.used = 0
         count = len(self.pieces)
         self.bins = self._take(count * BANKS * ROWS * 2 * 8)
@@ -189,20 +216,25 @@ class Layout:
         size = how.dtype.itemsize
         self.first = [self._take(shape.numel() * size) for shape in shapes]
         self.wide = self.first
-        if how.precision == "fp16":  # fp32 directions, which go before what lies over them comes
+        behind = 0
+        if self.is_scaled:  # they are gone before what lies over them comes
             begin = self.used
-            self.wide = [self._take(shape.numel() * 4) for shape in shapes]
+            self.wide = [self._take(shape.numel() * self.wide_size) for shape in shapes]
             behind, self.used = self.used, begin
         self.second = [self._take(shape.numel() * size) for shape in shapes]
         sizes = [min(piece.shape) * self.stride(piece) * size for piece in self.pieces]
         self.squares = [[self._take(each) for each in sizes] for _ in range(SQUARES[is_gram])]
-        if self.wide is not self.first:
-            self.used = max(self.used, behind)
+        self.used = max(self.used, behind)
 
     def _take(self, size: int) -> int:
         begin = self.used
         self.used += -(-size // UNIT) * UNIT
         return begin
+
+    def places(self, firsts: Sequence[int], size: int | None = None) -> numpy.ndarray:
+        """Where the pieces of matrices lie that begin there; size: of a number, in bytes."""
+        size = self.how.dtype.itemsize if size is None else size
+        return numpy.array([firsts[each.param] + each.first * size for each in self.pieces])
 
     @staticmethod
     def stride(piece: Piece) -> int:
@@ -219,8 +251,7 @@ class Layout:
 
     def _matrices(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
         size, found = self.how.dtype.itemsize, []
-        for piece in self.pieces:
-            begin = firsts[piece.param] + piece.first * size
+        for piece, begin in zip(self.pieces, self.places(firsts).tolist(), strict=True):
             own = workspace[begin : begin + piece.numel * size].view(self.how.dtype)
             found.append(own.view(piece.shape))
         return found
@@ -263,10 +294,12 @@ class MuonLaunches:
         room: int = ROOM,
     ) -> None:
         assert formats.matrix is not None
-        self._device, self._waves = device, list[tuple[list[int], Wave]]()
-        for own, is_gram in _waves(formats.matrix.how, shapes, room):
-            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
-            self._waves.append((own, Wave(formats, device, is_gram, *of_matrices)))
+        parts, how = parts_of(formats, shapes), formats.matrix.how
+        self._device = device
+        self._waves = [
+            Wave(formats, device, is_gram, [parts[i] for i in own], groups, places)
+            for own, is_gram in _waves(how, [part.shape for part in parts], room)
+        ]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
@@ -285,20 +318,21 @@ class MuonLaunches:
         """One step of every parameter."""
         if not isinstance(scalars, torch.Tensor):
             scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
-        most = max((wave.layout.used for _, wave in self._waves), default=0)
+        most = max((wave.layout.used for wave in self._waves), default=0)
         workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
         # of the controls an update is told one
         left_out = None if controls is None else torch.where(self._skip, controls, self._neutral)
-        for own, wave in self._waves:
-            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
-            kept = [works[i].kept for i in own]
-            wave.step(theirs, kept, workspace, scalars, controls, left_out)
+        addresses = {slot: _addresses_of(each) for slot, each in buffers.items()}
+        if self._waves and self._waves[0].how.second_moment:
+            addresses[SECOND_MOMENT] = _addresses_of([work.kept[SECOND_MOMENT] for work in works])
+        for wave in self._waves:
+            wave.step(addresses, workspace, scalars, controls, left_out)
 
 
 def _waves(
     how: Orthogonal, shapes: Sequence[torch.Size], room: int
 ) -> Iterator[tuple[list[int], bool]]:
-    """The places of parameters that are stepped together, and whether in Gram's form."""
+    """The places of parts that are stepped together, and whether in Gram's form."""
 
     def kind(index: int) -> Any:
         own = how.pieces(shapes[index])[0]
@@ -318,6 +352,55 @@ def _waves(
         yield own, is_gram
 
 
+class Norms:
+    """Makes the factors of a wave's matrices by the norms of their directions, and casts these.
+
+    ratios: fp32 [matrices], of the last products.
+    """
+
+    def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
+        self._layout, self._ratios, device = layout, ratios, ratios.device
+        numels = [piece.numel for piece in layout.pieces]
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
+        self._rows[int(table_rows.NUMEL)] = numels
+        self._places = numpy.stack(
+            [layout.places(layout.wide, layout.wide_size), layout.places(layout.first)]
+        )
+
+    def step(self, workspace: torch.Tensor) -> None:
+        """Makes them of the directions in a workspace."""
+        layout, count = self._layout, len(self._layout.pieces)
+        bins, scales = layout.bins_in(workspace), layout.scales_in(workspace).square
+        table = self._told(workspace.data_ptr())
+        wide = GRADS["float32"] if layout.is_scaled else GRADS[layout.how.dtype]
+        NormPlan(wide).accumulate(table, self._chunks, bins.zero_())
+        arguments = (bins, self._ratios, scales, count, layout.how.eps)
+        options: dict[str, object] = {"IS_SCALED": layout.is_scaled, "num_warps": 1}
+        call(muon_kernel.scales_kernel, count, arguments, options)
+        if layout.is_scaled:
+            self._cast(table, scales)
+
+    def _told(self, base: int) -> torch.Tensor:
+        """The table on the device; base: the workspace's address."""
+        places = base + self._places
+        self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
+        return self._table.update(self._rows)
+
+    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
+        options: dict[str, object] = {
+            "SOURCE": FLOAT32,
+            "TARGET": WEIGHTS[self._layout.how.dtype],
+            "BLOCK": GEOMETRY.block,
+            "ITERATIONS": GEOMETRY.iterations,
+            "SPAN": GEOMETRY.span,
+            "num_warps": GEOMETRY.warps,
+        }
+        arguments = (table, self._chunks.table, scales, len(self._layout.pieces))
+        call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+
+
 class SecondMoments:
     """NorMuon's launches over the rows of a wave's updates."""
 
@@ -333,13 +416,14 @@ class SecondMoments:
 
     def step(
         self,
-        updates: Sequence[int],
-        kept: Sequence[dict[str, torch.Tensor]],
+        updates: numpy.ndarray,
+        seconds: numpy.ndarray,
         ratios: torch.Tensor,
         left_out: torch.Tensor | None,
     ) -> None:
-        """Makes rows alike; updates: each parameter's address; left_out: controls."""
-        how, table, count = self._layout.how, self._told(updates, kept), len(self._layout.pieces)
+        """Makes rows alike; updates, seconds: each part's addresses; left_out: controls."""
+        how, count = self._layout.how, len(self._layout.pieces)
+        table = self._told(updates, seconds)
         squares, roots = ratios.new_empty((2, self._chunks.count)).unbind()
         factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(how.beta2)
         tables: tuple[object, ...] = (table, self._chunks.table)
@@ -352,12 +436,9 @@ class SecondMoments:
         arguments = (*tables, roots, factors, count)
         call(muon_kernel.row_scale_kernel, self._chunks.count, arguments, own)
 
-    def _told(
-        self, updates: Sequence[int], kept: Sequence[dict[str, torch.Tensor]]
-    ) -> torch.Tensor:
+    def _told(self, updates: numpy.ndarray, seconds: numpy.ndarray) -> torch.Tensor:
         """The table on the device, with the addresses of this step."""
         pieces, size = self._layout.pieces, self._layout.how.dtype.itemsize
-        seconds = [each[SECOND_MOMENT].data_ptr() for each in kept]
         self._rows[int(muon_kernel.UPDATE)] = [
             updates[piece.param] + piece.first * size for piece in pieces
         ]
@@ -368,64 +449,78 @@ class SecondMoments:
 
 
 class Wave:
-    """Steps some parameters of a batch, all in one form."""
+    """Steps some parts of a batch, all in one form; groups, places: of the parameters."""
 
     def __init__(
         self,
         formats: Formats,
         device: torch.device,
         is_gram: bool,
-        shapes: Sequence[torch.Size],
+        parts: Sequence[Part],
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
         assert formats.matrix is not None
         self.how: Orthogonal = formats.matrix.how
+        shapes, groups = [part.shape for part in parts], [groups[part.param] for part in parts]
+        places = [_place(places[part.param], part) for part in parts]
+        self._params = numpy.array([part.param for part in parts])
+        self._firsts = numpy.array([part.first for part in parts])
+        self._columns = numpy.array([self.how.pieces(shape)[0][1] for shape in shapes])
         self.layout, self._is_gram = Layout(self.how, shapes, is_gram), is_gram
-        self._operand: Format = GRADS[self.how.dtype]
-        self._is_scaled = self.layout.wide is not self.layout.first
-        self._wide = FLOAT32 if self._is_scaled else WEIGHTS[self.how.dtype]
-        sizes, own = [shape.numel() for shape in shapes], (groups, device, None, places)
-        inner = inner_formats(formats, self._wide)
-        rule = formats.matrix.rule
-        self._direction = TritonPlan(inner, rule.inner, sizes, *own)
-        updated = replace(apply_formats(formats), grad=self._operand, rounds_grad=False)
-        self._apply = TritonPlan(replace(updated, writes_grad=False), rule.apply, sizes, *own)
+        own = ([shape.numel() for shape in shapes], groups, device, None, places)
+        wide, rule = (
+            FLOAT32 if self.layout.is_scaled else WEIGHTS[self.how.dtype],
+            formats.matrix.rule,
+        )
+        self._direction = TritonPlan(inner_formats(formats, wide), rule.inner, *own)
+        self._apply = TritonPlan(_updating(formats, self.how), rule.apply, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
-        self._second = (
-            SecondMoments(self.layout, groups, device) if self.how.second_moment else None
-        )
-        numels = [piece.numel for piece in self.layout.pieces]
-        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
-        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
-        self._rows[int(table_rows.NUMEL)] = numels
+        self._second, last = None, self._ratios
+        if self.how.second_moment:  # behind which the ratios come
+            self._second = SecondMoments(self.layout, groups, device)
+            last = torch.ones_like(last)
+        self._norms = Norms(self.layout, last)
         self._tables, self._products = Tables(), list[NotedLaunch]()
         self._noted_at, self._result = 0, self.layout.first
 
     def step(
         self,
-        buffers: Buffers,
-        kept: Sequence[dict[str, torch.Tensor]],
+        addresses: dict[str, numpy.ndarray],
         workspace: torch.Tensor,
         scalars: torch.Tensor,
         controls: torch.Tensor | None,
         left_out: torch.Tensor | None,
     ) -> None:
-        """One step; buffers, kept: of the wave's parameters; left_out: controls of the update."""
+        """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
         base = workspace.data_ptr()
         if not self._products:
             self._note(workspace)
-        _look(self._direction, buffers, weight=_addresses(base, self.layout.wide))
+        self._look(self._direction, addresses, weight=base + numpy.array(self.layout.wide))
         self._direction.step(scalars, controls)
-        self._begin(workspace)
+        self._norms.step(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
-        updates = _addresses(base, self._result)
+        updates = base + numpy.array(self._result)
         if self._second is not None:
-            self._second.step(updates, kept, self._ratios, left_out)
-        _look(self._apply, buffers, grad=updates)
+            rows = self._firsts // self._columns
+            seconds = addresses[SECOND_MOMENT][self._params] + 4 * rows
+            self._second.step(updates, seconds, self._ratios, left_out)
+        self._look(self._apply, addresses, grad=updates)
         self._apply.step(scalars, left_out)
+
+    def _look(
+        self, plan: TritonPlan, addresses: dict[str, numpy.ndarray], **others: numpy.ndarray
+    ) -> None:
+        """Tells a plan where its tensors lie; others: in the place of the parameters' own."""
+        for slot, row in plan.addresses.items():
+            if slot in others:
+                now = others[slot]
+            else:
+                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+            plan.stale = plan.stale or not numpy.array_equal(now, row)
+            row[:] = now
 
     def _note(self, workspace: torch.Tensor) -> None:
         """Notes the products, and where their results will be."""
@@ -435,48 +530,25 @@ class Wave:
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
         self._result = self.layout.first if result is room.first else self.layout.second
 
-    def _begin(self, workspace: torch.Tensor) -> None:
-        """Makes the factors of all matrices, by the norms of their directions, and casts these."""
-        bins, scales = self.layout.bins_in(workspace), self.layout.scales_in(workspace).square
-        base, pieces, size = workspace.data_ptr(), self.layout.pieces, self._wide.dtype
-        assert size is not None
-        wide, first = self.layout.wide, self.layout.first
-        grad = [base + wide[each.param] + each.first * size.itemsize for each in pieces]
-        own_size = self.how.dtype.itemsize
-        target = [base + first[each.param] + each.first * own_size for each in pieces]
-        self._rows[int(table_rows.GRAD)], self._rows[int(table_rows.WEIGHT)] = grad, target
-        used = self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]]
-        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(used) & 15 == 0
-        table = self._table.update(self._rows)
-        NormPlan(GRADS[size]).accumulate(table, self._chunks, bins.zero_())
-        # with second moments the ratio comes behind them
-        ratios = self._ratios if self._second is None else torch.ones_like(self._ratios)
-        arguments = (bins, ratios, scales, len(pieces), self.how.eps)
-        options: dict[str, object] = {"IS_SCALED": self._is_scaled, "num_warps": 1}
-        call(muon_kernel.scales_kernel, len(pieces), arguments, options)
-        if self._is_scaled:
-            self._cast(table, scales)
 
-    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
-        options: dict[str, object] = {
-            "SOURCE": FLOAT32,
-            "TARGET": WEIGHTS[self.how.dtype],
-            "BLOCK": GEOMETRY.block,
-            "ITERATIONS": GEOMETRY.iterations,
-            "SPAN": GEOMETRY.span,
-            "num_warps": GEOMETRY.warps,
-        }
-        arguments = (table, self._chunks.table, scales, len(self.layout.pieces))
-        call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+def _updating(formats: Formats, how: Orthogonal) -> Formats:
+    """The formats of the update by a matrix that products have made."""
+    own = replace(apply_formats(formats), grad=GRADS[how.dtype])
+    return replace(own, rounds_grad=False, writes_grad=False)
 
 
-def _addresses(base: int, firsts: Sequence[int]) -> list[int]:
-    return [base + first for first in firsts]
+def _place(place: Place, part: Part) -> Place:
+    return place._replace(first=place.first + part.first)
 
 
-def _look(plan: TritonPlan, buffers: Buffers, **others: list[int]) -> None:
-    """Tells a plan where its tensors lie; others: addresses in the place of the buffers' own."""
-    for slot, row in plan.addresses.items():
-        now = others.get(slot) or list(map(torch.Tensor.data_ptr, buffers[slot]))
-        plan.stale = plan.stale or now != row.tolist()
-        row[:] = now
+def _addresses_of(tensors: Sequence[torch.Tensor]) -> numpy.ndarray:
+    return numpy.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=numpy.int64)
+
+
+def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
+    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
+    form = formats.by_slot.get(slot)
+    if form is None:  # a scale: of each block a byte, or of the whole tensor
+        block = formats.by_slot[slot.removesuffix("_scale")].block
+        return firsts // block if block else 0 * firsts
+    return firsts * formats.dtype(slot).itemsize // form.packed

@@ -115,7 +115,7 @@ class PeerSteps:
             )
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
-            if not left_out[group]:
+            if not left_out[group] and buffers["weight"][index].numel():
                 own = {slot: each[index] for slot, each in buffers.items()}
                 row = None if controls is None else controls[group]
                 self._step_one(own, scalars[group], row)

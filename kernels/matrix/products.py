@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format, bfloat16
-from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
+from megaopt.kernels.optional_triton import INTERPRETED, cuda_capability_geq, helper, tl
 from megaopt.kernels.products.chain import chained
 from megaopt.kernels.products.launch import products
 
@@ -30,10 +30,16 @@ ON_NVIDIA: tl.constexpr = tl.constexpr(torch.version.hip is None)
 
 @helper
 def rounded_to_tf32(value):
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
-    # a NaN could be carried into another number
-    return tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
+    if cuda_capability_geq(9, 0):  # the same of all 2**32 patterns but NaN's, on an H100
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.tf32.f32 $0, $1;", "=r,f", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
+        # a NaN could be carried into another number
+        rounded = tl.where(value == value, rounded.to(tl.float32, bitcast=True), value)
+    return rounded
 
 
 @helper

@@ -302,7 +302,7 @@ MUTANTS = {
         "right, total, PRECISION)\n    return total",
         "right, total, PRECISION)\n    return total.to(tl.float16).to(tl.float32)",
     ),
-    "the rows of another tile": ("tile // across *", "tile // columns *"),
+    "the rows of another tile": ("first_row = tile // across *", "first_row = tile // columns *"),
 }  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def test_second_moments(form, device):
     assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(f.name for f in pair))
 def test_weights_and_masters_of_every_format(pair, device):
     """Hard values; masters with a scale for the whole tensor, too."""
@@ -67,6 +68,7 @@ def test_weights_and_masters_of_every_format(pair, device):
     assert_launches_are_the_twin(formats, FEW[:2], device, hard=True, steps=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("moment", MOMENTS.values(), ids=lambda form: form.name)
 def test_momentum_of_every_format(moment, device):
     """Moments in blocks: of rows of whole blocks."""
@@ -86,6 +88,15 @@ def test_parameters_of_several_matrices(second_moment, device):
     shapes = [(16, 24), (3, 16, 8), (16, 2, 3, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows in (16, 48, 16)]
     assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
+
+
+def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
+    """Its moments in blocks of 8 and of 4 bits, and rounded by random bits."""
+    shapes, how = [(3, 8, 64), (4, 6), (2, 5, 64)], how_of(second_moment="normuon")
+    kept = [{"variance_neuron": torch.rand(rows)} for rows in (24, 4, 10)]
+    for name in ("block64_e4m3", "block32_e3m0", "bfloat16_stochastic"):
+        formats = formats_of(how, BF16, moment=MOMENTS[name])
+        assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1, room=1)
 
 
 # --- what shows in no bit

@@ -20,7 +20,7 @@ from runs import (
     values,
 )
 
-from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
+from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
 from megaopt.options.options import OF_OPTIMIZERS, Options, SharedOptions, StepOptions
 
 FACE = """def FusedAdam(params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
@@ -192,7 +192,7 @@ def test_the_constructor_has_the_face_of_the_design():
     assert found == expected
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedSGD, GaLoreAdamW])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedSGD, FusedMuon, GaLoreAdamW])
 def test_help_and_signature_name_every_option(kind):
     """Those that all optimizers share, too, each with the default that a call without it has."""
     shown = inspect.getdoc(kind)

@@ -39,7 +39,9 @@ def stepped(weight, grad, projection, side, kernel, precision):
     return param.detach()
 
 
-@pytest.mark.parametrize(("kernel", "precision"), [("grouped", "bf16"), ("hybrid", "ieee")])
+@pytest.mark.parametrize(
+    ("kernel", "precision"), [("grouped", "bf16"), ("hybrid", "ieee"), ("fused", "tf32")]
+)
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("device", "size"), WHERE)
 def test_the_last_rows_or_columns_are_stepped_as_if_they_were_alone(

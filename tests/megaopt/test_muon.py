@@ -286,6 +286,8 @@ REFUSED = {
     "set": ([], {"ns_coefficients": "simpel"}, "ns_coefficients must be numbers or one of 'sim"),
     "triples": ([], {"ns_coefficients": [(1, 2, 3)]}, "a triple for each of 5 steps, got 1"),
     "numbers": ([], {"ns_coefficients": None}, "group 0: ns_coefficients must be"),
+    "NaN": ([], {"ns_coefficients": (float("nan"), 1, 1)}, "be triples of numbers a, b and c"),
+    "factor": ([], {"adjust_lr_fn": True}, "adjust_lr_fn must be a finite number >= 0"),
     "adjust": ([], {"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of None, 'original', "),
     "eps": ([], {"eps": 2.0}, "group 0: eps must be from 1e-30 to 1, got 2.0"),
     "momentum": ([], {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
@@ -366,6 +368,19 @@ def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
     expected = run(given, 3)
     for rank, found in enumerate(on_ranks(world, run, given, 3, replicas)):
         assert_same(found, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+@pytest.mark.parametrize("options", [{}, {"second_moment": "normuon"}, {"contract": "torch"}])
+def test_matrices_without_elements_leave_the_others(backend, options):
+    found, expected = (
+        made([(4, 6), *more], backend=backend, **options) for more in ([(5, 0), (0, 5)], [])
+    )
+    for optimizer in (found, expected):
+        for step in range(2):
+            give_gradients(params_of(optimizer), step)
+            optimizer.step(clip_norm=1.0)
+    assert_same(params_of(found)[0].detach(), params_of(expected)[0].detach())
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

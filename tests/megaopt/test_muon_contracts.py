@@ -149,6 +149,11 @@ def test_what_torch_has_not_is_refused(dtype, options, message):
         FusedMuon([group], contract="torch", **options)
 
 
+def test_other_than_two_dimensions_are_refused_where_torch_refuses_them():
+    with pytest.raises(ValueError, match="parameter 0 of group 0 must be of two dimensions with"):
+        FusedMuon(parameters([(2, 3, 4)], FP32), contract="torch")
+
+
 def test_bf16_parameters_without_masters_are_refused_by_contract_eo():
     with pytest.raises(
         ValueError, match="parameter 0 of group 0 must be fp32 or have an fp32 master"

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from handling import refused
 from runs import (
     BF16,
@@ -17,6 +18,11 @@ from runs import (
     snapshot,
     train,
     values,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 
 from megaopt import FusedAdam, FusedMuon
@@ -195,3 +201,33 @@ def test_what_muon_cannot_go_on_from_is_refused(given, message):
     train(optimizer, 1)
     with refused(optimizer, message):
         optimizer.load_state_dict(given())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_checkpoint_of_torch_distributed_goes_on(is_flat, tmp_path):
+    """With numbers that are None, texts and tuples in groups, and a second moment."""
+    options, runs = StateDictOptions(flatten_optimizer_state_dict=is_flat), []
+    for lr in (0.125, 0.5):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)).bfloat16()
+        (first, *others) = model.parameters()
+        groups = [
+            {"params": [first], "use_muon": True, "split_sizes": (2, 4)},
+            {"params": others, "ns_coefficients": "quintic", "nesterov": False},
+        ]
+        runs.append((model, FusedMuon(groups, lr, second_moment="normuon", **MASTER)))
+    (model, straight), (other, resumed) = runs
+    train(straight, 2)
+    resumed.initialize_states()
+    packed = {"model": model.state_dict()}
+    packed["optimizer"] = get_optimizer_state_dict(model, straight, options=options)
+    dcp.save(packed, checkpoint_id=tmp_path)
+    found = {"model": other.state_dict()}
+    found["optimizer"] = get_optimizer_state_dict(other, resumed, options=options)
+    dcp.load(found, checkpoint_id=tmp_path)
+    other.load_state_dict(found["model"])
+    set_optimizer_state_dict(other, resumed, found["optimizer"], options=options)
+    assert_same(snapshot(resumed), snapshot(straight))
+    for optimizer in (straight, resumed):
+        train(optimizer, 2, 2)
+    assert_same(snapshot(resumed), snapshot(straight))

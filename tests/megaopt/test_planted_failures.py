@@ -6,11 +6,11 @@ import planted_ranks
 import pytest
 import torch
 from handling import both_backends
-from kinds import KINDS, params_for
+from kinds import KINDS, OF_MATRICES, params_for
 from planted import everything, fail_everywhere
 from runs import BF16, FP32, assert_same, give_gradients, parameters, values
 
-from megaopt import FusedAdam, GaLoreAdamW
+from megaopt import FusedAdam, FusedMuon, GaLoreAdamW
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 REFERENCE, KERNELS = {"backend": "reference"}, {"backend": "triton"}
@@ -31,6 +31,10 @@ def matrices():
     return [torch.nn.Parameter(values(shape, 5)) for shape in ((24, 10), (7, 6), (9,))]
 
 
+def small():
+    return [torch.nn.Parameter(values(shape, 5)) for shape in ((6, 4), (3, 5), (9,))]
+
+
 GALORE = functools.partial(GaLoreAdamW, rank=3, update_proj_gap=2)
 CASES = {
     **{
@@ -42,6 +46,7 @@ CASES = {
     "apart": (FusedAdam, apart, {"dtype": FP32}),
     "capturable": (FusedAdam, parameters, {"dtype": FP32, "capturable": True}),
     "galore": (GALORE, matrices, {}),
+    "muons": (FusedMuon, small, {"second_moment": "normuon", "ns_steps": 1}),
     "galore svd": (GALORE, matrices, {"refresh": "svd", "stagger": False}),
 }
 SLOW = [
@@ -49,7 +54,8 @@ SLOW = [
     for place, name in enumerate(CASES)
 ]
 """One kind in eight."""
-QUICK = ("fp32_masters", "apart", "capturable", "galore", "fp8 mxfp8, masters")
+OF_WORKSPACES = ("galore", "galore svd", "muons", *OF_MATRICES)
+QUICK = ("fp32_masters", "apart", "capturable", "galore", "muons", "fp8 mxfp8, masters")
 
 
 def made(name, backend=REFERENCE):
@@ -166,11 +172,11 @@ RANKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [each for each in SLOW if "galore" not in each.values[0]])
+@pytest.mark.parametrize("name", [each for each in SLOW if each.values[0] not in OF_WORKSPACES])
 def test_every_step_of_kernels_has_all_its_memory_before_the_first_writes(name):
     """First steps, and later ones for which a gradient of the first was missing.
 
-    But for GaLore, which takes workspaces between its launches.
+    But for GaLore and Muon, which take workspaces between their launches.
     """
     count = failed(name, 0, KERNELS) + failed(name, 0, KERNELS, clip_norm=0.5)
     count += failed(name, 1, KERNELS, missing=True)

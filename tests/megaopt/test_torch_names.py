@@ -7,7 +7,7 @@ import torch
 from handling import both_backends, refused, train_all
 from runs import FP32, MASTER, assert_same, assert_same_run, parameters, snapshot, train
 
-from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
+from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
 from megaopt.integration import bitsandbytes, flashoptim, torchao
 from megaopt.options.groups import KEYS
 
@@ -130,7 +130,7 @@ LONG = (
     *("param_numbers", "state_device", "seed", "momentum", "amsgrad", "maximize"),
 )
 KINDS = {
-    **{kind.__name__: kind for kind in (FusedAdam, FusedLion, FusedSGD, GaLoreAdamW)},
+    **{kind.__name__: kind for kind in (FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW)},
     **{f"torchao {kind.__name__}": kind for kind in (torchao.AdamW8bit, torchao._AdamW)},
     **{f"bitsandbytes {kind.__name__}": kind for kind in (bitsandbytes.Adam, bitsandbytes.Lion)},
     "flashoptim FlashAdamW": flashoptim.FlashAdamW,
@@ -149,7 +149,7 @@ def test_misspelled_keys_of_any_optimizer_are_refused_by_all(kind):
 
 def test_every_key_of_a_group_is_known_to_all():
     """A new number of one optimizer belongs into the list that all compare with."""
-    for kind in (FusedAdam, FusedLion, FusedSGD, GaLoreAdamW):
+    for kind in (FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW):
         options = kind(parameters([(3,)])).options
         assert {*options.names_but_step, "step"} <= set(KEYS)
 

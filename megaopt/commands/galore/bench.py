@@ -7,7 +7,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,10 @@ from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.galore import RIGHT
-from megaopt.kernels.matrix.products import BF16, PRECISIONS, TF32, product
+from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32, product
 from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
-MOST_CHECKED = 2048
-"""Rows or columns, those along which no sum goes, of a matrix whose errors are measured."""
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
 TITLE = (
@@ -131,7 +128,7 @@ def select(
     Args:
         given: the values of each option by its name; N: of (rows, columns).
         device: where they are to run.
-        matched: only bf16 products of bf16 weights, and others of float32 ones.
+        matched: as `main` has it.
 
     Raises:
         ValueError: there are none, or `check_setup` refuses one of them on the device.
@@ -145,9 +142,12 @@ def select(
     ]
     for setup in setups:
         check_case(setup, device)
-    is_matched = [(each.precision == BF16) == (each.weights == "bfloat16") for each in setups]
-    pairs = zip(setups, is_matched, strict=True)
-    return [each for each, fits in pairs if is_there(each) and (fits or not matched)]
+    return [each for each in setups if is_there(each) and (not matched or _is_matched(each))]
+
+
+def _is_matched(setup: Setup) -> bool:
+    own_dtype = (setup.precision == BF16) == (setup.weights == "bfloat16")
+    return own_dtype and (setup.kernel != "hybrid" or setup.precision == IEEE)
 
 
 def check_case(setup: Setup, device: torch.device) -> None:
@@ -201,11 +201,12 @@ def main(
         moments: Dtypes of Adam's moments, float32, bfloat16.
         precisions: Of the two products: ieee, tf32, bf16.
         matrices: How many of a shape are stepped together.
-        matched: Only bf16 products of bfloat16 weights, and the others of float32 ones.
+        matched: Only bf16 products of bfloat16 weights, the others of float32 ones, and hybrid only
+            with ieee, elsewhere the same as grouped.
         allow_tf32: As precisions tf32 alone.
         repetitions: Steps behind a time, at most.
-        seconds: After so many no case of compiled is begun, which compiles for up to a minute; 0:
-            no limit. Those that are left have no speed.
+        seconds: After so many no case is begun, and those that are left have no speed; 0: no limit.
+            compiled comes last, which takes up to a minute to compile.
         out: Folder for the record and the picture.
 
     Returns:
@@ -229,28 +230,28 @@ def main(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     make_folder(out)
-    results = _measure_all(setups, device, console, repetitions, seconds or math.inf)
+    results: list[Result] = []
+    record: dict[str, Any] = made_with(source)
+    for result in _measured(setups, device, console, repetitions, seconds or math.inf):
+        results = sorted([*results, result], key=lambda each: setups.index(each.setup))
+        record["cases"] = [record_of_result(each) for each in results]
+        write_json(out / "record.json", record)  # each time: a run may be ended
     print_table(console, table_of(results))
-    record = made_with(source) | {"cases": [record_of_result(result) for result in results]}
-    write_json(out / "record.json", record)
     draw(out / "speed.png", results, record["environment"]["gpu"])
     console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
     return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
 
 
-def _measure_all(
-    setups: Sequence[Setup],
-    device: torch.device,
-    console: Console,
-    most: int,
-    seconds: float,
-) -> list[Result]:
-    """Results in the order of the cases; those of COMPILED are measured last, small ranks first."""
-    copy, found, start = Copy(device), {}, time.monotonic()
+def _measured(
+    setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
+) -> Iterator[Result]:
+    """A result for each case, rank by rank; those of COMPILED come last."""
+    copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
-    for setup in sorted(setups, key=lambda each: each.kernel == COMPILED):
+    ranks = list(dict.fromkeys(each.rank for each in setups))
+    for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
         console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
-        if setup.kernel == COMPILED and time.monotonic() - start > seconds:
+        if time.monotonic() - start > seconds:
             result = Result(setup, None, f"not begun within {seconds} seconds")
         else:
             result = run(setup, device, copy, most)
@@ -258,8 +259,7 @@ def _measure_all(
         torch.cuda.empty_cache()
         if result.problem:
             console.print(f"no speed: {result.problem}", style="red", markup=False)
-        found[setup] = replace(result, speed=speeds[setup.precision])
-    return [found[setup] for setup in setups]
+        yield replace(result, speed=speeds[setup.precision])
 
 
 def _matrix(setup: Setup) -> str:
@@ -294,29 +294,19 @@ def product_speed(device: torch.device, precision: str) -> float:
 
 
 def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
-    """Measures a case; of ours only where its errors are within their bounds."""
+    """Measures a case; of ours only where its errors are within their bounds.
+
+    Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
+    """
     try:
-        wrong = [] if setup.kernel in PEERS else measure_errors(_checked(setup), device)
+        checked = replace(setup, grad=None, moments="float32")
+        wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
         if beyond := [each.name for each in wrong if not each.holds]:
             return Result(setup, None, f"errors beyond their bounds: {', '.join(beyond)}")
         figures = measure(_instance(setup, device), copy, most)
         return Result(setup, replace(figures, bytes=floor_bytes(setup)))
     except torch.OutOfMemoryError as error:
         return Result(setup, None, f"out of memory: {error}")
-
-
-def _checked(setup: Setup) -> Setup:
-    """The case whose errors are measured: of few rows or columns, but with all terms of its sums.
-
-    Moments are fp32, and gradients the weights': errors of other roundings have no bounds.
-    """
-    side, rows, columns = setup.low_rank.side, setup.rows, setup.columns
-    if setup.rank < MOST_CHECKED // 2 and side == RIGHT:
-        rows = min(rows, MOST_CHECKED)
-    elif setup.rank < MOST_CHECKED // 2:
-        columns = min(columns, MOST_CHECKED)
-    own = {"rows": rows, "columns": columns, "proj_type": side}
-    return replace(setup, **own, grad=None, moments="float32")
 
 
 def _instance(setup: Setup, device: torch.device) -> Instance:

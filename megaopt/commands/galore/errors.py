@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -154,13 +155,8 @@ def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
 def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors, torch.Tensor]:
     """What there is before and after the step of the last matrix, and its projection, fp32."""
     dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
-    generator = torch.Generator().manual_seed(setup.seed)
-
-    def draw() -> torch.Tensor:
-        # on the CPU: the same numbers for every device
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    drawn = 0.02 * draw()
+    values, first, second = (each.to(dtype) for each in _drawn(shape, setup.seed, device))
+    drawn = 0.02 * values
     weights = [Parameter(drawn.clone()) for _ in range(setup.matrices)]
     weight = weights[-1]
     optimizer = GaLoreAdamW(
@@ -170,13 +166,20 @@ def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors,
         **setup.options,
         **GROUP,
     )
-    _give(draw(), weights)
+    _give(first, weights)
     optimizer.step()
     before = _copies(optimizer, weight)
-    before["grad"] = draw()
+    before["grad"] = second
     _give(before["grad"], weights)
     optimizer.step()
     return before, _copies(optimizer, weight), optimizer.state[weight]["projection"]
+
+
+@lru_cache(maxsize=1)
+def _drawn(shape: tuple[int, int], seed: int, device: torch.device) -> list[torch.Tensor]:
+    """A weight's numbers and two gradients', fp32; drawn on a CPU, the same for every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for _ in range(3)]
 
 
 def _give(grad: torch.Tensor, weights: list[Parameter]) -> None:

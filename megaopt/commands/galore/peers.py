@@ -65,31 +65,29 @@ def reference(
         weight.copy_(param)
 
 
-class Compiled(torch.optim.Optimizer):
+class Compiled:
     """`reference` of each matrix, as the pull request compiles it: fullgraph, max-autotune."""
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
         """Makes states and projections, random ones: no step makes one."""
-        super().__init__(list(params), {})
         self._setup = setup
+        self.state: dict[Parameter, dict[str, Any]] = {param: {} for param in params}
         self._step = torch.compile(reference, fullgraph=True, mode="max-autotune", dynamic=False)
-        shape, how = (setup.rows, setup.columns), setup.low_rank
+        dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
         for param in params:
-            own, device = self.state[param], param.device
-            own["exp_avg"] = torch.zeros(how.low_shape(shape), device=device)
+            own, low = self.state[param], setup.low_rank.low_shape(param.shape)
+            own["exp_avg"] = torch.zeros(low, device=param.device)
             own["exp_avg_sq"] = torch.zeros_like(own["exp_avg"])
-            dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
-            size = how.projection_shape(shape)
-            own["projection"] = torch.randn(size, device=device).div_(max(size) ** 0.5).to(dtype)
+            own["projection"] = _projection(setup, param, dtype)
             is_plain = param.dtype == torch.float32
             own["master_param"] = None if is_plain else param.detach().float()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:
         """One step of every matrix."""
         with _tf32(self._setup.precision == TF32):
-            for param in self.param_groups[0]["params"]:
-                own, weight = self.state[param], param.detach()
+            for param, own in self.state.items():
+                weight = param.detach()
                 projection, master = own["projection"], own["master_param"]
                 grad = getattr(param, self._setup.grad_name).to(projection.dtype)
                 tensors = (grad, projection, own["exp_avg"], own["exp_avg_sq"])
@@ -101,11 +99,17 @@ class GaLoreTorch:
     """galore_torch's AdamW, without masters, in the dtype of the weights."""
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
-        """Makes galore_torch's optimizer."""
-        group = {"params": list(params), "rank": setup.rank, "update_proj_gap": 2**30}
-        group |= {"scale": 1.0, "proj_type": setup.proj_type}
-        self._own = _adamw().AdamW([group], **SHARED, no_deprecation_warning=True)
+        """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
+        own: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        own["proj_type"] = setup.proj_type
+        module = _adamw()
+        group = {"params": list(params), **own}
+        self._own = module.AdamW([group], **SHARED, no_deprecation_warning=True)
         self.state, self._tf32 = self._own.state, setup.precision == TF32
+        for param in params:
+            projector = module.GaLoreProjector(**own)
+            projector.ortho_matrix = _projection(setup, param, param.dtype)
+            self.state[param] |= {"step": 1, "projector": projector}
 
     def step(self) -> None:
         """One step of every matrix."""
@@ -116,6 +120,12 @@ class GaLoreTorch:
 def peer(params: Sequence[Parameter], setup: Setup) -> Any:
     """The peer that a case names, of these parameters."""
     return (Compiled if setup.kernel == COMPILED else GaLoreTorch)(params, setup)
+
+
+def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A random one, whose rows or columns are about as long as those of an orthonormal one."""
+    size = setup.low_rank.projection_shape(param.shape)
+    return torch.randn(size, device=param.device).div_(max(size) ** 0.5).to(dtype)
 
 
 @contextmanager

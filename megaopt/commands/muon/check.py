@@ -95,7 +95,7 @@ def main(
     Args:
         shapes: Rows and columns, as 64 96 96 64; some small ones by default, larger ones on a GPU.
         spectra: random: of normal numbers; decaying: whose columns fall off.
-        methods: standard, or gram, which takes matrices at least 1.5 times as long as wide.
+        methods: standard; gram, of matrices as long as method auto wants for it.
         precisions: bf16, or fp16; gram is of fp16 alone.
         matrices: How many of each kind are stepped together; errors are of all.
         seed: Of the matrices.
@@ -113,7 +113,8 @@ def main(
     given = (shapes or SHAPES[device.type], spectra, methods, precisions)
     cases = select(*given)
     if not cases:
-        allowed = "gram alone with fp16 and a matrix at least 1.5 times as long as wide"
+        long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
+        allowed = f"gram alone with fp16 and {long}"
         require(False, "methods", methods, allowed)
     reason = BACKENDS["triton"].why_not(device) if launches else "it was not asked for"
     console = make_console()

@@ -1,10 +1,13 @@
 """`megaopt galore test` and `bench`: errors, bounds, what is noticed, messages, floors."""
 
 import dataclasses
+import itertools
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from mutants import mutant
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.measure import Figures
-from megaopt.commands.galore import bench
+from megaopt.commands.bench.peers import SHARED
+from megaopt.commands.galore import bench, peers
 from megaopt.commands.galore.bench import floor_bytes
 from megaopt.commands.galore.errors import (
     GROUP,
@@ -26,6 +30,7 @@ from megaopt.commands.galore.errors import (
     measure_errors,
     plain_step,
 )
+from megaopt.commands.galore.peers import BETAS, EPS, is_there, reference
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix import galore, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT
@@ -52,9 +57,9 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
-    """The kernel rounds to bf16, where tf32 was asked for."""
+    """The kernel rounds to bf16, where fp32 was asked for."""
     monkeypatch.setattr(launch.Wave, "_product", lower(launch.Wave._product))
-    wrong = beyond(setup_of("grouped", precision="tf32"), device)
+    wrong = beyond(setup_of("grouped"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 
 
@@ -211,15 +216,21 @@ def test_bad_input_is_named(megaopt, arguments, message):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("moments", WEIGHTS)
+@pytest.mark.parametrize("grad", [None, *WEIGHTS])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_floors_are_those_of_the_optimizers_own_tensors(weights):
-    setup = Setup(kernel="torch", rows=30, columns=10, rank=4, weights=weights)
+def test_floors_are_those_of_the_optimizers_own_tensors(weights, grad, moments):
+    own = {"weights": weights, "grad": grad, "moments": moments}
+    setup = Setup(kernel="torch", rows=30, columns=10, rank=4, **own)
     made = bench._instance(setup, CPU)
     made.optimizer.step()
     (weight,) = made.parameters
     state = made.optimizer.state[weight]
     master = state["master_param"]
-    moved = weight.grad.nbytes + weight.nbytes + state["projection"].nbytes
+    assert (made.gradients[0].dtype, state["exp_avg"].dtype) == (
+        WEIGHTS[grad or weights], WEIGHTS[moments],
+    )  # fmt: skip
+    moved = made.gradients[0].nbytes + weight.nbytes + state["projection"].nbytes
     moved += 2 * (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes)
     moved += weight.nbytes if master is None else 2 * master.nbytes
     assert floor_bytes(setup) == moved == bytes_per_step(made)
@@ -253,6 +264,59 @@ def bench_on_cpu(monkeypatch):
     monkeypatch.setattr(bench, "run", lambda setup, device, *own: run(setup, CPU, *own))
 
 
+@pytest.mark.parametrize("proj_type", ["right", "left"])
+def test_the_reference_that_is_compiled_is_the_plain_step(proj_type):
+    """Of products with one term that is not 0, and of positive numbers, without cancellation.
+
+    A moment has 5 roundings in each of the two, a direction 4 more, param 4: each of at most 2**-24
+    of numbers that are no larger than param and step together.
+    """
+    setup = Setup(kernel="compiled", rows=8, columns=8, rank=2, proj_type=proj_type)
+    size, right = setup.low_rank.projection_shape((8, 8)), proj_type == "right"
+    projection = torch.zeros(size)
+    line = projection if right else projection.mT
+    line[0, 3], line[1, 5] = 1.0, 0.5
+    generator = torch.Generator().manual_seed(0)
+    grad, param = torch.rand(2, 8, 8, generator=generator) + 0.5
+    moments = torch.rand(2, *setup.low_rank.low_shape((8, 8)), generator=generator) + 0.5
+    before = {"grad": grad, "param": param, "exp_avg": moments[0], "exp_avg_sq": moments[1]}
+    group = {"lr": SHARED["lr"], "betas": BETAS, "eps": EPS, "weight_decay": 0.0, "scale": 1.0}
+    # so late that nothing is corrected
+    expected = plain_step(before, projection, setup.low_rank.side, group, 10**6)
+    own = {name: tensor.clone() for name, tensor in before.items()}
+    weight = torch.empty(8, 8, dtype=torch.bfloat16)
+    reference(grad, projection, own["exp_avg"], own["exp_avg_sq"], own["param"], weight, right)
+    size = expected["param"].abs() + expected["step"].abs()
+    for name in ("exp_avg", "exp_avg_sq", "param"):
+        unit = size if name == "param" else expected[name]
+        assert bool(((own[name] - expected[name]).abs() <= 26 * 2.0**-24 * unit).all()), name
+    assert torch.equal(weight, own["param"].bfloat16())
+    assert not torch.equal(own["param"], param)
+
+
+def test_peers_have_the_cases_that_there_are(monkeypatch):
+    own = {"rows": 30, "columns": 10, "rank": 4}
+    found = [
+        (weights, precision)
+        for weights in WEIGHTS
+        for precision in ("ieee", "tf32", "bf16")
+        if is_there(Setup(kernel="galore_torch", weights=weights, precision=precision, **own))
+    ]
+    assert found == [("float32", "ieee"), ("float32", "tf32"), ("bfloat16", "bf16")]
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "galore_torch", raising=False)
+    with pytest.raises(ValueError, match=r"galore_torch: it needs .*galore_torch"):
+        bench.check_case(Setup(kernel="galore_torch", **own), CPU)
+
+
+def test_matched_cases_are_those_of_the_pull_request_and_each_once():
+    given = {"N": [(30, 10)], "weights": WEIGHTS, "grads": [None], "moments": ["float32"]}
+    given |= {"precisions": ["ieee", "bf16"], "matrices": [1], "ranks": [4], "kernels": ["torch"]}
+    found = [(each.weights, each.precision) for each in bench.select(given, CPU, matched=True)]
+    assert found == [("float32", "ieee"), ("bfloat16", "bf16")]
+    assert len(bench.select(given, CPU)) == 4
+
+
 BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernels", "torch",
          "--precisions", "ieee")  # fmt: skip
 
@@ -266,6 +330,14 @@ def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, 
     assert out.count("no speed: errors beyond their bounds: update") == 4
     cases = json.loads((tmp_path / "out" / "galore" / "record.json").read_text())["cases"]
     assert all("step_ms" not in case for case in cases)
+
+
+def test_cases_that_no_time_is_left_for_have_no_speed(megaopt, bench_on_cpu, monkeypatch):
+    clock = itertools.count(step=2)  # of the bench alone
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    status, out, _ = megaopt(*BENCH, "--weights", "float32", "--seconds", 5)
+    assert status == 1
+    assert out.count("no speed: not begun within 5 seconds") == 2
 
 
 # inductor's, of torch's own modules, in torch 2.11

@@ -24,7 +24,7 @@ from megaopt.kernels.matrix import muon
 from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
 
 CPU = torch.device("cpu")
-TEST = ("muon", "test", "--shapes", 24, 40, "--matrices", 6)
+TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 6)
 SIMPLE = coefficients_of("simple", 5)
 
 
@@ -35,7 +35,7 @@ def test_what_it_prints(megaopt):
     status, out, err = megaopt(*TEST, "--no-launches", "--spectra=random")
     assert (status, err) == (0, "")
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
-    found = {tuple(line[2:4]): line for line in lines if line[:1] == ["24 x 40"]}
+    found = {tuple(line[2:4]): line for line in lines if line[:1] == ["24 x 80"]}
     assert [*found] == [("standard", "bf16"), ("standard", "fp16"), ("gram", "fp16")]
     for form, (*_, error, torchs, part, bound, bits, verdict) in found.items():
         assert (bits, verdict) == ("", "within")
@@ -111,7 +111,7 @@ REFUSED = {
     "seed": (["--seed=-1"], "seed must be a whole number from 0 to 2**63 - 1, got -1"),
     "nothing": (
         ["--methods=gram", "--shapes", 8, 8],
-        "methods must be gram alone with fp16 and a matrix at least 1.5 times as long as wide",
+        "methods must be gram alone with fp16 and a matrix at least 3 times as long as wide",
     ),
 }
 

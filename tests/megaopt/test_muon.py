@@ -219,14 +219,6 @@ def test_numbers_of_a_group_may_change_between_steps():
         assert_same(snapshot(optimizer)["weights"], snapshot(fresh)["weights"])
 
 
-def test_a_matrix_may_go_from_muon_to_adamw_only_with_a_new_state():
-    optimizer = made([(4, 6)])
-    train(optimizer, 1)
-    optimizer.param_groups[0]["use_muon"] = False
-    train(optimizer, 1)
-    assert {"exp_avg", "exp_avg_sq"} <= optimizer.state[params_of(optimizer)[0]].keys()
-
-
 def test_eps_of_a_group_of_adamws_is_adam_eps_where_it_says_none():
     first, second, third = parameters([(3, 4)] * 3, FP32)
     optimizer = FusedMuon([{"params": [first], "use_muon": False}, {"params": [second]}], eps=1e-5)

@@ -129,7 +129,7 @@ RATIOS: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
 }
-"""What an update [rows, columns] is multiplied by, by name: torch.optim.Muon's first two (Jordan et
+"""Factors of an update [rows, columns], by name: torch.optim.Muon's first two (Jordan et
 al. 2024; Liu et al. 2025, arXiv:2502.16982), and Emerging-Optimizers' "spectral" and unit_rms_norm
 (Bernstein), which is "spectral_unclamped" here."""
 TORCH_RATIOS = (None, "original", "match_rms_adamw")
@@ -165,11 +165,11 @@ torch.optim.Muon's there; with (2, 4) they are an eighth, as those of the standa
 9 s^2 l + 11 s^3.
 """
 FP16_EXPONENT = 14
-"""In fp16 a power of two brings the direction's norm to [2**14, 2**15): no number overflows."""
+"""The exponent of a direction's norm in fp16, of which no number overflows then."""
 LEAST_EPS = 1e-30
 """The least eps: powers of two that bring such a norm there are fp32 numbers."""
 RATIO_RANGE = (2.0**-6, 2.0**12)
-"""What fp16 has room for beside an update's numbers, which are some 1 / sqrt(columns)."""
+"""Factors that fp16 has room for beside an update's numbers, which are some 1 / sqrt(columns)."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Orthogonal:
         return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
-        """What the update of a matrix [rows, columns] is multiplied by; 1 without columns."""
+        """The factor of the update of a matrix [rows, columns]; 1 without columns."""
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
@@ -286,7 +286,7 @@ class Orthogonal:
         return self.precision == FP16 and short > GRAM_SHORT and long >= GRAM_RATIO * short
 
     def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """What a parameter's state has beside the momentum."""
+        """Names and shapes of a state's tensors beside the momentum."""
         if self.second_moment is None:
             return {}
         return {SECOND_MOMENT: (sum(rows for rows, _ in self.pieces(shape)),)}
@@ -312,7 +312,7 @@ class Scales(NamedTuple):
     only: torch.Tensor
     """That of a first one that is the last: inverse times last."""
     power: torch.Tensor
-    """What the direction is multiplied by; 1 in bf16."""
+    """The power of two that scales the direction; 1 in bf16."""
 
 
 def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> Scales:
@@ -329,7 +329,7 @@ def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bo
 
 
 def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, Scales]:
-    """What the iteration of a direction, fp32 [m, n], begins with, and its factors."""
+    """Makes what the iteration of a direction, fp32 [m, n], begins with, and its factors."""
     bins, is_scaled = new_bins(direction.device), how.precision == FP16
     own = direction if is_scaled else direction.to(how.dtype)
     accumulate_reference([own], bins)

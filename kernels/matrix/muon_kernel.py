@@ -1,4 +1,4 @@
-"""What Muon's launches make beside products: factors by norms, casts, second moments of rows."""
+"""Muon's kernels beside products: factors by norms, casts, second moments of rows."""
 
 from __future__ import annotations
 

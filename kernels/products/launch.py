@@ -217,10 +217,10 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
             factor.
         sizes: bytes of an element of each of these; 0 where there is none.
     """
-    order = numpy.lexsort((*products[:, [1, 0, *range(4, 13, 2)]].T, -products[:, 2]))
+    alike = [*range(3), *range(4, products.shape[1], 2)]  # SHAPE, STRIDES
+    order = numpy.lexsort((*products[:, alike].T, -products[:, 2]))
     products = products[order]
     apart = numpy.diff(products[:, ADDRESSES], axis=0)
-    alike = [*range(3), *range(4, 13, 2)]
     follows = (products[1:, alike] == products[:-1, alike]).all(1)
     follows &= ((apart > 0) & (apart % APART == 0) | (numpy.array(sizes) == 0)).all(1)
     firsts = [0]

@@ -43,7 +43,7 @@ def mistakes(params: list[torch.nn.Parameter]) -> None:
     FusedSGD(params, weight_rounding="up")  # type: ignore[arg-type]
     FusedAdam(params, wieght_decay=0.1)  # type: ignore[call-arg]
     GaLoreAdamW(params, proj_type="full")  # type: ignore[arg-type]
-    GaLoreAdamW(params, kernel="fused")  # type: ignore[arg-type]
+    GaLoreAdamW(params, kernel="single")  # type: ignore[arg-type]
     GaLoreAdamW(params, precision="fp16")  # type: ignore[arg-type]
     GaLoreAdamW(params, refresh="qr")  # type: ignore[arg-type]
     GaLoreAdamW(params, nonfinite="ignore")  # type: ignore[arg-type]

@@ -26,6 +26,14 @@ class Place(NamedTuple):
         runs, rest = divmod(numel - 1, self.run)
         return self.first + (runs * self.stride + rest if self.stride else numel - 1)
 
+    def after(self, count: int, numel: int) -> Place:
+        """The place of so many elements from element `count` on: whole runs, or within one."""
+        runs, rest = divmod(count, self.run) if self.stride else (0, count)
+        first = self.first + runs * self.stride + rest
+        if not self.stride or rest + numel <= self.run:
+            return Place(self.number, first)
+        return self._replace(first=first)
+
     @property
     def in_quads(self) -> bool:
         """Whether four elements from every fourth one on are the four of one counter."""

@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megaopt.kernels.formats import WEIGHTS
 from megaopt.kernels.matrix.normuon import BETA2, SECOND_MOMENT, normalized
-from megaopt.kernels.norm.bins import new_bins
+from megaopt.kernels.matrix.shared import Making, Part, Piece
+from megaopt.kernels.norm.bins import ROWS, new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.products.launch import products, symmetric_products
-from megaopt.kernels.rules.matrix import SAME, WHOLE, MatrixRule, Shape, Transform, Work
+from megaopt.kernels.rules.matrix import SAME, WHOLE, Matrix, MatrixRule, Shape, Transform, Work
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
 
 # --- the polynomials
@@ -449,11 +451,14 @@ def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | Non
 # --- the twin
 
 
-def room_of(first: torch.Tensor, is_gram: bool) -> Room:
-    """New memory for the iteration of a matrix."""
-    short = min(first.shape)
-    squares = [[first.new_empty(short, short)] for _ in range(SQUARES[is_gram])]
-    return Room([first], [torch.empty_like(first)], squares)
+def room_of(first: Matrices, is_gram: bool) -> Room:
+    """New memory for the iteration of matrices."""
+    sizes = [min(each.shape) for each in first]
+    squares = [
+        [each.new_empty(size, size) for each, size in zip(first, sizes, strict=True)]
+        for _ in range(SQUARES[is_gram])
+    ]
+    return Room(first, list(map(torch.empty_like, first)), squares)
 
 
 def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
@@ -462,16 +467,12 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
         return direction.to(how.dtype)
     first, scales = begun(direction, how)
     is_gram = how.is_gram(direction.shape)
-    return iterated(room_of(first, is_gram), scales, how, is_gram, Immediate())[0]
+    return iterated(room_of([first], is_gram), scales, how, is_gram, Immediate())[0]
 
 
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """The update of a parameter, fp32."""
     how: Orthogonal = work.how
-    if how.contract != OWN:
-        raise ValueError(
-            f"contract {how.contract!r} must have whole matrices on each rank: it steps no shards"
-        )
     updates, rows = [], 0
     for piece in _cut(direction, how):
         update = orthogonal(piece.float(), how)
@@ -499,6 +500,67 @@ MUON = MatrixRule(
     MUON_APPLY,
     kept=Orthogonal.kept,
     meets=WHOLE,
+    pieces=Orthogonal.pieces,
 )
 MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APPLY)
 """MUON with the row of contracts "torch" and "eo"."""
+
+
+# --- among ranks
+
+
+class MuonMaking(Making):
+    """How directions become updates: MUON's, alone and with other ranks, in plain torch."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__(matrix)
+        self.how: Orthogonal = matrix.how
+        self.sent = WEIGHTS[self.how.dtype]
+        self.is_scaled = self.how.precision == FP16
+        """Directions are fp32 first, and cast when their norms are known."""
+        self.direction = WEIGHTS["float32"] if self.is_scaled else self.sent
+
+    def sums(self, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
+        """Bins of the norm of each matrix: a bank."""
+        return torch.zeros((len(pieces), ROWS, 2), dtype=torch.int64, device=device)
+
+    def measure(self, directions: Matrices, parts: Sequence[Part], sums: torch.Tensor) -> None:
+        """Adds the squares of directions to the bins."""
+        for part, direction in zip(parts, directions, strict=True):
+            accumulate_reference([direction], sums[part.piece][None])
+
+    def notes(self, sums: torch.Tensor, pieces: Sequence[Piece]) -> Scales:
+        """The factors of the matrices."""
+        ratios = [1.0 if self.how.second_moment else self.how.ratio(own.shape) for own in pieces]
+        norms = [total_reference(own[None])[0].view(1) for own in sums]
+        own = zip(norms, ratios, strict=True)
+        found = [scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in own]
+        return Scales(*map(torch.cat, zip(*found, strict=True)))
+
+    def send(
+        self, directions: Matrices, parts: Sequence[Part], notes: Scales, out: Matrices
+    ) -> None:
+        """Casts directions, times their matrices' powers of two."""
+        if self.is_scaled:
+            powers = notes.power.unbind()
+            for part, direction, target in zip(parts, directions, out, strict=True):
+                target.copy_((direction * powers[part.piece]).to(target.dtype))
+
+    def make(
+        self, wholes: Matrices, own: Sequence[int], notes: Scales, kept: Sequence[dict[str, Any]]
+    ) -> Matrices:
+        """Iterates all matrices of one form together, and then steps second moments."""
+        found: dict[int, torch.Tensor] = {}
+        for is_gram in (False, True):
+            chosen = [i for i, each in enumerate(wholes) if self.how.is_gram(each.shape) is is_gram]
+            if chosen:
+                places = torch.tensor([own[i] for i in chosen], device=wholes[0].device)
+                scales = Scales(*(each[places] for each in notes))
+                room = room_of([wholes[i] for i in chosen], is_gram)
+                made = iterated(room, scales, self.how, is_gram, Immediate())
+                found.update(zip(chosen, made, strict=True))
+        if self.how.second_moment:
+            for i, each in enumerate(kept):
+                numbers = (each[SECOND_MOMENT], self.how.beta2, self.how.ratio(wholes[i].shape))
+                found[i] = normalized(found[i], *numbers)
+        return [found[i] for i in range(len(wholes))]

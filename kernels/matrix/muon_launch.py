@@ -8,7 +8,7 @@ products a wave makes, and where their matrices lie in the workspace, is noted a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -22,12 +22,13 @@ from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS
-from megaopt.kernels.matrix import muon_kernel
+from megaopt.kernels.matrix import muon_kernel, shared
 from megaopt.kernels.matrix.muon import (
     FP16,
     OWN,
     SQUARES,
     Matrices,
+    MuonMaking,
     Orthogonal,
     Room,
     Scales,
@@ -43,8 +44,9 @@ from megaopt.kernels.matrix.plan import (
     apply_formats,
     inner_formats,
 )
+from megaopt.kernels.matrix.shared import NEUTRAL
 from megaopt.kernels.norm.bins import BANKS, ROWS
-from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.norm.launch import NormPlan, tables_of
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.epilogue import Numbers
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
@@ -65,8 +67,6 @@ WIDE = 8
 """Rows of squares begin at multiples of so many numbers, 16 bytes, as tensor descriptors want."""
 ONE_ROW = Geometry(1, 1)
 """Chunks of a row each."""
-NEUTRAL = (1.0, 1.0, 1.0, 0.0, 0.0)
-"""Controls that leave an update as it is."""
 
 
 def muon_plan(
@@ -92,7 +92,8 @@ def muon_plan(
     elif is_launched:
         launches = MuonLaunches(formats, shapes, groups, places, device, room)
     step = LaunchedStep() if is_launched else step_tensor
-    return MatrixPlan(formats, groups, places, step, launches)
+    making = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
+    return MatrixPlan(formats, groups, places, step, launches, making)
 
 
 # --- products that are noted
@@ -474,7 +475,7 @@ class Wave:
             formats.matrix.rule,
         )
         self._direction = TritonPlan(inner_formats(formats, wide), rule.inner, *own)
-        self._apply = TritonPlan(_updating(formats, self.how), rule.apply, *own)
+        self._apply = TritonPlan(apply_formats(formats, GRADS[self.how.dtype]), rule.apply, *own)
         ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         self._second, last = None, self._ratios
@@ -531,12 +532,6 @@ class Wave:
         self._result = self.layout.first if result is room.first else self.layout.second
 
 
-def _updating(formats: Formats, how: Orthogonal) -> Formats:
-    """The formats of the update by a matrix that products have made."""
-    own = replace(apply_formats(formats), grad=GRADS[how.dtype])
-    return replace(own, rounds_grad=False, writes_grad=False)
-
-
 def _place(place: Place, part: Part) -> Place:
     return place._replace(first=place.first + part.first)
 
@@ -552,3 +547,34 @@ def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
         block = formats.by_slot[slot.removesuffix("_scale")].block
         return firsts // block if block else 0 * firsts
     return firsts * formats.dtype(slot).itemsize // form.packed
+
+
+# --- among ranks
+
+
+class LaunchedMaking(MuonMaking):
+    """MuonMaking with a launch for all squares of a bucket, and one for all factors."""
+
+    def measure(
+        self, directions: Matrices, parts: Sequence[shared.Part], sums: torch.Tensor
+    ) -> None:
+        """Adds the squares of directions to the bins."""
+        if not directions:
+            return
+        table, chunks = tables_of(directions)
+        own = sums.new_zeros((len(parts), BANKS, ROWS, 2))
+        NormPlan(GRADS[self.direction.dtype]).accumulate(table, chunks, own)
+        places = torch.tensor([part.piece for part in parts], device=sums.device)
+        sums.index_add_(0, places, own.sum(1))
+
+    def notes(self, sums: torch.Tensor, pieces: Sequence[shared.Piece]) -> Scales:
+        """The factors of the matrices."""
+        ratios = [1.0 if self.how.second_moment else self.how.ratio(own.shape) for own in pieces]
+        own = torch.tensor(ratios, dtype=torch.float32, device=sums.device)
+        scales = own.new_empty((len(Scales._fields), len(pieces)))
+        bins = sums.new_zeros((len(pieces), BANKS, ROWS, 2))
+        bins[:, 0] = sums
+        arguments = (bins, own, scales, len(pieces), self.how.eps)
+        options: dict[str, object] = {"IS_SCALED": self.is_scaled, "num_warps": 1}
+        call(muon_kernel.scales_kernel, len(pieces), arguments, options)
+        return Scales(*scales.unbind())

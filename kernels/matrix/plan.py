@@ -12,12 +12,12 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.formats import NONE, WEIGHTS, Format
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Transform, Work
+from megaopt.kernels.rules.matrix import SAME, Matrix, Transform, Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import (
     skips_of,
@@ -42,9 +42,25 @@ def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
     return replace(formats, grad=grad, weight=direction, master=NONE, matrix=None)
 
 
-def apply_formats(formats: Formats) -> Formats:
-    """The formats of the update of weight and master by an fp32 matrix."""
-    return replace(formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, matrix=None)
+def apply_formats(formats: Formats, update: Format = GRADS["float32"]) -> Formats:
+    """The formats of the update of weight and master by a matrix of this format."""
+    own = replace(formats, grad=update, moments=(), moment_names=(), maximize=False, matrix=None)
+    return replace(own, rounds_grad=False, writes_grad=False)
+
+
+def check_update(
+    matrix: Matrix, update: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
+) -> None:
+    """Raises ValueError for what `after` made that is not of the direction's dtype, of the shape.
+
+    dtype: fp32, and fp64 where tests compute so.
+    """
+    wanted = (dtype, tuple(shape))
+    if (update.dtype, tuple(update.shape)) != wanted:
+        raise ValueError(
+            f"after of {matrix.rule.name} must return {wanted[0]} of shape {wanted[1]}, got "
+            f"{update.dtype} of shape {tuple(update.shape)}"
+        )
 
 
 class MatrixPlan:
@@ -59,6 +75,8 @@ class MatrixPlan:
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
         launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches),
             or other steps of its own.
+        making: how matrices are made that ranks share (megaopt.kernels.matrix.shared), of a rule
+            that brings whole ones together; None: by its transform.
     """
 
     def __init__(
@@ -68,8 +86,10 @@ class MatrixPlan:
         places: Sequence[Place] | None = None,
         step: Step = step_tensor,
         launches: Any = None,
+        making: Any = None,
     ) -> None:
         assert formats.matrix is not None
+        self.making, self._is_shared = making, False
         self.formats, self.matrix, self.groups = formats, formats.matrix, groups
         places = places or in_order(len(groups))
         self.works = [Work(self.matrix.how, place) for place in places]
@@ -79,16 +99,19 @@ class MatrixPlan:
         self.stale = True
         self._buffers: Buffers = {}
 
-    @property
-    def _is_launched(self) -> bool:
-        """Whether the rule's launches step: not where ranks bring parts of matrices together."""
-        shared = self.matrix.rule.meets == WHOLE and any(w.parts is not ALONE for w in self.works)
-        return self._launches is not None and not shared
+    def share(self, steps: Any) -> None:
+        """Steps matrices that are on several ranks by megaopt.kernels.matrix.shared's steps."""
+        self._launches, self._is_shared = steps, True
 
     @property
     def many_calls(self) -> bool:
         """A step is many calls on the host, as Plan has it."""
-        return not self._is_launched or bool(self._launches.many_calls)
+        return self._launches is None or bool(self._launches.many_calls)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph can repeat a step: launches alone, and no other ranks."""
+        return not (self.many_calls or self._is_shared)
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; RuntimeError where a CPU flushes subnormals."""
@@ -108,19 +131,19 @@ class MatrixPlan:
         return self.formats.grad.decode_reference(self._buffers["grad"][index])
 
     def ready(self, scalars: Any) -> Any:
-        """Returns the rows: memory is taken on the way of the step."""
+        """Returns the rows: memory is taken on the way of the step, but that of an exchange."""
+        if self._is_shared:
+            self._launches.ready()
         return scalars
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
-        if self._is_launched:
+        if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:
-            meets, left_out = self.matrix.rule.meets == WHOLE, skips_of(controls, len(scalars))
+            left_out = skips_of(controls, len(scalars))
             for index, group in enumerate(self.groups):
-                # a rank without rows still meets the others
-                is_stepped = meets or self._buffers["weight"][index].numel()
-                if is_stepped and not left_out[group]:
+                if self._buffers["weight"][index].numel() and not left_out[group]:
                     row = None if controls is None else controls[group]
                     self._step_matrix(index, scalars[group], row)
         self._buffers = {}  # gradients may go
@@ -132,27 +155,15 @@ class MatrixPlan:
         taken = self._buffers["grad"][index] if rule.before is SAME else low
         own = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
-        if low.numel():
-            self._step(own, self._inner, rule.inner, scalars, controls, place)
+        self._step(own, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)
-        wanted = (direction.dtype, tuple(grad.shape))  # fp64 where tests compute so
-        if (update.dtype, tuple(update.shape)) != wanted:
-            raise ValueError(
-                f"after of {rule.name} must return {wanted[0]} of shape {wanted[1]}, got "
-                f"{update.dtype} of shape {tuple(update.shape)}"
-            )
+        check_update(self.matrix, update, direction.dtype, grad.shape)
         own = self._tensors(self._apply, index, grad=update)
-        if update.numel():
-            self._step(own, self._apply, rule.apply, scalars, None, work.place)
+        self._step(own, self._apply, rule.apply, scalars, None, work.place)
 
     def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
-        """What a transform makes of a matrix, or a rank's part of what it makes of the whole."""
-        if transform is SAME:
-            return matrix
-        if self.matrix.rule.meets != WHOLE:
-            return transform.run(matrix, work).contiguous()
-        whole = transform.run(work.parts.joined(matrix), work)
-        return work.parts.part(whole).contiguous()
+        """What a transform makes of a matrix."""
+        return matrix if transform is SAME else transform.run(matrix, work).contiguous()
 
     def _tensors(
         self, formats: Formats, index: int, **others: torch.Tensor

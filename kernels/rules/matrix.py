@@ -25,7 +25,8 @@ Shape = Sequence[int]
 
 NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
 """How much of a matrix whose parts are on several ranks must come together: nothing; sums over its
-rows, which a transform asks `Parts` for; or all of it, for the input of every transform."""
+rows, which a transform asks `Parts` for; or all of it, for `after` (megaopt.kernels.matrix.shared).
+"""
 
 
 class Parts(Protocol):
@@ -43,12 +44,6 @@ class Parts(Protocol):
     def alike(self, own: torch.Tensor) -> torch.Tensor:
         """The same bits for all copies of the matrix."""
 
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole matrix, of all parts of it, which have the shapes of the parameter's."""
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole matrix, which all ranks have."""
-
 
 class Alone:
     """Nobody else holds a part."""
@@ -61,7 +56,7 @@ class Alone:
         """This one."""
         return own
 
-    add_up = alike = joined = part = largest
+    add_up = alike = largest
 
 
 ALONE = Alone()
@@ -121,13 +116,17 @@ class MatrixRule:
     kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = lambda how, shape: {}
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
-    """NOBODY, ROWS or WHOLE."""
+    """NOBODY, ROWS or WHOLE; the last only with `before` SAME."""
+    pieces: Callable[[Any, Shape], Sequence[Shape]] = lambda how, shape: [shape]
+    """The shapes of the matrices of a parameter, as they lie one behind another in memory."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no plan steps."""
         if self.meets not in (NOBODY, ROWS, WHOLE):
             ways = f"{NOBODY!r}, {ROWS!r} or {WHOLE!r}"
             raise ValueError(f"meets of {self.name} must be {ways}, got {self.meets!r}")
+        if self.meets == WHOLE and self.before is not SAME:
+            raise ValueError(f"before of {self.name} must be SAME with meets {WHOLE!r}")
         if self.apply.moments:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")

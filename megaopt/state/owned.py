@@ -99,9 +99,9 @@ class Owned:
     def shared_views(self) -> list[ParamView]:
         """The views of parameters of which other ranks hold parts; others are passed over."""
         found = []
-        for param in self.params:
+        for param, index in zip(self.params, self.group_numbers, strict=True):
             with contextlib.suppress(ValueError):
-                found.append(view_of(param))
+                found.append(self._view(param, self.groups[index]))
         return [view for view in found if view.split is not None or view.group is not None]
 
     @cached_property

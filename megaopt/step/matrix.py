@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.rules.matrix import ALONE, Parts
+from megaopt.kernels.matrix.shared import Making, SharedSteps
+from megaopt.kernels.rules.matrix import ALONE, WHOLE, Parts
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
+from megaopt.step.ranks.owners import Owners
 from megaopt.step.ranks.peers import SUM, reduced
 
 MAGNITUDE = 0x7FFFFFFF
@@ -45,8 +48,9 @@ class Matrices:
         """Tells the plan who holds the other parts of each matrix."""
         self._sharded = any(view.is_sharded for view in self.views)
         self._kept = [view.kept for view in self.views]
-        for work, view in zip(self.plan.works, self.views, strict=True):
-            work.parts = parts_of(view)
+        if not is_exchanged(self.views[0]):
+            for work, view in zip(self.plan.works, self.views, strict=True):
+                work.parts = parts_of(view)
 
     def _local(self, state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
@@ -83,7 +87,7 @@ class Matrices:
 
         It can where launches need no host and every matrix has all that a state keeps for it.
         """
-        if self.plan.many_calls:
+        if not self.plan.is_captured:
             return (
                 f"steps of {self.plan.matrix.rule.name} matrix by matrix (GaLoreAdamW's "
                 "kernel='torch' and 'compiled', matrices that ranks share) read numbers on the "
@@ -144,9 +148,22 @@ def matrices_of(
     groups = [owned.group_numbers[place] for place in places]
     spots, device = [owned.place(place) for place in places], views[0].param.device
     tables = ([view.local.shape for view in views], groups, spots, device)
-    plan = owned.options.matrix_plan(owned.backend(device), formats, *tables)
+    backend = owned.backend(device)
+    plan = owned.options.matrix_plan(backend, formats, *tables)
+    if is_exchanged(views[0]):  # all views of a batch are split alike
+        rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
+        pieces = [rule.pieces(plan.matrix.how, view.whole_shape) for view in views]
+        exchange = Owners(views, pieces, making.sent.dtype.itemsize)
+        own = (groups, spots, BACKENDS[backend], device, exchange)
+        plan.share(SharedSteps(formats, making, *own))
     labels = [owned.labels[place] for place in places]
     return Matrices(plan, states, device, groups, views, labels)
+
+
+def is_exchanged(view: ParamView) -> bool:
+    """Whether ranks send each other parts of a matrix in every step."""
+    is_whole = view.matrix is not None and view.matrix.rule.meets == WHOLE
+    return is_whole and view.split is not None
 
 
 def parts_of(view: ParamView) -> Parts:
@@ -161,13 +178,13 @@ class PartsOnRanks:
     2**-53 of them at most, and on most gradients not at all.
 
     Args:
-        view: of a DTensor; for all but `joined` and `part` it is split in its first dimension.
+        view: of a DTensor that is split in its first dimension.
     """
 
     def __init__(self, view: ParamView) -> None:
         assert view.split is not None
         mesh, dims = view.split
-        self._view, self._rows = view, view.whole_shape[0]
+        self._rows = view.whole_shape[0]
         self._groups = [mesh.get_group(dim) for dim in dims]
         self._copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in dims]
 
@@ -189,14 +206,3 @@ class PartsOnRanks:
             first: Any = dist.get_global_rank(group, 0)  # untyped in torch
             dist.broadcast(own, first, group=group)
         return own
-
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole matrix: shards of any sizes, of any placements."""
-        whole: Any = self._view.wrap(own)
-        return local_of(whole.full_tensor())  # type: ignore[no-any-return]
-
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of it, without a word between ranks."""
-        everywhere: Any = self._view.replicated(whole)  # type: ignore[attr-defined]
-        placements = self._view.param.placements
-        return local_of(everywhere.redistribute(placements=placements))  # type: ignore[no-any-return]

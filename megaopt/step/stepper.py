@@ -29,6 +29,7 @@ from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
 from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
+from megaopt.step.matrix import is_exchanged
 from megaopt.step.probing import is_probe
 from megaopt.step.ranks.meeting import Meeting, meeting_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
@@ -319,8 +320,9 @@ class Stepper:
             if run.meeting is not None:
                 check_met(request)
         except Exception:
-            measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
             views = self.owned(groups).shared_views
+            measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
+            measures = measures or any(map(is_exchanged, views))
             others = meeting_of(views, measures=measures, last=self._meeting)
             if others is not None:
                 others.withdraw(asked.waits(self.options))
@@ -329,7 +331,8 @@ class Stepper:
 
     def _meeting_for(self, run: Run) -> Meeting | None:
         """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it."""
-        measures, batches = run.request.needs_norm, run.batches
+        batches = run.batches
+        measures = run.request.needs_norm or any(map(is_exchanged, run.owned.views))
         if measures not in batches.meetings:
             views, labels = run.owned.views, run.owned.labels
             given = (views, labels, batches.batches, measures, self._meeting)

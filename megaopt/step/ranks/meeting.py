@@ -100,7 +100,8 @@ class Meeting:
         if request.skip_nonfinite and not all(each.measures for each in self._peers):
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._peers:
-            each.write((request.clip_norm, request.skip_nonfinite), heard)
+            asked = request.clip_norm, request.skip_nonfinite
+            each.write(asked, heard, request.needs_norm)
             self._met += 1
             each.meet()
             heard = each.heard()

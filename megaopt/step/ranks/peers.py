@@ -85,12 +85,15 @@ class Peers:
         """Whether a message can be read without waiting for work that is queued on the device."""
         return self.device.type == "cpu"
 
-    def write(self, asked: object = None, heard: torch.Tensor | None = None) -> None:
+    def write(
+        self, asked: object = None, heard: torch.Tensor | None = None, measures: bool = True
+    ) -> None:
         """Writes this rank's message: that it raises an error, unless something was heard.
 
         Args:
             asked: what the ranks must have alike in this step.
             heard: in the meeting before, to be passed on.
+            measures: whether the step asks for the norm.
         """
         digest = REFUSED if heard is None else digest_of((self.alike, asked))
         own = numpy.array([self.meetings, digest, 0, 0], dtype=numpy.int64)
@@ -100,7 +103,7 @@ class Peers:
         self._words.copy_(words)
         if heard is not None:
             self._words.add_(heard.to(self.device))
-            for plan in self.plans or ():
+            for plan in (self.plans or ()) if measures else ():
                 plan.accumulate(self._bins)
 
     def meet(self) -> None:

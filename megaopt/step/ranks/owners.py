@@ -1,0 +1,304 @@
+"""The ranks that hold parts of matrices: which of them makes which, and what they send each other.
+
+Every rank finds the same by the parameters' shapes and placements, without a message.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megaopt.kernels.matrix.shared import Part, Piece
+from megaopt.params import ParamView
+from megaopt.step.ranks.peers import SUM, reduced
+
+ROOM = 2**26
+"""Bytes of the matrices of a bucket that a rank makes, or as many as one takes.
+
+On NVLink they are there in some 0.2 ms, while their products take 1 ms or more; three buckets of
+parts and whole matrices stay below half a gigabyte.
+"""
+
+Box = tuple[tuple[int, int], ...]
+"""The first index and the one behind the last, in each dimension."""
+
+
+class Matrix(NamedTuple):
+    """A matrix of a parameter, and where it lies there."""
+
+    piece: Piece
+    box: Box
+
+
+def matrices_of(param: int, shape: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[Matrix]:
+    """Those of a parameter, which lie one behind another; none that is empty."""
+    sizes = [math.prod(each) for each in pieces]
+    firsts = accumulate(sizes, initial=0)
+    rows = [0, *accumulate(each[0] for each in pieces)]
+    found = []
+    for index, (first, size, own) in enumerate(zip(firsts, sizes, pieces, strict=False)):
+        if size:
+            kept = slice(rows[index], rows[index + 1]) if len(pieces) > 1 else slice(None)
+            found.append(Matrix(Piece(param, kept, tuple(own)), box_of(first, size, shape)))
+    return found
+
+
+def box_of(first: int, size: int, shape: Sequence[int]) -> Box:
+    """Where numbers that follow each other, whole rows of some dimension, lie in a tensor."""
+    box: list[tuple[int, int]] = []
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        index, first = divmod(first, stride)
+        if size % stride == 0:
+            rest = [(0, each) for each in shape[dim + 1 :]]
+            return (*box, (index, index + size // stride), *rest)
+        box.append((index, index + 1))
+    return tuple(box)
+
+
+def common(one: Box, other: Box) -> Box:
+    """What two boxes have in common; empty ones have no numbers."""
+    ends = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+    return tuple((begin, max(begin, end)) for begin, end in ends)
+
+
+def sizes_of(box: Box) -> tuple[int, ...]:
+    """Of each dimension."""
+    return tuple(end - begin for begin, end in box)
+
+
+def within(box: Box, outer: Box) -> Box:
+    """A box as counted from the beginning of another."""
+    return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
+
+
+def shard_boxes(view: ParamView, coordinates: Sequence[tuple[int, ...]]) -> list[Box]:
+    """The shards of a DTensor at places of its mesh."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    param, found = view.param, []
+    for own in coordinates:
+        sizes, starts = _compute_local_shape_and_global_offset(
+            param.shape, param.device_mesh.shape, list(own), param.placements
+        )
+        found.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
+    return found
+
+
+def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
+    """Who makes which matrix: the most expensive first, each by who has the least to do."""
+    loads, found = [(0.0, rank) for rank in range(ranks)], [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = heapq.heappop(loads)
+        found[index] = rank
+        heapq.heappush(loads, (load + costs[index], rank))
+    return found
+
+
+def cost_of(shape: Sequence[int]) -> float:
+    """Multiply-adds of a step of Newton and Schulz, of a matrix [rows, columns]."""
+    short, long = sorted((shape[0], math.prod(shape[1:])))
+    return float(short * short * (2 * long + short))
+
+
+@cache
+def group_of(mesh: Any) -> Any:
+    """The group of all ranks of a mesh; the first call meets them, where it has many dimensions."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+class Bucket:
+    """Matrices that are on their way together: megaopt.kernels.matrix.shared.Bucket.
+
+    Args:
+        matrices: all of them, in one order on all ranks.
+        owners: the rank that makes each.
+        boxes: for each rank of the group the shard of each parameter.
+        rank: this one's place in the group.
+        gives: for each rank whether this one's copy of a matrix is that which it takes.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        owners: Sequence[int],
+        boxes: Sequence[Sequence[Box]],
+        rank: int,
+        gives: Sequence[bool],
+    ) -> None:
+        self._matrices, self._gives, ranks = matrices, gives, range(len(boxes))
+        self.pieces = [each.piece for each in matrices]
+        self.own = [index for index, owner in enumerate(owners) if owner == rank]
+        order = sorted(range(len(matrices)), key=lambda i: (not gives[owners[i]], owners[i]))
+        returned = dict.fromkeys(ranks, 0)
+        found, self._parts_of = [], dict.fromkeys(ranks, 0)
+        for index in order:
+            own = boxes[rank][matrices[index].piece.param]
+            box = common(own, matrices[index].box)
+            numel = math.prod(sizes_of(box))
+            if numel:
+                first = _offset(within(box, own), sizes_of(own))
+                found.append((Part(index, first, numel), owners[index]))
+                returned[owners[index]] += numel
+        starts = dict(zip(ranks, accumulate(returned.values(), initial=0), strict=False))
+        self.parts, self.returned = [part for part, _ in found], []
+        for part, owner in found:
+            self.returned.append(starts[owner])
+            starts[owner] += part.numel
+        self.coming = list(returned.values())
+        """Numbers of updates that come from each rank."""
+        self.sent = [count if gives[each] else 0 for each, count in enumerate(self.coming)]
+        """Numbers of directions that go to each."""
+        self._boxes = [
+            [common(boxes[each][matrices[i].piece.param], matrices[i].box) for i in self.own]
+            for each in ranks
+        ]
+        self.leaving = [sum(math.prod(sizes_of(box)) for box in own) for own in self._boxes]
+        """Numbers of updates that go to each."""
+        self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
+        """Numbers of directions that come from each."""
+
+    @property
+    def most(self) -> tuple[int, int]:
+        """Numbers of this rank's parts, and of those of all ranks of what this one makes."""
+        return sum(self.coming), sum(self.leaving)
+
+    def cut(self, wholes: Sequence[torch.Tensor], far: torch.Tensor, takes: bool) -> Iterator[Any]:
+        """Parts of whole matrices beside their numbers in `far`; takes: those that come here."""
+        first = 0
+        for rank, boxes in enumerate(self._boxes):
+            if takes and not self._gives[rank]:
+                continue
+            for index, whole, box in zip(self.own, wholes, boxes, strict=True):
+                sizes, outer = sizes_of(box), self._matrices[index].box
+                numel = math.prod(sizes)
+                if numel:
+                    chosen = tuple(slice(*ends) for ends in within(box, outer))
+                    flat = far[first : first + numel]
+                    yield whole.view(sizes_of(outer))[chosen], flat.view(sizes)
+                    first += numel
+
+
+def _offset(box: Box, shape: Sequence[int]) -> int:
+    """The first number of a box in a tensor."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
+
+
+class Owners:
+    """The ranks of a mesh: megaopt.kernels.matrix.shared.Exchange.
+
+    Args:
+        views: the parameters of a batch, DTensors of one mesh and split.
+        pieces: for each the shapes of its matrices.
+        itemsize: bytes of a number that is sent.
+        room: of a bucket, as ROOM.
+    """
+
+    def __init__(
+        self,
+        views: Sequence[ParamView],
+        pieces: Sequence[Sequence[Sequence[int]]],
+        itemsize: int,
+        room: int = ROOM,
+    ) -> None:
+        assert views[0].split is not None
+        self._mesh, dims = views[0].split
+        self._groups = [self._mesh.get_group(dim) for dim in dims]
+        ranks = self._mesh.mesh
+        places = list(product(*map(range, ranks.shape)))
+        places.sort(key=lambda place: int(ranks[place]))  # as ranks are in a group
+        here = tuple(self._mesh.get_coordinate())
+        self.rank, self._world = places.index(here), len(places)
+        copies = [dim for dim in range(self._mesh.ndim) if dim not in dims]
+        gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
+        by_view = [shard_boxes(view, places) for view in views]
+        boxes = [[own[rank] for own in by_view] for rank in range(len(places))]
+        matrices = [
+            each
+            for param, (view, own) in enumerate(zip(views, pieces, strict=True))
+            for each in matrices_of(param, view.whole_shape, own)
+        ]
+        owners = owners_of([cost_of(each.piece.shape) for each in matrices], len(places))
+        self.buckets, self.owned = [], [[] for _ in places]
+        for chosen in self._cut(matrices, owners, room // itemsize):
+            given = [matrices[i] for i in chosen], [owners[i] for i in chosen]
+            self.buckets.append(Bucket(*given, boxes, self.rank, gives))
+            for index in chosen:
+                self.owned[owners[index]].append(matrices[index].piece)
+        most = [(0, 0), *(each.most for each in self.buckets)]
+        self.most = (max(near for near, _ in most), max(far for _, far in most))
+
+    def _cut(self, matrices: Sequence[Matrix], owners: Sequence[int], room: int) -> list[list[int]]:
+        """The places of matrices in buckets, those of one shape one after another."""
+        found: dict[int, list[int]] = {}
+        used = [(0, 0)] * self._world
+        for index in sorted(range(len(matrices)), key=lambda i: matrices[i].piece.shape):
+            numel, owner = math.prod(matrices[index].piece.shape), owners[index]
+            bucket, taken = used[owner]
+            if taken and taken + numel > room:
+                bucket, taken = bucket + 1, 0
+            used[owner] = bucket, taken + numel
+            found.setdefault(bucket, []).append(index)
+        return [found[bucket] for bucket in sorted(found)]
+
+    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that hold the other parts of the same matrices; in place."""
+        return reduced(own, self._groups, SUM)
+
+    def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor) -> Any:
+        """Sends parts in `near` to their matrices' owners; returns what waits."""
+        return self._sent(near, far, bucket.sent, bucket.received)
+
+    def wholes(self, bucket: Bucket, far: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices `bucket.own` of the parts that have come."""
+        found = [far.new_empty(bucket.pieces[index].shape) for index in bucket.own]
+        _copy([(part, own) for part, own in bucket.cut(found, far, True)])
+        return found
+
+    def pack(self, bucket: Bucket, updates: Sequence[torch.Tensor], far: torch.Tensor) -> None:
+        """Writes the parts of the updates of `bucket.own`."""
+        _copy([(own, part) for part, own in bucket.cut(updates, far, False)])
+
+    def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor) -> Any:
+        """Sends each rank its parts; returns what waits."""
+        return self._sent(far, near, bucket.leaving, bucket.coming)
+
+    def spread(self, own: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """What all ranks have, of so many numbers each, one behind another."""
+        found = own.new_empty(sum(lengths))
+        leaving = [len(own)] * self._world
+        self._sent(own.repeat(self._world), found, leaving, lengths).wait()
+        return found
+
+    def _sent(
+        self, out: torch.Tensor, into: torch.Tensor, leaving: Sequence[int], coming: Sequence[int]
+    ) -> Any:
+        """Sends so many numbers to each rank, and takes so many from each."""
+        size = out.element_size()  # as bytes: not every library sends 16 bits
+        return dist.all_to_all_single(
+            into[: sum(coming)].view(torch.uint8),
+            out[: sum(leaving)].view(torch.uint8),
+            [count * size for count in coming],
+            [count * size for count in leaving],
+            group=group_of(self._mesh),
+            async_op=True,
+        )
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair into the first: a few launches."""
+    if pairs:
+        torch._foreach_copy_([into for into, _ in pairs], [own for _, own in pairs])

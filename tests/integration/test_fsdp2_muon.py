@@ -1,9 +1,11 @@
 """FusedMuon's DTensors: each matrix is made by one rank, and has the bits of one process."""
 
+import muon_ranks
 import pytest
 from fsdp2_ranks import assert_same_on_all, trained
-from muon_ranks import SHAPES
-from runs import BF16, FP32, MASTER, REMAINDERS
+from interpreted import interpreted
+from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
+from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 
 from megaopt import FusedMuon
 
@@ -34,3 +36,99 @@ def test_fully_shard_has_the_bits_of_one_process(on_ranks, layout, options):
     own = ({**options, "optimizer": FusedMuon}, STEPS)
     expected = trained(*own, shapes=SHAPES)
     assert_same_on_all(on_ranks(world, trained, *own, replicas, shapes=SHAPES), expected)
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_eight_ranks_of_which_some_have_nothing(on_ranks, options):
+    own = ({**options, "optimizer": FusedMuon}, 2)
+    expected = trained(*own, shapes=SHAPES, clip_norm=1.0)
+    found = on_ranks(8, trained, *own, shapes=SHAPES, clip_norm=1.0)
+    assert_same_on_all(found, expected)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("placements", [*PLACEMENTS, *MESHES])
+def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, split):
+    """Also of two dimensions of a mesh, and of matrices that lie one below another."""
+    options = {**KINDS["drawn"], **FP16}
+    sizes = (2, 2) if placements in MESHES else (3,)
+    expected = placed(options, 3, split=split, clip_norm=1.0)
+    named = {"placements": placements, "sizes": sizes, "split": split, "clip_norm": 1.0}
+    assert_same_on_all(on_ranks(4 if len(sizes) == 2 else 3, placed, options, 3, **named), expected)
+
+
+@pytest.mark.parametrize("room", [1, 700])
+def test_buckets_of_any_size_have_the_same_bits(on_ranks, room):
+    """A byte is a matrix each."""
+    options, named = KINDS["masters, fp16"], {"placements": "rows", "sizes": (3,)}
+    found = on_ranks(3, in_small_buckets, room, options, 3, **named)
+    assert_same_on_all(found, placed(options, 3))
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["masters, fp16", "drawn"])
+def test_launches_have_the_same_bits(on_ranks, kind):
+    options = {**KINDS[kind], "optimizer": FusedMuon}
+    expected = trained(options, 2, shapes=SHAPES[:6], clip_norm=1.0)
+    own = ({**options, "backend": "triton"}, 2)
+    assert_same_on_all(on_ranks(2, trained, *own, shapes=SHAPES[:6], clip_norm=1.0), expected)
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("options", [{}, {**MASTER, "weights": BF16}], ids=["fp32", "masters"])
+def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, replicas):
+    """To others: there from one copy, and back to all; sums are some bytes each.
+
+    Experts are made where they are.
+    """
+    shapes = [(24, 12), (12, 24), (48, 12), (12, 12, 12)]
+    numels, experts = 24 * 12 * 2 + 48 * 12, 12**3
+    sent = on_ranks(world, muon_ranks.bytes_sent, options, shapes, replicas)
+    shards = world // replicas
+    there = 2 * numels * (shards - 1) // shards
+    back = 2 * numels * (world - 1) // shards + 2 * experts * (replicas - 1)
+    assert sum(own["all_to_all_single"] for own in sent) == there + back
+    matrices, peers = 3 + 12, 1
+    for own in sent:
+        assert own.keys() == {"all_to_all_single", "all_reduce"}
+        # a matrix's bins, 16 rows of two int64, and the message in which ranks agree
+        assert own["all_reduce"] - matrices * 256 <= 8 * (16 * 16 * 2 + 4) * peers + 8 * shards
+
+
+def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
+    shapes = [(20, 30)] * 6 + [(7, 5)]
+    assert sorted(on_ranks(3, muon_ranks.made_here, shapes)) == [2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (3, 1)), ((4, 2), (2, 1)), ((3, 1), (4, 2))]
+)
+@pytest.mark.parametrize("kind", ["masters, fp16", "kahan, normuon"])
+def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
+    options, folder = KINDS[kind], str(tmp_path / "saved")
+    (world, copies), (others, their_copies) = before, after
+    on_ranks(world, muon_ranks.resumed, options, folder, 2, 0, copies, saves=True)
+    found = on_ranks(others, muon_ranks.resumed, options, folder, 2, 2, their_copies)
+    expected = trained({**options, "optimizer": FusedMuon}, 4, shapes=SHAPES)
+    assert_same_on_all(found, expected)
+
+
+WRONG = {
+    "gradient": "ranks that hold parts of the same parameters must step the same",
+    "coefficients": "ranks that hold parts of the same parameters must step the same",
+    "lr": "ranks that hold parts of the same parameters must step the same",
+    "fails": "another rank that steps the same parameters failed in this step",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
+    """And all go on with the next step as if there had been none."""
+    options = {**KINDS["kahan, normuon"]}
+    straight = trained({**options, "optimizer": FusedMuon}, 3, shapes=SHAPES)
+    found = on_ranks(3, muon_ranks.said_of, kind, options)
+    for rank, (error, before, after, then) in enumerate(found):
+        own = {"lr": "lr must be a finite number", "fails": "RuntimeError: no memory"}.get(kind)
+        assert (own if own and rank == 2 else WRONG[kind]) in error
+        assert_same(after, before)
+        assert_same(then, straight)

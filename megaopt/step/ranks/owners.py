@@ -92,13 +92,27 @@ def shard_boxes(view: ParamView, coordinates: Sequence[tuple[int, ...]]) -> list
     return found
 
 
-def owners_of(costs: Sequence[float], ranks: int) -> list[int]:
-    """Who makes which matrix: the most expensive first, each by who has the least to do."""
-    loads, found = [(0.0, rank) for rank in range(ranks)], [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        load, rank = heapq.heappop(loads)
-        found[index] = rank
-        heapq.heappush(loads, (load + costs[index], rank))
+def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """Who makes which matrix.
+
+    Who has one whole makes it, as long as that is no more than an equal part of the work; of the
+    rest the most expensive go first, each to who has the least to do.
+
+    holders: for each matrix the ranks that have it whole, as they may have an expert.
+    """
+    loads, found, equal = [0.0] * ranks, [-1] * len(costs), sum(costs) / ranks
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    for index in order:
+        own = min(holders[index], key=lambda rank: (loads[rank], rank), default=None)
+        if own is not None and loads[own] + costs[index] <= equal:
+            found[index] = own
+            loads[own] += costs[index]
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for index in order:
+        if found[index] < 0:
+            load, found[index] = heap[0]
+            heapq.heapreplace(heap, (load + costs[index], found[index]))
     return found
 
 
@@ -231,7 +245,12 @@ class Owners:
             for param, (view, own) in enumerate(zip(views, pieces, strict=True))
             for each in matrices_of(param, view.whole_shape, own)
         ]
-        owners = owners_of([cost_of(each.piece.shape) for each in matrices], len(places))
+        holders = [
+            [rank for rank, own in enumerate(boxes) if common(own[m.piece.param], m.box) == m.box]
+            for m in matrices
+        ]
+        costs = [cost_of(each.piece.shape) for each in matrices]
+        owners = owners_of(costs, holders, len(places))
         self.buckets, self.owned = [], [[] for _ in places]
         for chosen in self._cut(matrices, owners, room // itemsize):
             given = [matrices[i] for i in chosen], [owners[i] for i in chosen]

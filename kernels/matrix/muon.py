@@ -519,6 +519,7 @@ class MuonMaking(Making):
         self.is_scaled = self.how.precision == FP16
         """Directions are fp32 first, and cast when their norms are known."""
         self.direction = WEIGHTS["float32"] if self.is_scaled else self.sent
+        self.shares_work = True
 
     def sums(self, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
         """Bins of the norm of each matrix: a bank."""
@@ -559,8 +560,29 @@ class MuonMaking(Making):
                 room = room_of([wholes[i] for i in chosen], is_gram)
                 made = iterated(room, scales, self.how, is_gram, Immediate())
                 found.update(zip(chosen, made, strict=True))
-        if self.how.second_moment:
-            for i, each in enumerate(kept):
-                numbers = (each[SECOND_MOMENT], self.how.beta2, self.how.ratio(wholes[i].shape))
-                found[i] = normalized(found[i], *numbers)
-        return [found[i] for i in range(len(wholes))]
+        updates = [found[i] for i in range(len(wholes))]
+        return self.finish(updates, kept)
+
+    def finish(self, updates: Matrices, kept: Sequence[dict[str, Any]]) -> Matrices:
+        """Steps second moments, if there are any."""
+        if not self.how.second_moment:
+            return updates
+        found = []
+        for update, own in zip(updates, kept, strict=True):
+            numbers = (own[SECOND_MOMENT], self.how.beta2, self.how.ratio(update.shape))
+            found.append(normalized(update, *numbers))
+        return found
+
+    def room(self, shape: Shape, device: torch.device) -> Room:
+        """The memory of the iteration of a matrix that ranks make together."""
+        first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
+        return room_of([first], self.how.is_gram(shape))
+
+    def together(self, room: Room, notes: Scales | None, make: Any) -> torch.Tensor:
+        """The update of one matrix, by the products of `make`; notes: None where this rank failed.
+
+        Then it makes no products, and goes on with the others.
+        """
+        scales = notes or Scales(*torch.ones(len(Scales._fields), 1).unbind())
+        is_gram = self.how.is_gram(room.first[0].shape)
+        return iterated(room, scales, self.how, is_gram, make)[0]

@@ -16,6 +16,7 @@ import torch
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.formats import GRADS, NONE
 from megaopt.kernels.matrix.plan import FLOAT32, apply_formats, check_update, inner_formats
+from megaopt.kernels.matrix.tiles import Tiles
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
@@ -60,6 +61,8 @@ class Bucket(Protocol):
     """Where each part begins among those that come back."""
     own: Sequence[int]
     """Which of the matrices this rank makes."""
+    owner: int | None
+    """Of one matrix, which all ranks make together, the rank to whom its parts go; else None."""
 
 
 class Exchange(Protocol):
@@ -74,6 +77,8 @@ class Exchange(Protocol):
     """For each rank the matrices that it makes, in the order of the buckets."""
     rank: int
     """This rank's place among them."""
+    ranks: int
+    """How many there are."""
     most: tuple[int, int]
     """How many numbers of `near` and of `far` a bucket takes at most."""
 
@@ -92,6 +97,9 @@ class Exchange(Protocol):
     def back(self, bucket: Any, far: torch.Tensor, near: torch.Tensor) -> Any:
         """Sends each rank its parts; returns what `wait` waits for."""
 
+    def hand_out(self, whole: torch.Tensor, owner: int) -> None:
+        """Gives all ranks the owner's matrix."""
+
     def spread(self, own: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """What all ranks have, of so many numbers each, one behind another."""
 
@@ -104,6 +112,8 @@ class Making:
 
     direction = sent = FLOAT32
     """The formats of directions, and of what ranks send one another."""
+    shares_work = False
+    """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
@@ -238,6 +248,7 @@ class SharedSteps:
             measured, making.matrix.rule.apply, numels, groups, device
         )
         self._memory: list[Tensors] = []
+        self._rooms: list[Any] = []
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
         self._error: Exception | None = None
@@ -256,6 +267,8 @@ class SharedSteps:
             [torch.empty(most, dtype=self._making.sent.dtype, device=self._device) for most in own]
             for own in [self._exchange.most] * sets
         ]
+        together = [way.bucket for way in self._ways if way.bucket.owner is not None]
+        self._rooms = [self._making.room(own.pieces[0].shape, self._device) for own in together]
 
     def step(
         self, buffers: Buffers, works: Sequence[Work], scalars: Any, controls: torch.Tensor | None
@@ -316,19 +329,43 @@ class SharedSteps:
         """Owners make updates, and send them back."""
         bucket, (near, far) = way.bucket, memory
         way.on_its_way.wait()
-        updates = self._try(self._made, way, works, far, controls)
+        update = None if bucket.owner is None else self._made_together(way, far)
+        updates = self._try(self._made, way, works, far, controls, update)
         self._try(self._exchange.pack, bucket, updates, far)
         way.on_its_way = self._exchange.back(bucket, far, near)
 
+    def _made_together(self, way: Way, far: torch.Tensor) -> torch.Tensor:
+        """The update of a matrix of which every rank makes tiles, before any second moment."""
+        exchange, owner, room = self._exchange, way.bucket.owner, self._rooms.pop(0)
+        assert owner is not None
+        if owner == exchange.rank:
+            self._try(lambda: room.first[0].copy_(exchange.wholes(way.bucket, far)[0]))
+        exchange.hand_out(room.first[0], owner)
+        tiles = Tiles(exchange.rank, exchange.ranks, exchange.spread, self._error)
+        update: torch.Tensor = self._making.together(room, way.notes, tiles)
+        self._error = tiles.error
+        return update
+
     def _made(
-        self, way: Way, works: Sequence[Work], far: torch.Tensor, controls: torch.Tensor | None
+        self,
+        way: Way,
+        works: Sequence[Work],
+        far: torch.Tensor,
+        controls: torch.Tensor | None,
+        update: torch.Tensor | None,
     ) -> Tensors:
-        """The updates; what states keep is stepped, but of groups that are left out."""
-        bucket, wholes = way.bucket, self._exchange.wholes(way.bucket, far)
+        """The updates; what states keep is stepped, but of groups that are left out.
+
+        update: of the matrix that ranks have made together.
+        """
+        bucket, making = way.bucket, self._making
         pieces = [bucket.pieces[index] for index in bucket.own]
         kept = [_kept(works, piece) for piece in pieces]
         before = [{name: each.clone() for name, each in own.items()} for own in kept]
-        updates = self._making.make(wholes, bucket.own, way.notes, kept)
+        if update is None:
+            updates = making.make(self._exchange.wholes(bucket, far), bucket.own, way.notes, kept)
+        else:
+            updates = making.finish([update], kept) if pieces else []
         for piece, own, old in zip(pieces, kept, before, strict=True):
             if controls is not None:
                 is_left_out = controls[self._groups[piece.param], SKIP] != 0

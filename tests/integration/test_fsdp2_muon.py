@@ -113,22 +113,40 @@ def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after
     assert_same_on_all(found, expected)
 
 
+LARGE = [(40, 90), (10, 12), (7,)]
+DIFFER = "ranks that hold parts of the same parameters must step the same"
+FAILED = "another rank that steps the same parameters failed in this step"
 WRONG = {
-    "gradient": "ranks that hold parts of the same parameters must step the same",
-    "coefficients": "ranks that hold parts of the same parameters must step the same",
-    "lr": "ranks that hold parts of the same parameters must step the same",
-    "fails": "another rank that steps the same parameters failed in this step",
+    "gradient": (DIFFER, DIFFER, SHAPES),
+    "coefficients": (DIFFER, DIFFER, SHAPES),
+    "lr": (DIFFER, "lr must be a finite number", SHAPES),
+    "exchange": (FAILED, "RuntimeError: no memory", SHAPES),
+    "tiles": (FAILED, "RuntimeError: no memory", LARGE),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
     """And all go on with the next step as if there had been none."""
-    options = {**KINDS["kahan, normuon"]}
-    straight = trained({**options, "optimizer": FusedMuon}, 3, shapes=SHAPES)
-    found = on_ranks(3, muon_ranks.said_of, kind, options)
+    options, (elsewhere, there, shapes) = KINDS["kahan, normuon"], WRONG[kind]
+    straight = trained({**options, "optimizer": FusedMuon}, 3, shapes=shapes)
+    found = on_ranks(3, muon_ranks.said_of, kind, options, shapes)
     for rank, (error, before, after, then) in enumerate(found):
-        own = {"lr": "lr must be a finite number", "fails": "RuntimeError: no memory"}.get(kind)
-        assert (own if own and rank == 2 else WRONG[kind]) in error
+        assert (there if rank == 2 else elsewhere) in error
         assert_same(after, before)
         assert_same(then, straight)
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+@pytest.mark.parametrize("shapes", [LARGE, [(90, 40)]], ids=["wide", "tall"])
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes, world, replicas):
+    """Each rank makes tiles of it; the bits are those of one process."""
+    options = {**MASTER, "weights": BF16, **FP16, **NORMUON, "method": form, "optimizer": FusedMuon}
+    expected = trained(options, 3, shapes=shapes)
+    found = on_ranks(world, muon_ranks.by_small_tiles, options, 3, replicas, shapes)
+    assert_same_on_all([run for run, _ in found], expected)
+    alone = muon_ranks.by_small_tiles(options, 3, 1, shapes)[1]
+    works = [work for _, work in found]
+    assert sum(works) < 1.5 * alone
+    assert max(works) < 0.75 * alone

@@ -1,17 +1,22 @@
 """What ranks do in the tests of FusedMuon's DTensors."""
 
+import contextlib
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, snapshot, train
+from fsdp2_ranks import Bare, build, give, gradients, snapshot, train, trained
 from runs import FP32
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import muon
+from megaopt.kernels.matrix import muon, tiles
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -57,7 +62,7 @@ def placed(options, steps, placements=None, sizes=None, shapes=SHAPES, split=Fal
 
 def in_small_buckets(room, *arguments, **named):
     """`placed` with buckets of so many bytes."""
-    with mock.patch.object(owners.Owners.__init__, "__defaults__", (room,)):
+    with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, room)):
         return placed(*arguments, **named)
 
 
@@ -103,14 +108,10 @@ def made_here(shapes, steps=1):
 
 def resumed(options, folder, steps, first, replicas=1, saves=False):
     """Loads what was saved, where there is something, trains, and saves."""
-    from torch.distributed import checkpoint
-
     model, optimizer = build({**options, "optimizer": FusedMuon}, replicas, shapes=SHAPES)
     if first:
         own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
         checkpoint.load(own, checkpoint_id=folder)
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
         model.load_state_dict(own["model"])
         set_optimizer_state_dict(model, optimizer, own["optimizer"])
     train(model, optimizer, steps, first=first)
@@ -120,36 +121,60 @@ def resumed(options, folder, steps, first, replicas=1, saves=False):
     return snapshot(optimizer)
 
 
-def said_of(kind, options):
-    """The error of a step in which the last rank does something else, and whether all is as it was.
+def said_of(kind, options, shapes=SHAPES):
+    """The error of a step in which the last rank does something else, and what was before and is.
 
-    kind: it lacks a "gradient", has one "other" group, or "fails" in the exchange.
+    kind: it lacks a "gradient", has other "coefficients", an "lr" that is none, or fails in the
+        exchange or in the "tiles" of a product.
     """
-    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
-    before, is_last = snapshot(optimizer), dist.get_rank() == dist.get_world_size() - 1
-    params = list(model.parameters())
-    from fsdp2_ranks import give, gradients
-
-    give(params, gradients(2, SHAPES, params[0].dtype))
-    failing = mock.patch.object(owners, "_copy", side_effect=RuntimeError("no memory"))
-    error = None
-    if is_last and kind == "gradient":
-        params[1].grad = None
-    if is_last and kind == "coefficients":
-        optimizer.param_groups[0]["ns_steps"] = 3
-    if is_last and kind == "lr":
-        optimizer.param_groups[0]["lr"] = "much"
-    try:
-        if is_last and kind == "fails":
-            with failing:
-                optimizer.step()
-        else:
+    before, params = snapshot(optimizer), list(model.parameters())
+    group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
+    give(params, gradients(2, shapes, params[0].dtype))
+    with contextlib.ExitStack() as stack:
+        if is_last and kind == "gradient":
+            params[1].grad = None
+        elif is_last and kind in ("coefficients", "lr"):
+            group.update({"coefficients": {"ns_steps": 3}, "lr": {"lr": "much"}}[kind])
+        elif is_last:
+            place = (owners, "_copy") if kind == "exchange" else (tiles, "products")
+            failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
+            stack.enter_context(failing)
+        try:
             optimizer.step()
-    except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    optimizer.param_groups[0].update(ns_steps=5, lr=1e-3)
+            error = None
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    group.update(ns_steps=5, lr=1e-3)
     after = snapshot(optimizer)
-    give(params, gradients(2, SHAPES, params[0].dtype))
+    give(params, gradients(2, shapes, params[0].dtype))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
+
+
+def by_small_tiles(options, steps, replicas, shapes):
+    """What an optimizer has after steps, and the multiply-adds of this rank's products."""
+    work = []
+    names = ("products", "symmetric_products")
+    with contextlib.ExitStack() as stack:
+        for module in (tiles, muon):
+            own = {name: counted(getattr(module, name), work) for name in names}
+            stack.enter_context(mock.patch.multiple(module, **own))
+        stack.enter_context(mock.patch.object(tiles.Tiles.__init__, "__defaults__", (None, 8)))
+        found = trained(options, steps, replicas, shapes)
+    return found, sum(work)
+
+
+def counted(function, work):
+    """The function, which notes the multiply-adds of its products."""
+
+    def call(left, *own, **others):
+        is_symmetric = function.__name__ == "symmetric_products"
+        right = others.get("right") if is_symmetric else own[0]
+        turned = [each.mT for each in left] if right is None else right
+        for a, b in zip(left, turned, strict=True):
+            work.append(a.shape[0] * b.shape[1] * a.shape[1] * (0.5 if is_symmetric else 1))
+        return function(left, *own, **others)
+
+    return call

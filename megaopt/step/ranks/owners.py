@@ -142,6 +142,7 @@ class Bucket:
         boxes: for each rank of the group the shard of each parameter.
         rank: this one's place in the group.
         gives: for each rank whether this one's copy of a matrix is that which it takes.
+        together: all ranks make the one matrix.
     """
 
     def __init__(
@@ -151,7 +152,9 @@ class Bucket:
         boxes: Sequence[Sequence[Box]],
         rank: int,
         gives: Sequence[bool],
+        together: bool,
     ) -> None:
+        self.owner = owners[0] if together else None
         self._matrices, self._gives, ranks = matrices, gives, range(len(boxes))
         self.pieces = [each.piece for each in matrices]
         self.own = [index for index, owner in enumerate(owners) if owner == rank]
@@ -218,6 +221,7 @@ class Owners:
         views: the parameters of a batch, DTensors of one mesh and split.
         pieces: for each the shapes of its matrices.
         itemsize: bytes of a number that is sent.
+        shares_work: a matrix that is most of the work is made by all ranks together.
         room: of a bucket, as ROOM.
     """
 
@@ -226,6 +230,7 @@ class Owners:
         views: Sequence[ParamView],
         pieces: Sequence[Sequence[Sequence[int]]],
         itemsize: int,
+        shares_work: bool = False,
         room: int = ROOM,
     ) -> None:
         assert views[0].split is not None
@@ -235,7 +240,7 @@ class Owners:
         places = list(product(*map(range, ranks.shape)))
         places.sort(key=lambda place: int(ranks[place]))  # as ranks are in a group
         here = tuple(self._mesh.get_coordinate())
-        self.rank, self._world = places.index(here), len(places)
+        self.rank, self.ranks = places.index(here), len(places)
         copies = [dim for dim in range(self._mesh.ndim) if dim not in dims]
         gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
         by_view = [shard_boxes(view, places) for view in views]
@@ -252,19 +257,25 @@ class Owners:
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))
         self.buckets, self.owned = [], [[] for _ in places]
-        for chosen in self._cut(matrices, owners, room // itemsize):
+        shares_work = shares_work and len(places) > 1
+        large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > sum(costs)]
+        rest = self._cut(matrices, owners, large, room // itemsize)
+        for chosen in [large, *rest] if large else rest:
             given = [matrices[i] for i in chosen], [owners[i] for i in chosen]
-            self.buckets.append(Bucket(*given, boxes, self.rank, gives))
+            self.buckets.append(Bucket(*given, boxes, self.rank, gives, chosen == large))
             for index in chosen:
                 self.owned[owners[index]].append(matrices[index].piece)
         most = [(0, 0), *(each.most for each in self.buckets)]
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 
-    def _cut(self, matrices: Sequence[Matrix], owners: Sequence[int], room: int) -> list[list[int]]:
-        """The places of matrices in buckets, those of one shape one after another."""
+    def _cut(
+        self, matrices: Sequence[Matrix], owners: Sequence[int], but: Sequence[int], room: int
+    ) -> list[list[int]]:
+        """The places of matrices in buckets, those of one shape one after another; but: these."""
         found: dict[int, list[int]] = {}
-        used = [(0, 0)] * self._world
-        for index in sorted(range(len(matrices)), key=lambda i: matrices[i].piece.shape):
+        used = [(0, 0)] * self.ranks
+        order = [index for index in range(len(matrices)) if index not in but]
+        for index in sorted(order, key=lambda i: matrices[i].piece.shape):
             numel, owner = math.prod(matrices[index].piece.shape), owners[index]
             bucket, taken = used[owner]
             if taken and taken + numel > room:
@@ -295,11 +306,17 @@ class Owners:
         """Sends each rank its parts; returns what waits."""
         return self._sent(far, near, bucket.leaving, bucket.coming)
 
+    def hand_out(self, whole: torch.Tensor, owner: int) -> None:
+        """Gives all ranks the owner's matrix."""
+        group: Any = group_of(self._mesh)
+        source: Any = dist.get_global_rank(group, owner)  # untyped in torch
+        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)
+
     def spread(self, own: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """What all ranks have, of so many numbers each, one behind another."""
         found = own.new_empty(sum(lengths))
-        leaving = [len(own)] * self._world
-        self._sent(own.repeat(self._world), found, leaving, lengths).wait()
+        leaving = [len(own)] * self.ranks
+        self._sent(own.repeat(self.ranks), found, leaving, lengths).wait()
         return found
 
     def _sent(

@@ -1,0 +1,120 @@
+"""Products of one matrix that several ranks make together: each makes some tiles, and has all.
+
+A tile has the bits that it has in the whole product: nothing is summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from megaopt.kernels.products.launch import products, symmetric_products
+
+UNIT = 64
+"""Cuts are at multiples of so many rows: a tile's, and what tensor descriptors want of columns."""
+Matrices = list[torch.Tensor]
+
+
+def cuts(size: int, ranks: int, of_triangle: bool, unit: int = UNIT) -> list[int]:
+    """Where equal parts of the work begin, and the end; of_triangle: rows of a lower triangle."""
+    power = 0.5 if of_triangle else 1.0
+    inner = [round(size * (rank / ranks) ** power / unit) * unit for rank in range(1, ranks)]
+    return [0, *(min(each, size) for each in inner), size]
+
+
+class Tiles:
+    """Makes products in the place of muon.Immediate, of lists of one matrix.
+
+    Args:
+        rank: this rank's place among those that make it.
+        ranks: how many these are.
+        spread: gives every rank's numbers, one behind another: shared.Exchange's.
+        error: of this rank's, before: it makes nothing, and goes on with the others.
+        unit: as UNIT.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: int,
+        spread: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+        error: Exception | None = None,
+        unit: int = UNIT,
+    ) -> None:
+        self._rank, self._ranks, self._spread, self._unit = rank, ranks, spread, unit
+        self.error = error
+        """Of what failed on this rank."""
+
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+        """Makes S X of a symmetric matrix S, or of a tall matrix X S, by parts of the longer side.
+
+        add: of which `others` has the one that is added.
+        """
+        (square,), (whole,), (target,) = squares, matrices, out
+        is_tall = whole.shape[0] > whole.shape[1]
+        ends = cuts(max(whole.shape), self._ranks, False, self._unit)
+        cut = [_part(target, is_tall, *pair) for pair in pairwise(ends)]
+        begin, end = ends[self._rank], ends[self._rank + 1]
+        own = {name: _given(each, is_tall, begin, end) for name, each in others.items()}
+        part = _part(whole, is_tall, begin, end)
+        sides = ([part], [square]) if is_tall else ([square], [part])
+        self._make(lambda: end > begin and products(*sides, [cut[self._rank]], **own))
+        self._exchange(cut)
+
+    def symmetric(
+        self, left: Matrices, out: Matrices, right: Matrices | None = None, **others: Any
+    ) -> None:
+        """Makes a symmetric product by rows of its lower triangle."""
+        (first,), (target,) = left, out
+        second = first.mT if right is None else right[0]
+        ends = cuts(target.shape[0], self._ranks, True, self._unit)
+        cut = [target[a:b, :b] for a, b in pairwise(ends)]
+        begin, end = ends[self._rank], ends[self._rank + 1]
+
+        def make() -> None:
+            rows = first[begin:end]
+            if begin and end > begin:
+                own = {name: each for name, each in others.items() if name != "diagonal"}
+                if "add" in own:
+                    own["add"] = [own["add"][0][begin:end, :begin]]
+                products([rows], [second[:, :begin]], [target[begin:end, :begin]], **own)
+            if end > begin:
+                own = dict(others)
+                if "add" in own:
+                    own["add"] = [own["add"][0][begin:end, begin:end]]
+                square = target[begin:end, begin:end]
+                symmetric_products([rows], [square], right=[second[:, begin:end]], **own)
+
+        self._make(make)
+        self._exchange(cut)
+        upper = torch.ones_like(target, dtype=torch.bool).triu_(1)
+        target.copy_(torch.where(upper, target.mT, target))
+
+    def _make(self, make: Callable[[], Any]) -> None:
+        """Does this rank's part, unless it has failed."""
+        if self.error is None:
+            try:
+                make()
+            except Exception as error:
+                self.error = error
+
+    def _exchange(self, cut: Matrices) -> None:
+        """Every rank gets all parts of a result, of which it has its own."""
+        sizes = [part.numel() for part in cut]
+        found = self._spread(cut[self._rank].flatten(), sizes)
+        for part, own in zip(cut, found.split(sizes), strict=True):
+            part.copy_(own.view(part.shape))
+
+
+def _part(matrix: torch.Tensor, of_rows: bool, begin: int, end: int) -> torch.Tensor:
+    return matrix[begin:end] if of_rows else matrix[:, begin:end]
+
+
+def _given(value: Any, of_rows: bool, begin: int, end: int) -> Any:
+    """A number as it is; of a list's matrix the part."""
+    if not isinstance(value, list):
+        return value
+    return [_part(value[0], of_rows, begin, end)]

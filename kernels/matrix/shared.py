@@ -156,7 +156,7 @@ class Way:
         self,
         bucket: Bucket,
         formats: Formats,
-        making: Making,
+        making: Any,
         groups: Sequence[int],
         places: Sequence[Place],
         backend: Any,
@@ -179,7 +179,7 @@ class Way:
     def views(self, memory: torch.Tensor, firsts: Sequence[int] | None = None) -> Tensors:
         """Each part in memory; firsts: where they begin, without it one behind another."""
         if firsts is None:
-            return list(memory[: sum(self._numels)].split(self._numels))
+            return list(torch.split(memory[: sum(self._numels)], self._numels))
         return [memory[a : a + n] for a, n in zip(firsts, self._numels, strict=True)]
 
     def direct(self, buffers: Buffers, scalars: Any, controls: Any, out: Tensors) -> None:
@@ -220,33 +220,30 @@ class SharedSteps:
 
     Args:
         formats: of every buffer; `matrix` is set.
-        making: how owners make updates.
+        making: how owners make updates: Making, or as it.
         groups: for each parameter its row of scalars.
         places: of each rank's part in its parameter.
         backend: of kernels.backends.
         device: of all.
-        exchange: with the other ranks.
+        exchange: an Exchange, with the other ranks.
     """
 
     def __init__(
         self,
         formats: Formats,
-        making: Making,
+        making: Any,
         groups: Sequence[int],
         places: Sequence[Place],
         backend: Any,
         device: torch.device,
-        exchange: Exchange,
+        exchange: Any,
     ) -> None:
         self._making, self._exchange, self._device = making, exchange, device
         self._groups = groups
         own = (formats, making, groups, places, backend, device)
         self._ways = [Way(bucket, *own) for bucket in exchange.buckets]
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
-        measured = Formats(formats.grad, formats.weight, NONE, (), ())
-        self._measured = lambda numels: backend.plan(
-            measured, making.matrix.rule.apply, numels, groups, device
-        )
+        self._formats, self._backend = formats, backend
         self._memory: list[Tensors] = []
         self._rooms: list[Any] = []
         self._neutral = torch.tensor(NEUTRAL, device=device)
@@ -256,7 +253,10 @@ class SharedSteps:
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
         own = {slot: buffers[slot] for slot in ("grad", "weight")}
-        plan = self._measured([tensor.numel() for tensor in own["grad"]])
+        measured = Formats(self._formats.grad, self._formats.weight, NONE, (), ())
+        numels = [tensor.numel() for tensor in own["grad"]]
+        rule = self._making.matrix.rule.apply
+        plan = self._backend.plan(measured, rule, numels, self._groups, self._device)
         plan.look(own)
         plan.accumulate(bins)
 
@@ -320,8 +320,9 @@ class SharedSteps:
         way.on_its_way = self._exchange.there(bucket, near, far)
 
     def _wide(self, way: Way) -> Tensors:
-        own = {"dtype": self._making.direction.dtype, "device": self._device}
-        return way.views(torch.empty(sum(part.numel for part in way.bucket.parts), **own))
+        numel = sum(part.numel for part in way.bucket.parts)
+        dtype = self._making.direction.dtype
+        return way.views(torch.empty(numel, dtype=dtype, device=self._device))
 
     def _make(
         self, way: Way, works: Sequence[Work], memory: Tensors, controls: torch.Tensor | None
@@ -362,6 +363,7 @@ class SharedSteps:
         pieces = [bucket.pieces[index] for index in bucket.own]
         kept = [_kept(works, piece) for piece in pieces]
         before = [{name: each.clone() for name, each in own.items()} for own in kept]
+        updates: Tensors
         if update is None:
             updates = making.make(self._exchange.wholes(bucket, far), bucket.own, way.notes, kept)
         else:
@@ -393,7 +395,7 @@ class SharedSteps:
         sent = torch.cat(own) if own else torch.empty(0, device=self._device)
         found = self._exchange.spread(sent, lengths)
         flat = [each for own in kept for each in own]
-        for each, part in zip(flat, found.split([e.numel() for e in flat]), strict=True):
+        for each, part in zip(flat, torch.split(found, [e.numel() for e in flat]), strict=True):
             each.copy_(part.view(each.shape))
 
 

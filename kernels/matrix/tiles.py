@@ -105,7 +105,7 @@ class Tiles:
         """Every rank gets all parts of a result, of which it has its own."""
         sizes = [part.numel() for part in cut]
         found = self._spread(cut[self._rank].flatten(), sizes)
-        for part, own in zip(cut, found.split(sizes), strict=True):
+        for part, own in zip(cut, torch.split(found, sizes), strict=True):
             part.copy_(own.view(part.shape))
 
 

@@ -256,7 +256,8 @@ class Owners:
         ]
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))
-        self.buckets, self.owned = [], [[] for _ in places]
+        self.buckets = list[Bucket]()
+        self.owned: list[list[Piece]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > sum(costs)]
         rest = self._cut(matrices, owners, large, room // itemsize)

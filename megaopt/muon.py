@@ -273,8 +273,8 @@ class FusedMuon(FusedOptimizer):
     matrices that lie one below another, as in a fused QKV weight.
 
     A state has momentum_buffer (and, with second_moment, variance_neuron, fp32 of shape (rows,)),
-    or exp_avg and exp_avg_sq; and master_param. Of DTensors (FSDP2's) every rank makes the whole
-    matrix orthogonal, and steps its own part.
+    or exp_avg and exp_avg_sq; and master_param. Of DTensors (FSDP2's) one rank makes the update of
+    a matrix, of the parts that all send it; docs/how-to/muon.md tells more.
 
     Args:
         params: as for FusedAdam; fp8 weights only in groups with use_muon=False.

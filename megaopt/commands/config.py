@@ -188,6 +188,14 @@ class MuonVariant(MatrixVariant):
     precision: Literal["bf16", "fp16"] = "bf16"
     momentum: Literal["float32", "bfloat16", "bfloat16_stochastic", "block_e4m3"] = "float32"
     """The format of momentum_buffer."""
+    ranks: Ranks | None = None
+    """Processes of which each has rows of every weight and its state, as under FSDP2, and then
+    gathers the others'. None: the step is of this process alone."""
+
+    def _check(self) -> None:
+        super()._check()
+        if self.ranks is not None:
+            self.need(self.resume_after is None, "resume_after", "left out with ranks")
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant | MuonVariant

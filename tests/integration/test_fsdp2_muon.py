@@ -2,6 +2,7 @@
 
 import muon_ranks
 import pytest
+import torch
 from fsdp2_ranks import assert_same_on_all, trained
 from interpreted import interpreted
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
@@ -150,3 +151,29 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     works = [work for _, work in found]
     assert sum(works) < 1.5 * alone
     assert max(works) < 0.75 * alone
+
+
+@pytest.mark.parametrize("momentum", ["block_e4m3", "block32_e3m0"])
+@pytest.mark.parametrize("placements", ["rows", "columns", "rows and columns"])
+def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, momentum):
+    """Of shards of whole blocks: a row is of one or two, uneven rows go to ranks."""
+    options = {**MASTER, "weights": BF16, "momentum_buffer_dtype": momentum, "seed": 5}
+    shapes, sizes = [(33, 256), (64, 128)], (2, 2) if placements in MESHES else (2,)
+    shapes = shapes[:1] if placements == "columns" else shapes
+    shapes = [(shape[0], 256) for shape in shapes]
+    expected = placed(options, 2, shapes=shapes)
+    named = {"placements": placements, "sizes": sizes, "shapes": shapes}
+    found = on_ranks(4 if len(sizes) == 2 else 2, placed, options, 2, **named)
+    assert found[0]["states"][0]["momentum_buffer"].dtype == torch.uint8
+    assert_same_on_all(found, expected)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("reason", ["found_inf", "nan"])
+def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable):
+    """Also where numbers on the device say so, and owners make updates before they are known."""
+    options = {**KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
+    for before, after, then in on_ranks(3, muon_ranks.left_out, options, reason):
+        assert_same(after, before)
+        with pytest.raises(AssertionError):
+            assert_same(then["states"], before["states"])

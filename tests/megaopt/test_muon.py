@@ -1,11 +1,9 @@
 """FusedMuon: what goes to Muon and what to AdamW, with which bits; what is refused."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from fsdp2_ranks import trained
 from handling import copy_weights, refused, train_all
 from interpreted import interpreted
 from kinds import BLOCKS, DRAWN, STOCHASTIC, kept_as
@@ -343,24 +341,6 @@ def test_it_resumes_at_each_step(options):
         resumed.load_state_dict(through_a_file(straight.state_dict()))
         train_all((straight, resumed), 1, done)
         assert_same_run(resumed, straight)
-
-
-LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
-RUNS = [
-    pytest.param(*layout, options, id=f"{name}-{kind}")
-    for name, layout in LAYOUTS.items()
-    for kind, options in KINDS.items()
-    if kind != "blocks" and (name == "2" or kind == "stochastic")
-]
-
-
-@pytest.mark.parametrize(("world", "replicas", "options"), RUNS)
-def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
-    """Weights, masters, moments; of a clipped step, too."""
-    run, given = partial(trained, shapes=SHAPES, clip_norm=1.0), {**options, "optimizer": FusedMuon}
-    expected = run(given, 3)
-    for rank, found in enumerate(on_ranks(world, run, given, 3, replicas)):
-        assert_same(found, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])

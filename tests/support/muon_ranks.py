@@ -178,3 +178,23 @@ def counted(function, work):
         return function(left, *own, **others)
 
     return call
+
+
+def left_out(options, reason):
+    """What there is before a step that is left out, after it, and after one that is not.
+
+    reason: "found_inf", or a "nan" in the last rank's gradient.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    train(model, optimizer, 2)
+    before, params = snapshot(optimizer), list(model.parameters())
+    give(params, gradients(2, SHAPES, params[0].dtype))
+    if reason == "found_inf":
+        optimizer.found_inf = torch.tensor(1.0)
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        params[0].grad.to_local()[-1] = torch.nan
+    optimizer.step()
+    optimizer.found_inf = None
+    after = snapshot(optimizer)
+    train(model, optimizer, 1, first=2)
+    return before, after, snapshot(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -270,10 +271,10 @@ class MuonWeights(FusedWeights):
     """Owns a model's weights through FusedMuon, which leaves embeddings and norms to AdamW."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: MuonVariant) -> None:
-        self.pieces, self.masters = whole_pieces(model), None
+        self.pieces, self.masters = self._pieces(model), None
         for piece in self.pieces:
             is_embedding = piece.name.endswith("embedding.weight")
-            piece.source.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
+            piece.tensor.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
         own = arguments(config)
         self.optimizer = FusedMuon(
             numbered_groups(self.pieces, config, variant.layout),
@@ -296,3 +297,53 @@ class MuonWeights(FusedWeights):
             for quantity, kind in names.items()
             if state.get(kind) is not None
         }
+
+
+class RowsPiece(Piece):
+    """A parameter of which each rank has rows: `tensor` is a DTensor."""
+
+    def take_gradient(self) -> None:
+        """Gives the tensor this rank's rows of the parameter's gradient."""
+        grad = self.source.grad
+        self.tensor.grad = None if grad is None else rows_of(grad)
+
+
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor of which each rank of the default process group has rows."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = mesh_of(tensor.device.type, dist.get_world_size())
+    return distribute_tensor(tensor.detach(), mesh, [Shard(0)], src_data_rank=None)
+
+
+@cache
+def mesh_of(device: str, ranks: int) -> Any:
+    """The mesh of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, (ranks,))
+
+
+class ShardedMuonWeights(MuonWeights):
+    """Owns a rank's rows of a model's weights through FusedMuon, and gathers the others'.
+
+    The model is the same on every rank of the default process group, with the same gradients.
+    """
+
+    def _pieces(self, model: nn.Module) -> list[Piece]:
+        return [
+            RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)), 0, parameter.numel())
+            for name, parameter in model.named_parameters()
+        ]
+
+    def step(self, learning_rate: float) -> None:
+        """Updates this rank's rows, then gathers the weights."""
+        super().step(learning_rate)
+        for piece in self.pieces:
+            own: Any = piece.tensor.detach()
+            piece.source.detach().copy_(own.full_tensor())
+
+    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A parameter's whole state, which every rank gathers."""
+        state: Any = super().state_of(piece)
+        return {quantity: own.full_tensor() for quantity, own in state.items()}

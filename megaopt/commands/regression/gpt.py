@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megaopt.commands.config import (
-    FusedVariant,
     GaLoreVariant,
     MuonVariant,
     PeerVariant,
@@ -25,6 +24,7 @@ from megaopt.commands.regression.fused import (
     GaLoreWeights,
     MuonWeights,
     PeerWeights,
+    ShardedMuonWeights,
     ShardedWeights,
 )
 from megaopt.commands.regression.outputs import about_file
@@ -142,7 +142,8 @@ def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWei
         assert config.galore is not None  # as the config was checked
         return GaLoreWeights(model, config.optimizer, config.galore, variant)
     if isinstance(variant, MuonVariant):
-        return MuonWeights(model, config.optimizer, variant)
+        muon = MuonWeights if variant.ranks is None else ShardedMuonWeights
+        return muon(model, config.optimizer, variant)
     owner = FusedWeights if variant.ranks is None else ShardedWeights
     return owner(model, config.optimizer, variant)
 
@@ -152,7 +153,7 @@ def build(task: Task) -> Training:
     run, variant = task.run, task.job.variant
     assert isinstance(run, RunConfig)
     assert isinstance(variant, Variant)
-    if isinstance(variant, FusedVariant) and variant.ranks is not None:
+    if getattr(variant, "ranks", None) is not None:
         ranks, rank = task.job.ranks, task.rank
         dist.init_process_group("gloo", task.meeting, world_size=ranks, rank=rank)
     return Training(run, variant, torch.device(task.device))

@@ -40,6 +40,13 @@ def test_runs_are_one_for_any_groups_and_resumed(build, run):
     }  # fmt: skip
 
 
+def test_ranks_that_have_rows_of_the_weights_train_as_one(build, run):
+    outcomes = run(build(muon("first") + muon("ranks", "first", ranks=3), steps=2))
+    found = outcomes["ranks"]
+    assert (found.difference, found.failure) == (None, None)
+    assert found.digests(2) == outcomes["first"].digests(2)
+
+
 def test_momentum_in_blocks_and_fp16_are_another_run(build, run):
     own = {"precision": "fp16", "momentum": "bfloat16_stochastic"}
     outcomes = run(build(muon("first") + muon("other", "first", **own)))
@@ -60,6 +67,10 @@ REFUSED = {
     "a baseline that stops": (
         muon("first", resume_after=1),
         r"resume_after must be left out of a baseline, got 1",
+    ),
+    "ranks that stop": (
+        muon("first") + muon("ranks", "first", ranks=2, resume_after=1),
+        r"resume_after must be left out with ranks, got 1",
     ),
     "momentum": (muon("first", momentum="fp8"), r"muon.momentum: Input should be .*, got 'fp8'"),
 }  # fmt: skip

@@ -163,11 +163,6 @@ class GaLoreOptions(Options):
                 f"{where}: proj_type", f"'auto' or 'right' for {which}, of shape {shape}, whose "
                 f"rows are split over ranks: projected on the left, {reason}", group["proj_type"],
             )  # fmt: skip
-        if split and self.refresh == "svd":
-            refuse(
-                "refresh", f"'subspace' for {which} of {where}, of shape {shape}, whose rows are "
-                "split over ranks: none has the gradient for an SVD", self.refresh,
-            )  # fmt: skip
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -240,9 +235,9 @@ class GaLoreAdamW(FusedOptimizer):
             refreshes are always "ieee", and torch's: projections are a device's own.
         refresh: how projections follow the gradient: "subspace", by two passes of subspace
             iteration from the last projection; or "svd", galore_torch's, a whole SVD, for which
-            the host waits; not where rows are split over ranks. A gradient that is zero or not
-            finite leaves a projection as it is; one of fewer independent rows or columns than the
-            rank is captured whole, and with "subspace" the rest of the projection stays.
+            the host waits; ranks gather a gradient whose rows they have. A gradient that is zero
+            or not finite leaves a projection as it is; one of fewer independent rows or columns
+            than the rank is captured whole, and with "subspace" the rest of the projection stays.
         stagger: refreshes parameter number i in the steps of number i modulo the gap, one after
             another. False: all in one step, as galore_torch.
         bias_correction: galore_torch's correct_bias.

@@ -219,7 +219,8 @@ def refreshed(
         passes = FIRST_PASSES
         known = sketched(low_rank, grad.shape, seed, grad.device).to(grad.dtype)
     if by_svd:
-        return singular(grad, low_rank, known)
+        # libraries may choose by a processor: one has the say
+        return parts.first(singular(parts.joined(grad), low_rank, known))
     return iterated(grad, low_rank, known, passes, parts, whole)
 
 

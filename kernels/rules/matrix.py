@@ -44,6 +44,12 @@ class Parts(Protocol):
     def alike(self, own: torch.Tensor) -> torch.Tensor:
         """The same bits for all copies of the matrix."""
 
+    def joined(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole matrix of all parts."""
+
+    def first(self, own: torch.Tensor) -> torch.Tensor:
+        """What the first part has, for all parts and copies."""
+
 
 class Alone:
     """Nobody else holds a part."""
@@ -56,7 +62,7 @@ class Alone:
         """This one."""
         return own
 
-    add_up = alike = largest
+    add_up = alike = joined = first = largest
 
 
 ALONE = Alone()

@@ -185,7 +185,7 @@ class PartsOnRanks:
     def __init__(self, view: ParamView) -> None:
         assert view.split is not None
         mesh, dims = view.split
-        self._rows = view.whole_shape[0]
+        self._view, self._rows = view, view.whole_shape[0]
         self._groups = [mesh.get_group(dim) for dim in dims]
         self._copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in dims]
 
@@ -203,7 +203,21 @@ class PartsOnRanks:
 
     def alike(self, own: torch.Tensor) -> torch.Tensor:
         """The projection of the first of the ranks that have copies of the same rows; in place."""
-        for group in self._copies:
-            first: Any = dist.get_global_rank(group, 0)  # untyped in torch
-            dist.broadcast(own, first, group=group)
-        return own
+        return _firsts(own, self._copies)
+
+    def joined(self, own: torch.Tensor) -> torch.Tensor:
+        """The whole matrix."""
+        whole: Any = self._view.wrap(own)
+        return local_of(whole.full_tensor())  # type: ignore[no-any-return]
+
+    def first(self, own: torch.Tensor) -> torch.Tensor:
+        """What the first of all ranks has; in place."""
+        return _firsts(own, [*self._groups, *self._copies])
+
+
+def _firsts(own: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
+    """What the first rank of each group has, one group after the other; in place."""
+    for group in groups:
+        first: Any = dist.get_global_rank(group, 0)  # untyped in torch
+        dist.broadcast(own, first, group=group)
+    return own

@@ -341,7 +341,6 @@ def refusals():
     return [
         build_one(),
         build_one(proj_type="left"),
-        build_one(proj_type="right", refresh="svd"),
         build_one(1, proj_type="auto"),
     ]
 

@@ -22,7 +22,16 @@ from megaopt.kernels.matrix.shared import Making, Part, Piece
 from megaopt.kernels.norm.bins import ROWS, new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.products.launch import products, symmetric_products
-from megaopt.kernels.rules.matrix import SAME, WHOLE, Matrix, MatrixRule, Shape, Transform, Work
+from megaopt.kernels.rules.matrix import (
+    SAME,
+    WHOLE,
+    Cut,
+    Matrix,
+    MatrixRule,
+    Shape,
+    Transform,
+    Work,
+)
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
 
 # --- the polynomials
@@ -280,6 +289,14 @@ class Orthogonal:
             raise ValueError(f"split_sizes must add up to {rows} rows, got {list(sizes)}")
         return [(size, columns) for size in sizes] * count
 
+    def cuts(self, shape: Shape) -> list[Cut]:
+        """The matrices of a parameter, and where they lie in it."""
+        found, first = [], 0
+        for own in self.pieces(shape):
+            found.append(Cut(own, [(first, math.prod(own))]))
+            first += math.prod(own)
+        return found
+
     def is_gram(self, shape: Shape) -> bool:
         """Whether a matrix is made orthogonal in Gram's form."""
         short, long = sorted(shape)
@@ -500,7 +517,7 @@ MUON = MatrixRule(
     MUON_APPLY,
     kept=Orthogonal.kept,
     meets=WHOLE,
-    pieces=Orthogonal.pieces,
+    cut=Orthogonal.cuts,
 )
 MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APPLY)
 """MUON with the row of contracts "torch" and "eo"."""

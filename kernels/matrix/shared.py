@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What this rank has of a matrix."""
+    """Numbers of a matrix that this rank has; of one there may be several."""
 
     piece: int
     """The matrix's place in its bucket."""

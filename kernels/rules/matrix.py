@@ -12,9 +12,10 @@ so that formats, groups, random bits and skipping are the elementwise step's own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -102,6 +103,15 @@ SAME = Transform(lambda matrix, work: matrix)
 """Makes nothing, and nothing comes together for it."""
 
 
+class Cut(NamedTuple):
+    """A matrix of a parameter."""
+
+    shape: Shape
+    runs: Sequence[tuple[int, int]]
+    """Its numbers, in order: where those that follow each other begin in the parameter, and how
+    many they are. They are whole rows, or matrices of a batch."""
+
+
 @dataclass(frozen=True)
 class MatrixRule:
     """A rule that works on whole matrices.
@@ -123,8 +133,10 @@ class MatrixRule:
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
     """NOBODY, ROWS or WHOLE; the last only with `before` SAME."""
-    pieces: Callable[[Any, Shape], Sequence[Shape]] = lambda how, shape: [shape]
-    """The shapes of the matrices of a parameter, as they lie one behind another in memory."""
+    cut: Callable[[Any, Shape], Sequence[Cut]] = lambda how, shape: [
+        Cut(tuple(shape), [(0, math.prod(shape))])
+    ]
+    """The matrices of a parameter, by `Matrix.how` and its shape."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no plan steps."""

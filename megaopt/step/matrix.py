@@ -152,9 +152,9 @@ def matrices_of(
     plan = owned.options.matrix_plan(backend, formats, *tables)
     if is_exchanged(views[0]):  # all views of a batch are split alike
         rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
-        pieces = [rule.pieces(plan.matrix.how, view.whole_shape) for view in views]
+        cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
         size = torch.empty(0, dtype=making.sent.dtype).element_size()
-        exchange = Owners(views, pieces, size, making.shares_work)
+        exchange = Owners(views, cuts, size, making.shares_work)
         own = (groups, spots, BACKENDS[backend], device, exchange)
         plan.share(SharedSteps(formats, making, *own))
     labels = [owned.labels[place] for place in places]

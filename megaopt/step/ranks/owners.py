@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megaopt.kernels.matrix.shared import Part, Piece
+from megaopt.kernels.rules.matrix import Cut
 from megaopt.params import ParamView
 from megaopt.step.ranks.peers import SUM, reduced
 
@@ -34,19 +35,21 @@ class Matrix(NamedTuple):
     """A matrix of a parameter, and where it lies there."""
 
     piece: Piece
-    box: Box
+    runs: list[tuple[Box, int]]
+    """Boxes of the parameter, and where their numbers begin in the matrix."""
 
 
-def matrices_of(param: int, shape: Sequence[int], pieces: Sequence[Sequence[int]]) -> list[Matrix]:
-    """Those of a parameter, which lie one behind another; none that is empty."""
-    sizes = [math.prod(each) for each in pieces]
-    firsts = accumulate(sizes, initial=0)
-    rows = [0, *accumulate(each[0] for each in pieces)]
+def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[Matrix]:
+    """Those of a parameter; none that is empty."""
+    rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
     found = []
-    for index, (first, size, own) in enumerate(zip(firsts, sizes, pieces, strict=False)):
-        if size:
-            kept = slice(rows[index], rows[index + 1]) if len(pieces) > 1 else slice(None)
-            found.append(Matrix(Piece(param, kept, tuple(own)), box_of(first, size, shape)))
+    for index, cut in enumerate(cuts):
+        kept = slice(rows[index], rows[index + 1]) if len(cuts) > 1 else slice(None)
+        boxes = [box_of(first, size, shape) for first, size in cut.runs if size]
+        firsts = accumulate((size for _, size in cut.runs if size), initial=0)
+        if boxes:
+            piece = Piece(param, kept, tuple(cut.shape))
+            found.append(Matrix(piece, list(zip(boxes, firsts, strict=False))))
     return found
 
 
@@ -163,12 +166,13 @@ class Bucket:
         found, self._parts_of = [], dict.fromkeys(ranks, 0)
         for index in order:
             own = boxes[rank][matrices[index].piece.param]
-            box = common(own, matrices[index].box)
-            numel = math.prod(sizes_of(box))
-            if numel:
-                first = _offset(within(box, own), sizes_of(own))
-                found.append((Part(index, first, numel), owners[index]))
-                returned[owners[index]] += numel
+            for whole, _ in matrices[index].runs:
+                box = common(own, whole)
+                numel = math.prod(sizes_of(box))
+                if numel:
+                    first = _offset(within(box, own), sizes_of(own))
+                    found.append((Part(index, first, numel), owners[index]))
+                    returned[owners[index]] += numel
         starts = dict(zip(ranks, accumulate(returned.values(), initial=0), strict=False))
         self.parts, self.returned = [part for part, _ in found], []
         for part, owner in found:
@@ -179,10 +183,18 @@ class Bucket:
         self.sent = [count if gives[each] else 0 for each, count in enumerate(self.coming)]
         """Numbers of directions that go to each."""
         self._boxes = [
-            [common(boxes[each][matrices[i].piece.param], matrices[i].box) for i in self.own]
-            for each in ranks
+            [
+                [(common(own[matrices[i].piece.param], box), box, first)
+                 for box, first in matrices[i].runs]
+                for i in self.own
+            ]
+            for own in boxes
+        ]  # fmt: skip
+        """For each rank, each of `own` and its runs: what the rank has, the run and its first."""
+        self.leaving = [
+            sum(math.prod(sizes_of(part)) for runs in own for part, _, _ in runs)
+            for own in self._boxes
         ]
-        self.leaving = [sum(math.prod(sizes_of(box)) for box in own) for own in self._boxes]
         """Numbers of updates that go to each."""
         self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
         """Numbers of directions that come from each."""
@@ -194,18 +206,24 @@ class Bucket:
 
     def cut(self, wholes: Sequence[torch.Tensor], far: torch.Tensor, takes: bool) -> Iterator[Any]:
         """Parts of whole matrices beside their numbers in `far`; takes: those that come here."""
-        first = 0
-        for rank, boxes in enumerate(self._boxes):
+        begin = 0
+        for rank, own in enumerate(self._boxes):
             if takes and not self._gives[rank]:
                 continue
-            for index, whole, box in zip(self.own, wholes, boxes, strict=True):
-                sizes, outer = sizes_of(box), self._matrices[index].box
-                numel = math.prod(sizes)
-                if numel:
-                    chosen = tuple(slice(*ends) for ends in within(box, outer))
-                    flat = far[first : first + numel]
-                    yield whole.view(sizes_of(outer))[chosen], flat.view(sizes)
-                    first += numel
+            for whole, runs in zip(wholes, own, strict=True):
+                for part, box, first in runs:
+                    sizes, outer = sizes_of(part), sizes_of(box)
+                    numel = math.prod(sizes)
+                    if numel:
+                        chosen = tuple(slice(*ends) for ends in within(part, box))
+                        run = whole.view(-1)[first : first + math.prod(outer)].view(outer)
+                        yield run[chosen], far[begin : begin + numel].view(sizes)
+                        begin += numel
+
+
+def _has(own: Box, matrix: Matrix) -> bool:
+    """Whether a box has a whole matrix."""
+    return all(common(own, box) == box for box, _ in matrix.runs)
 
 
 def _offset(box: Box, shape: Sequence[int]) -> int:
@@ -219,7 +237,7 @@ class Owners:
 
     Args:
         views: the parameters of a batch, DTensors of one mesh and split.
-        pieces: for each the shapes of its matrices.
+        cuts: for each its matrices.
         itemsize: bytes of a number that is sent.
         shares_work: a matrix that is most of the work is made by all ranks together.
         room: of a bucket, as ROOM.
@@ -228,7 +246,7 @@ class Owners:
     def __init__(
         self,
         views: Sequence[ParamView],
-        pieces: Sequence[Sequence[Sequence[int]]],
+        cuts: Sequence[Sequence[Cut]],
         itemsize: int,
         shares_work: bool = False,
         room: int = ROOM,
@@ -247,12 +265,12 @@ class Owners:
         boxes = [[own[rank] for own in by_view] for rank in range(len(places))]
         matrices = [
             each
-            for param, (view, own) in enumerate(zip(views, pieces, strict=True))
+            for param, (view, own) in enumerate(zip(views, cuts, strict=True))
             for each in matrices_of(param, view.whole_shape, own)
         ]
         holders = [
-            [rank for rank, own in enumerate(boxes) if common(own[m.piece.param], m.box) == m.box]
-            for m in matrices
+            [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]
+            for each in matrices
         ]
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))

@@ -128,6 +128,18 @@ class DTensorView(ParamView):
         sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
+    def boxes(self, coordinates: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
+        """The shards at places of the mesh: the first index and the one behind the last."""
+        from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+        param, found = self.param, []
+        for own in coordinates:
+            sizes, starts = _compute_local_shape_and_global_offset(
+                param.shape, param.device_mesh.shape, list(own), param.placements
+            )
+            found.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
+        return found
+
     def place(self, number: int) -> Place:
         """The place of the shard's elements in the parameter.
 

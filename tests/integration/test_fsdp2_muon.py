@@ -177,3 +177,16 @@ def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable)
         assert_same(after, before)
         with pytest.raises(AssertionError):
             assert_same(then["states"], before["states"])
+
+
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("kind", ["masters, fp16", "kahan, normuon", "drawn"])
+def test_parts_of_tensor_parallelism_have_the_bits_of_one_process(on_ranks, kind, clip):
+    """Plain tensors that say of which dimension they are a part; some are whole on all ranks."""
+    shapes, dims = [(24, 10), (12, 36), (9,), (6, 5), (4, 6, 9)], [0, 1, None, None, 2]
+    shapes = shapes[:2] if clip else shapes
+    expected = trained({**KINDS[kind], "optimizer": FusedMuon}, 3, shapes=shapes, **clip)
+    own = (KINDS[kind], 3, dims[: len(shapes)], shapes)
+    for found in on_ranks(3, muon_ranks.of_tensor_parallel, *own, **clip):
+        assert_same(found["weights"], expected["weights"])
+        assert_same(found["states"], expected["states"])

@@ -198,3 +198,45 @@ def left_out(options, reason):
     after = snapshot(optimizer)
     train(model, optimizer, 1, first=2)
     return before, after, snapshot(optimizer)
+
+
+def of_tensor_parallel(options, steps, dims, shapes, **step):
+    """What an optimizer of plain parts of matrices has after steps, brought together.
+
+    dims: which dimension of each is split over all ranks; None: every rank has it whole.
+    """
+    options, world = dict(options), dist.get_world_size()
+    model = Bare(shapes, options.pop("weights", FP32))
+    named = list(model.named_parameters())
+    for (name, param), dim in zip(named, dims, strict=True):
+        if dim is not None:
+            own = torch.nn.Parameter(param.detach().chunk(world, dim)[dist.get_rank()].clone())
+            own.megaopt_split = (dist.group.WORLD, dim)
+            setattr(model, name, own)
+    optimizer = FusedMuon(model.parameters(), **options)
+    for number in range(steps):
+        for param, grad, dim in zip(
+            model.parameters(), gradients(number, shapes), dims, strict=True
+        ):
+            part = grad if dim is None else grad.chunk(world, dim)[dist.get_rank()]
+            param.grad = part.to(param.dtype).clone()
+        optimizer.step(**step)
+
+    def together(tensor, dim):
+        if dim is None or tensor is None:
+            return tensor
+        found = [torch.empty_like(tensor.float()) for _ in range(world)]
+        dist.all_gather(found, tensor.detach().float().contiguous())
+        return torch.cat(found, dim).to(tensor.dtype)
+
+    states = [
+        {
+            name: together(each, None if name == "variance_neuron" else dim)
+            for name, each in optimizer.state[param].items()
+        }
+        for param, dim in zip(model.parameters(), dims, strict=True)
+    ]
+    weights = [
+        together(param.detach(), dim) for param, dim in zip(model.parameters(), dims, strict=True)
+    ]
+    return {"weights": weights, "states": states}

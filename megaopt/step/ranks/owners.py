@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from megaopt.kernels.matrix.shared import Part, Piece
 from megaopt.kernels.rules.matrix import Cut
-from megaopt.params import ParamView
 from megaopt.step.ranks.peers import SUM, reduced
 
 ROOM = 2**26
@@ -80,19 +79,6 @@ def sizes_of(box: Box) -> tuple[int, ...]:
 def within(box: Box, outer: Box) -> Box:
     """A box as counted from the beginning of another."""
     return tuple((a - c, b - c) for (a, b), (c, _) in zip(box, outer, strict=True))
-
-
-def shard_boxes(view: ParamView, coordinates: Sequence[tuple[int, ...]]) -> list[Box]:
-    """The shards of a DTensor at places of its mesh."""
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
-    param, found = view.param, []
-    for own in coordinates:
-        sizes, starts = _compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh.shape, list(own), param.placements
-        )
-        found.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
-    return found
 
 
 def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: int) -> list[int]:
@@ -236,7 +222,7 @@ class Owners:
     """The ranks of a mesh: megaopt.kernels.matrix.shared.Exchange.
 
     Args:
-        views: the parameters of a batch, DTensors of one mesh and split.
+        views: the parameters of a batch, of one mesh and split.
         cuts: for each its matrices.
         itemsize: bytes of a number that is sent.
         shares_work: a matrix that is most of the work is made by all ranks together.
@@ -245,7 +231,7 @@ class Owners:
 
     def __init__(
         self,
-        views: Sequence[ParamView],
+        views: Sequence[Any],
         cuts: Sequence[Sequence[Cut]],
         itemsize: int,
         shares_work: bool = False,
@@ -261,7 +247,7 @@ class Owners:
         self.rank, self.ranks = places.index(here), len(places)
         copies = [dim for dim in range(self._mesh.ndim) if dim not in dims]
         gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
-        by_view = [shard_boxes(view, places) for view in views]
+        by_view = [view.boxes(places) for view in views]
         boxes = [[own[rank] for own in by_view] for rank in range(len(places))]
         matrices = [
             each

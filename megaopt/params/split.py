@@ -68,7 +68,8 @@ class SplitMatrixView(MatrixView):
     def first_element(self) -> int:
         """The index of the part's first element in the matrix."""
         inner = self.param.shape[self._dim :].numel()
-        return int(dist.get_rank(self._group)) * inner
+        rank: int = dist.get_rank(self._group)
+        return rank * inner
 
     def place(self, number: int) -> Place:
         """The place of the part's elements in the matrix."""

@@ -65,13 +65,18 @@ def step_as_eo(
         param.add_(param, alpha=-weight_decay * lr)
     buffer.lerp_(grad, 1 - momentum)
     direction = grad.lerp(buffer, momentum) if nesterov else buffer
-    update = _orthogonal_as_eo(direction, how)
+    updates = [_update_as_eo(piece, how) for piece in how.cut(direction)]
+    param.add_(how.joined(updates, param.shape), alpha=-lr)
+
+
+def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
+    """What Megatron-Core's TensorParallelMuon makes of a matrix."""
     extra = 1.0
     if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
-        scale, extra = math.sqrt(max(param.shape)), 0.2
+        scale, extra = math.sqrt(max(direction.shape)), 0.2
     else:
-        scale = how.ratio(param.shape)
-    param.add_(update * scale * extra, alpha=-lr)
+        scale = how.ratio(direction.shape)
+    return _orthogonal_as_eo(direction, how) * scale * extra
 
 
 def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:

@@ -8,18 +8,38 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-from megatron_gpt import Case
+from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import layer_wise, muon_config, train
 
+NESTEROV = "muon_nesterov" if HAS_KEYS else "muon_use_nesterov"
+OTHERS = {
+    NESTEROV: True,
+    "muon_momentum": 0.8,
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_num_ns_steps": 3,
+}
+ON_OWNERS = {"config": layer_wise()}
 SETTINGS = {
     "bf16": {},
     "bf16 gradients": {"fp32_grads": False, "clip_grad": 0.1},
+    "unclipped": {"clip_grad": 0.0},
+    "zeros counted": {"counts_zeros": True, "fp32_grads": False},
     "fp32": {"dtype": torch.float32},
+    "reduced in the backward pass": {"overlap": True, "gathers_late": False},
     "query groups": {"heads": 4, "groups": 2},
-    "layer-wise": {"config": layer_wise()},
+    "QKV as one": {"config": muon_config(muon_split_qkv=False)},
+    "other numbers": {"config": muon_config(**OTHERS)},
+    "matched": {"config": muon_config(muon_extra_scale_factor=0.2)},
+    "Adam": {"adam_w_mode": False},
+    "decoupled lr": {"decoupled_lr": 0.5},
+    "experts": {"experts": 2},
+    "pipeline": {"pipeline": 2},
+    "virtual pipeline": {"pipeline": 2, "virtual": 2},
+    "tensor parallel": {"tensor_parallel": 2},
+    "on owners": ON_OWNERS,
+    "on owners, bf16 gradients": {"fp32_grads": False, "counts_zeros": True, **ON_OWNERS},
+    "experts on owners": {"experts": 2, **ON_OWNERS},
 }
-
-
 def case_of(plug=None, **settings):
     own = {"shards": False, "overlap": False, "config": muon_config(), **settings}
     options = {"contract": "eo"} if plug else {}
@@ -31,3 +51,8 @@ def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
     expected = once(2, train, case_of(**SETTINGS[name]), 3)
     found = pools(2)(train, case_of("main_shards", **SETTINGS[name]), 3)
     assert found == expected
+    assert len({step[0] for step in found[0]["steps"]}) == 3
+    kinds = {frozenset(state) for state in found[0]["states"].values()}
+    assert kinds == {
+        frozenset({"param", "momentum_buffer"}), frozenset({"param", "exp_avg", "exp_avg_sq"})
+    }  # fmt: skip

@@ -90,6 +90,8 @@ class Case:
     """More of Megatron's OptimizerConfig, set when it is made."""
     shards: bool = True
     """DDP is told of the distributed optimizer."""
+    lays_out: bool = False
+    """The distributed optimizer's buffers keep each matrix on one rank, for the layer-wise one."""
     groups: int | None = None
     """Query groups of attention; None: one a head."""
 
@@ -193,7 +195,18 @@ def wrap(case, config, virtual_stage):
         reuse_grad_buf_for_mxfp8_param_ag=case.mxfp8,
         fp8_param_gather=case.mxfp8,
     )
-    return distributed.DistributedDataParallel(config, settings, model)
+    more = {"full_param_layout": whole_layout(model, settings)} if case.lays_out else {}
+    return distributed.DistributedDataParallel(config, settings, model, **more)
+
+
+def whole_layout(model, settings):
+    """As Megatron's training makes it for the layer-wise optimizer, after release 0.16."""
+    own = megatron("optimizer.layer_wise_optimizer")
+    own.tag_params_for_buffer_routing([model])
+    make = own.LayerWiseDistributedOptimizer.compute_full_param_layout
+    ranks = megatron("parallel_state").get_data_parallel_world_size(with_context_parallel=True)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return make(params, settings.bucket_size, ranks, settings)
 
 
 def optimizer_config(case):

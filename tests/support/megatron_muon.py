@@ -83,6 +83,7 @@ class MuonTrainer(Trainer):
         return found
 
 
+
 def seen(trainer):
     return {"weights": trainer.weights(), "states": trainer.states()}
 

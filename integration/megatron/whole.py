@@ -29,6 +29,21 @@ class WholeAdapter(MainShardsAdapter):
         align_steps(packed["param_groups"])
         return {name: packed[name] for name in ("state", "param_groups")}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as MainShardsAdapter; also what Megatron saved of other inner optimizers.
+
+        torch's AdamW has a step in each state. Emerging-Optimizers' Muon has none; it becomes that
+        of the other optimizers of the chain.
+        """
+        groups, states = state_dict["param_groups"], state_dict["state"].values()
+        steps = {int(own["step"]) for own in states if "step" in own}
+        if steps:
+            groups = [{**group, "step": max(steps)} for group in groups]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+        if not any("step" in group for group in groups):
+            for group in self.param_groups:
+                group["step"] = 0
+
 
 class Whole(Clipping):
     """What both kinds have in common; before Megatron's class among the bases."""

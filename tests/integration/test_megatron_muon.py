@@ -11,13 +11,16 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import (
+    error_of,
     layer_wise,
     load_and_train,
     muon_config,
     names_owned,
+    shapes_of,
     step_given_gradients,
     train,
     train_and_save,
+    warnings_of,
 )
 
 NESTEROV = "muon_nesterov" if HAS_KEYS else "muon_use_nesterov"
@@ -49,9 +52,21 @@ SETTINGS = {
     "on owners, bf16 gradients": {"fp32_grads": False, "counts_zeros": True, **ON_OWNERS},
     "experts on owners": {"experts": 2, **ON_OWNERS},
 }
+
+
 def case_of(plug=None, **settings):
     own = {"shards": False, "overlap": False, "config": muon_config(), **settings}
     return Case(plug=plug, **{"options": {"contract": "eo"} if plug else {}, **own})
+
+
+LAID_OUT = {"shards": True, "lays_out": True}
+if HAS_KEYS:
+    SETTINGS |= {
+        "in buffers of owners": {**LAID_OUT, "config": layer_wise()},
+        "in buffers of owners, gathered late": {
+            **LAID_OUT, "overlap": True, "config": layer_wise(overlap_param_gather=True),
+        },
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -86,13 +101,18 @@ def test_owners_have_whole_weights_of_their_own(pools):
 
 # --- checkpoints
 
-METADATA = {"chained_optim_avoid_prefix": True}
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
-@pytest.mark.parametrize("config", [muon_config(), layer_wise()], ids=["on all", "on owners"])
-def test_resuming_equals_going_straight_on(pools, once, tmp_path, config):
-    case = case_of("main_shards", config=config)
-    straight = pools(2)(train, case, 4)
+SAVED = {"on all": {}, "on owners": ON_OWNERS}
+if HAS_KEYS:
+    SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
+    case = case_of("main_shards", **SAVED[name])
+    straight = once(2, train, case, 4)
     saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
     back = pools(2)(load_and_train, case, tmp_path / "a", METADATA)
     assert [each["loaded"] for each in back] == saved
@@ -110,3 +130,82 @@ def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
+
+
+# --- what is refused
+
+REFUSED = {
+    "coefficients": ({"muon_coefficient_type": "aol"}, "config.muon_coefficient_type must be one"),
+    "scale": ({"muon_scale_mode": "rms"}, "config.muon_scale_mode must be one of spectral, unit_"),
+    "extra": ({"muon_extra_scale_factor": 0.5}, "config.muon_extra_scale_factor must be 1.0, or"),
+    "steps": ({"muon_num_ns_steps": 0}, "config.muon_num_ns_steps must be a whole number from 1"),
+    "precision": ({"muon_fp32_matmul_prec": "high"}, "config.muon_fp32_matmul_prec must be medium"),
+    "mode": ({"muon_tp_mode": "distributed"}, "config.muon_tp_mode must be one of blockwise, dupl"),
+    "momentum": ({"muon_momentum": 1.0}, "config.muon_momentum must be a number >= 0 and < 1"),
+    "nesterov": ({NESTEROV: 1}, f"config.{NESTEROV} must be one of True, False, got 1"),
+    "split": ({"muon_split_qkv": None}, "config.muon_split_qkv must be one of True, False"),
+    "loss scale": ({"loss_scale": 8.0}, "config.loss_scale must be None with config.optimizer="),
+    "offload": ({"optimizer_cpu_offload": True}, "config.optimizer_cpu_offload must be False with"),
+    "shards": ({"use_distributed_optimizer": True}, "use_distributed_optimizer must be False with"),
+}
+OF_CASES = {
+    "ddp": ({"shards": True}, "use_distributed_optimizer must be False with Muon, got True"),
+    "fp16": ({"dtype": torch.float16}, "config.fp16 must be False with config.optimizer='muon'"),
+    "fp32 on owners": (
+        {"dtype": torch.float32, **ON_OWNERS}, "config.bf16 must be True with config.optimizer="
+    ),
+    "contract": ({"options": {"contract": "te"}}, "contract must be one of ieee, eo, got 'te'"),
+    "aware": ({"plug": "precision_aware"}, "mode must be main_shards, got 'precision_"),
+    "moments": (
+        {"options": {"exp_avg_dtype": torch.bfloat16}}, "exp_avg_dtype must be one of None, torch."
+    ),
+    "eo without Muon": (
+        {"shards": True, "options": {"contract": "eo"}, "config": {}}, "contract must be 'ieee', 't"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"config": muon_config(**more)}, told) for more, told in REFUSED.values()),
+        *OF_CASES.values(),
+    ],
+    ids=[*REFUSED, *OF_CASES],
+)
+def test_what_is_refused(pools, settings, message):
+    plug = settings.get("plug", "main_shards")
+    ((error, left),) = pools(1)(error_of, case_of(**{**settings, "plug": plug}))
+    assert error.startswith(f"ValueError: {message}")
+    assert left == []
+
+
+def test_whole_matrices_of_tensor_parallel_ranks_are_refused(pools):
+    case = case_of("main_shards", tensor_parallel=2, config=muon_config(muon_tp_mode="duplicated"))
+    for error, _ in pools(2)(error_of, case):
+        assert error.startswith("ValueError: config.muon_tp_mode must be 'blockwise' with tensor")
+
+
+def test_parts_of_tensor_parallel_ranks_are_told_of(pools):
+    case = case_of("main_shards", tensor_parallel=2)
+    for told in pools(2)(warnings_of, case):
+        assert any("'blockwise' makes each tensor-parallel rank's part" in each for each in told)
+    assert pools(1)(warnings_of, case_of("main_shards")) == [[]]
+
+
+def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
+    ((error, _),) = pools(1)(error_of, case_of("main_shards"), True)
+    told = "must not be marked use_muon=False, which Megatron's releases up to 0.19 do not know"
+    assert told in error
+
+
+def test_the_context_manager_makes_the_same(pools, once):
+    found = pools(2)(train, case_of("main_shards", as_context=True), 3)
+    assert found == once(2, train, case_of(), 3)
+
+
+def test_a_gate_beside_its_weight_may_be_split(pools):
+    """A parameter says its own sizes."""
+    shapes = pools(1)(shapes_of, case_of("main_shards"), (40, 24))[0]
+    assert [(40, 32), (24, 32)] in shapes
+    assert [(32, 32)] * 3 in shapes

@@ -1,6 +1,7 @@
 """Muon's rule for one matrix: the twin beside an oracle, errors against fp64, what is refused."""
 
 import math
+from itertools import pairwise
 
 import ml_dtypes
 import muon_oracle
@@ -125,7 +126,7 @@ def test_sizes_that_come_again_are_pieces_put_together(shape):
     pieces, count = how.pieces(shape), matrix.numel() // 22 // per_matrix
     assert len(pieces) == 3 * count
     for number, own in enumerate(matrix.view(count, per_matrix, 22)):
-        for place, (begin, end) in enumerate(zip(firsts, firsts[1:], strict=False)):
+        for place, (begin, end) in enumerate(pairwise(firsts)):
             rows = [r for r in range(per_matrix) if begin <= r % 8 < end]
             assert pieces[3 * number + place] == (len(rows), 22)
             update = found[[number * per_matrix + r for r in rows]]

@@ -185,7 +185,9 @@ def test_several_matrices_in_one_parameter_have_the_bits_that_they_have_alone():
 @pytest.mark.parametrize("contract", ["ieee", "eo"])
 def test_sizes_that_come_again_are_one_matrix_each(backend, contract):
     """A parameter says its own sizes: 2 rows of q, 1 of k and 1 of v, for each of three groups."""
-    rows = [[r for r in range(12) if begin <= r % 4 < end] for begin, end in ((0, 2), (2, 3), (3, 4))]
+    rows = [
+        [r for r in range(12) if begin <= r % 4 < end] for begin, end in ((0, 2), (2, 3), (3, 4))
+    ]
     weight = values((12, 10), 5)
     fused, other = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())
     fused.muon_split_sizes = (2, 1, 1)

@@ -85,7 +85,7 @@ def newton_schulz_tp(x, steps, coefficient_type, tp_group, partition_dim=None, *
 def modules():
     """Those that Megatron imports, by name."""
     root = "emerging_optimizers"
-    registry = {"get_optimizer_name_list": lambda: [], "get_optimizer_cls": None}
+    registry = {"get_optimizer_name_list": list, "get_optimizer_cls": None}
     muon = {
         "OrthogonalizedOptimizer": OrthogonalizedOptimizer,
         "AdaptiveMuon": OrthogonalizedOptimizer,

@@ -9,10 +9,13 @@ from emerging_stand_in import megatrons_muon
 from megatron_gpt import (
     HAS_KEYS,
     Trainer,
+    build_chunks,
     hash_of,
+    make_groups,
     megatron,
     optimizer_config,
     random_gradients,
+    whole,
 )
 from unfused_torch import UnfusedAdam, UnfusedAdamW
 
@@ -41,29 +44,34 @@ def muon_config(**more):
 
 
 def layer_wise(**more):
-    name = {"use_layer_wise_distributed_optimizer": True} if HAS_KEYS else {"optimizer": "dist_muon"}
+    name = (
+        {"use_layer_wise_distributed_optimizer": True} if HAS_KEYS else {"optimizer": "dist_muon"}
+    )
     return muon_config(**name, **more)
 
 
 def build(case, chunks):
-    config = optimizer_config(case)
+    config, options = optimizer_config(case), {"mode": case.plug, **case.options}
+    if case.plug is not None and case.as_context:
+        with ours.plugged_in(**options):
+            return megatrons(config, chunks)
     if case.plug is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of blockwise
-            return ours.get_megatron_optimizer(config, chunks, mode=case.plug, **case.options)
+        return ours.get_megatron_optimizer(config, chunks, **options)
     kept = torch.optim.AdamW, torch.optim.Adam
     torch.optim.AdamW, torch.optim.Adam = UnfusedAdamW, UnfusedAdam
     try:
         with megatrons_muon():
-            if HAS_KEYS:
-                return megatron("optimizer").get_megatron_optimizer(config, chunks)
-            make = importlib.import_module("megatron.core.optimizer.muon")
-            is_apart = "dist" in config.optimizer
-            return make.get_megatron_muon_optimizer(
-                config, chunks, layer_wise_distributed_optimizer=is_apart
-            )
+            return megatrons(config, chunks)
     finally:
         torch.optim.AdamW, torch.optim.Adam = kept
+
+
+def megatrons(config, chunks):
+    """As Megatron's training asks for an optimizer."""
+    if HAS_KEYS:
+        return megatron("optimizer").get_megatron_optimizer(config, chunks)
+    make = importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer
+    return make(config, chunks, layer_wise_distributed_optimizer="dist" in config.optimizer)
 
 
 def leaves(optimizer):
@@ -85,30 +93,49 @@ class MuonTrainer(Trainer):
         return {"model": model, "optimizer": state}
 
     def states(self):
-        """A hash of each fp32 weight and its moments, from the ranks that hold them."""
+        """A hash of each fp32 weight and its moments, put together from the ranks that hold them."""
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self.own_states())
-        merged = {}
-        for own in found:
-            for name, state in own.items():
-                assert merged.setdefault(name, state) == state, name
-        return merged
+        dist.all_gather_object(found, self.parts())
+        parts = {}
+        for name, numel, start, tensors in (part for own in found for part in own):
+            _, own = parts.setdefault(name, (numel, {}))
+            for key, tensor in own.setdefault(start, tensors).items():
+                assert torch.equal(tensor, tensors[key]), (name, key)  # copies on several ranks
+        return {
+            name: {key: hash_of(whole(numel, own.items(), key)) for key in keys_of(own)}
+            for name, (numel, own) in sorted(parts.items())
+        }
 
-    def own_states(self):
+    def parts(self):
+        """Of each weight that this rank steps, all of it or a part: as Trainer's."""
         models = {
             id(getattr(param, "main_param", param)): param for _, param in self.named_parameters()
         }
-        found = {}
+        found = []
         for leaf in leaves(self.optimizer):
+            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer, of Adam's
+                for param in leaf.model_param_gbuf_map:
+                    tensors = leaf._get_main_param_and_optimizer_states(param)
+                    start = leaf._get_model_param_range_map(param)["param"].start
+                    found.append((param, start, tensors))
+                continue
             for group in leaf.optimizer.param_groups:
                 for main in group["params"]:
-                    state = {k: v for k, v in leaf.optimizer.state[main].items() if k in STATES}
-                    tensors = {"param": main, **state}
-                    found[self.name(models[id(main)])] = {
-                        key: hash_of(tensor) for key, tensor in tensors.items()
-                    }
-        return found
+                    tensors = {"param": main, **leaf.optimizer.state[main]}
+                    found.append((models[id(main)], 0, tensors))
+        return [
+            (self.name(param), param.numel(), start, flat_copies(tensors))
+            for param, start, tensors in found
+        ]
 
+
+def flat_copies(tensors):
+    names = ("param", *STATES)
+    return {name: tensors[name].detach().clone().view(-1) for name in names if name in tensors}
+
+
+def keys_of(parts):
+    return next(iter(parts.values())).keys()
 
 
 def seen(trainer):
@@ -146,4 +173,51 @@ def step_given_gradients(case, steps=3):
 
 def names_owned(case):
     """The weights that this rank steps."""
-    return list(MuonTrainer(case).own_states())
+    return [name for name, *_ in MuonTrainer(case).parts()]
+
+
+PATCHED = ("", ".layer_wise_optimizer", *(() if HAS_KEYS else (".muon",)))
+"""Modules of Megatron's optimizers in which names stand for ours while one is made."""
+
+
+def error_of(case, is_marked=False):
+    """The error of making the optimizer, and which names of Megatron's are others after it."""
+    modules = [importlib.import_module(f"megatron.core.optimizer{name}") for name in PATCHED]
+    before = [dict(vars(module)) for module in modules]
+    _, chunks = prepared(case)
+    if is_marked:
+        chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
+    try:
+        build(case, chunks)
+        error = "no error"
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    left = [
+        name
+        for module, kept in zip(modules, before, strict=True)
+        for name, value in kept.items()
+        if vars(module)[name] is not value
+    ]
+    return error, left
+
+
+def prepared(case):
+    make_groups(case)
+    return build_chunks(case)
+
+
+def warnings_of(case):
+    """What is told while the optimizer is made."""
+    _, chunks = prepared(case)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build(case, chunks)
+    return [str(each.message) for each in told if "muon" in str(each.message)]
+
+
+def shapes_of(case, sizes):
+    """The matrices of each parameter of Muon's, where the first layer's MLP says its sizes."""
+    _, chunks = prepared(case)
+    chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.muon_split_sizes = sizes
+    (muon, *_) = leaves(build(case, chunks))
+    return [list(each.matrices) for each in muon.fused.describe()]

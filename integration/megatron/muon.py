@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -283,7 +285,11 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     if hasattr(factory, EMERGING):
         return [(factory, EMERGING, _emerging(choices, adams))]
     module = importlib.import_module(MODULE_OF_16)
-    return [(module, OF_16, _of_16(module, choices, adams))]
+    own, known = _of_16(module, choices, adams), getattr(module, OF_16)
+    # Megatron's training has it by name
+    modules = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
+    holders = [each for each in modules if vars(each).get(OF_16) is known]
+    return [(each, OF_16, own) for each in holders]
 
 
 EMERGING = "_get_megatron_emerging_optimizer"

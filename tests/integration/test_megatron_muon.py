@@ -16,6 +16,7 @@ from megatron_muon import (
     load_and_train,
     muon_config,
     names_owned,
+    run_the_page,
     shapes_of,
     step_given_gradients,
     train,
@@ -62,6 +63,7 @@ def case_of(plug=None, **settings):
 LAID_OUT = {"shards": True, "lays_out": True}
 if HAS_KEYS:
     SETTINGS |= {
+        "a norm of their own": {"mtp": True, "fp32_grads": False, "clip_grad": 0.1},
         "in buffers of owners": {**LAID_OUT, "config": layer_wise()},
         "in buffers of owners, gathered late": {
             **LAID_OUT, "overlap": True, "config": layer_wise(overlap_param_gather=True),
@@ -202,6 +204,13 @@ def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
 def test_the_context_manager_makes_the_same(pools, once):
     found = pools(2)(train, case_of("main_shards", as_context=True), 3)
     assert found == once(2, train, case_of(), 3)
+
+
+def test_the_code_of_the_page_runs(pools):
+    (found,) = pools(1)(run_the_page, case_of("main_shards"))
+    assert found["kinds"] == ["ShardMuon", "ShardAdam"]
+    assert found["steps"][0][1] is True
+    assert found["steps"][0][0] != found["steps"][1][0]
 
 
 def test_a_gate_beside_its_weight_may_be_split(pools):

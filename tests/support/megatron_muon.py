@@ -1,7 +1,9 @@
 """Megatron's Muon, its own or FusedMuon, on the small GPT: what a run leaves."""
 
 import importlib
+import re
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,8 @@ from unfused_torch import UnfusedAdam, UnfusedAdamW
 
 from megaopt.integration import megatron as ours
 
+PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
@@ -34,8 +38,8 @@ def gather(parts, own, group=None, **others):
         return gather_alike(parts, own, group, **others)
     padded = [part.new_zeros(most) for part in parts]
     gather_alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
-    for part, whole in zip(parts, padded, strict=True):
-        part.copy_(whole[: part.numel()])
+    for part, wide in zip(parts, padded, strict=True):
+        part.copy_(wide[: part.numel()])
 
 
 def muon_config(**more):
@@ -53,6 +57,7 @@ def layer_wise(**more):
 def build(case, chunks):
     config, options = optimizer_config(case), {"mode": case.plug, **case.options}
     if case.plug is not None and case.as_context:
+        take_by_name()
         with ours.plugged_in(**options):
             return megatrons(config, chunks)
     if case.plug is not None:
@@ -61,6 +66,7 @@ def build(case, chunks):
     torch.optim.AdamW, torch.optim.Adam = UnfusedAdamW, UnfusedAdam
     try:
         with megatrons_muon():
+            take_by_name()
             return megatrons(config, chunks)
     finally:
         torch.optim.AdamW, torch.optim.Adam = kept
@@ -70,8 +76,18 @@ def megatrons(config, chunks):
     """As Megatron's training asks for an optimizer."""
     if HAS_KEYS:
         return megatron("optimizer").get_megatron_optimizer(config, chunks)
-    make = importlib.import_module("megatron.core.optimizer.muon").get_megatron_muon_optimizer
-    return make(config, chunks, layer_wise_distributed_optimizer="dist" in config.optimizer)
+    is_apart = "dist" in config.optimizer
+    return globals()[TAKEN](config, chunks, layer_wise_distributed_optimizer=is_apart)
+
+
+TAKEN = "get_megatron_muon_optimizer"
+
+
+def take_by_name():
+    """As Megatron's training of release 0.16 imports it."""
+    if not HAS_KEYS:
+        own = importlib.import_module("megatron.core.optimizer.muon")
+        globals()[TAKEN] = getattr(own, TAKEN)
 
 
 def leaves(optimizer):
@@ -93,7 +109,7 @@ class MuonTrainer(Trainer):
         return {"model": model, "optimizer": state}
 
     def states(self):
-        """A hash of each fp32 weight and its moments, put together from the ranks that hold them."""
+        """A hash of each fp32 weight and its moments, put together from all ranks."""
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, self.parts())
         parts = {}
@@ -221,3 +237,18 @@ def shapes_of(case, sizes):
     chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.muon_split_sizes = sizes
     (muon, *_) = leaves(build(case, chunks))
     return [list(each.matrices) for each in muon.fused.describe()]
+
+
+def run_the_page(case):
+    """Two steps of the optimizer that the page about Megatron makes for Muon."""
+
+    class PageTrainer(MuonTrainer):
+        def make_optimizer(self):
+            (code,) = BLOCK.findall(PAGE.read_text(encoding="utf-8").split("\n## Muon\n")[1])[:1]
+            found = {"model_chunks": self.chunks}
+            exec(compile(code, "megatron.md, Muon", "exec"), found)
+            return found["optimizer"]
+
+    trainer = PageTrainer(case)
+    kinds = [type(leaf.fused).__name__ for leaf in leaves(trainer.optimizer)]
+    return {"kinds": kinds, "steps": trainer.train(2)}

@@ -17,15 +17,13 @@ from typing import Any
 import torch
 
 from megaopt.integration.megatron.checks import check_arguments
-from megaopt.integration.megatron.choices import Choices
+from megaopt.integration.megatron.choices import MUON, Choices
 from megaopt.options.checks import one_of
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
 
 SUPPORTED = ("0.16.1", "0.19.2")
 """The releases of megatron-core whose insides this was written against and tested with."""
-MUON = ("muon", "dist_muon")
-"""Megatron's names of Muon; the latter is that of the layer-wise optimizer."""
 
 
 def get_megatron_optimizer(

@@ -25,6 +25,8 @@ from megaopt.options.choices import Backend, Contract
 from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")
+MUON = ("muon", "dist_muon")
+"""Megatron's names of Muon; the latter is that of the layer-wise optimizer."""
 
 
 @dataclass(frozen=True)

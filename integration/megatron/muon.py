@@ -20,10 +20,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
 
 import megaopt
-from megaopt.integration.megatron import MUON
 from megaopt.integration.megatron.adam import Shards
 from megaopt.integration.megatron.checks import check_parameter
-from megaopt.integration.megatron.choices import Choices
+from megaopt.integration.megatron.choices import MUON, Choices
 from megaopt.integration.megatron.distributed import MEGATRONS, Chained, made_of_shards
 from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.integration.megatron.whole import LayerWise, WholeFloat16, WholeFloat32

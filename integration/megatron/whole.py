@@ -85,7 +85,7 @@ class Whole(Clipping):
         return found_inf
 
     def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
-        """As Clipping; Megatron's fp32 copies of gradients go, the norm is known."""
+        """Tells the next step, as Clipping; Megatron's fp32 copies of gradients are dropped."""
         super().clip(grad_norm, norms_by_group)
         params = self.get_parameters()
         self._set_grads(params, [None] * len(params))

@@ -198,7 +198,7 @@ class MuonOptions(Options):
         """
         assert formats.matrix is not None
         how = formats.matrix.how
-        if self.contract == "ieee" and any(how.repeats(shape) > 1 for shape in shapes):
+        if self.contract == "ieee" and not all(map(how.is_in_a_row, shapes)):
             return super().matrix_plan(backend, formats, shapes, *tables)
         return muon_plan(backend, formats, shapes, *tables)
 

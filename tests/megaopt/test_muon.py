@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from fsdp2_ranks import trained
+from fsdp2_ranks import split_muon, trained
 from handling import copy_weights, refused, train_all
 from interpreted import interpreted
 from kinds import BLOCKS, DRAWN, STOCHASTIC, kept_as
@@ -387,6 +387,17 @@ def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
     expected = run(given, 3)
     for rank, found in enumerate(on_ranks(world, run, given, 3, replicas)):
         assert_same(found, expected, f"rank {rank}")
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+def test_ranks_split_the_whole_matrix(on_ranks, backend):
+    """Their own rows may be no whole number of the sizes that come again."""
+    given = {"optimizer": split_muon, "backend": backend, "weights": FP32}
+    run = partial(trained, shapes=[(12, 10), (8, 6), (4, 9)])
+    expected = run(given, 2)
+    for world in (2, 3):
+        for rank, found in enumerate(on_ranks(world, run, given, 2)):
+            assert_same(found, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])

@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import optimizer as base
 
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+from megaopt.params.dtensor import local_of
 
 Norm = float | torch.Tensor
 
@@ -90,7 +91,9 @@ class Clipping(base.MegatronOptimizer):
         params, shards = self.get_parameters(), self._flat_shards()
         grads = [shard.decoupled_grad for shard in shards]
         coefficient = self.optimizer.clip_coefficient
-        clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
+        clipped = [
+            local_of(grad).float() * (1 if coefficient is None else coefficient) for grad in grads
+        ]
         if self.fused.options.round_scaled_grads:
             pairs = zip(clipped, grads, strict=True)
             clipped = [value.to(grad.dtype).float() for value, grad in pairs]

@@ -18,6 +18,7 @@ from megatron.core.optimizer import layer_wise_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_size
+from torch.distributed.device_mesh import DeviceMesh
 
 import megaopt
 from megaopt.integration.megatron.adam import Shards
@@ -25,7 +26,7 @@ from megaopt.integration.megatron.checks import check_parameter
 from megaopt.integration.megatron.choices import MUON, Choices
 from megaopt.integration.megatron.distributed import MEGATRONS, Chained, made_of_shards
 from megaopt.integration.megatron.float8 import is_fp8
-from megaopt.integration.megatron.whole import LayerWise, WholeFloat16, WholeFloat32
+from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
 from megaopt.kernels.matrix.muon import COEFFICIENTS, MOST_STEPS
 from megaopt.muon import SPLIT_SIZES
 from megaopt.options.checks import DECAY, number, one_of, refuse
@@ -44,6 +45,9 @@ BLOCKWISE, DUPLICATED = "blockwise", "duplicated"
 
 class ShardMuon(Shards, megaopt.FusedMuon):
     """megaopt.FusedMuon over whole weights of Megatron's."""
+
+    meshes: Meshes
+    """The ranks that bring their parts of a matrix together; none where each steps its own."""
 
 
 @dataclass(frozen=True)
@@ -170,25 +174,37 @@ def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
     return recipe.is_layer_wise and any(getattr(key, name, False) for key in keys)
 
 
-def check_tensor_parallel(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> None:
-    """Raises ValueError for matrices that ranks share, or warns of what is made of them."""
+def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: Any) -> Meshes:
+    """The tensor-parallel ranks that bring their parts of a matrix together.
+
+    None, with a warning, where each makes its own part orthogonal. Raises ValueError where Muon
+    cannot step what they share.
+    """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     params = [param for chunk in chunks for param in chunk.parameters()]
-    names = {"tp"} | {"expt_tp" for p in params if not getattr(p, "allreduce", True)}
-    sizes = [get_pg_size(getattr(groups, name)) for name in names]
-    if max(sizes) == 1:
-        return
+    names = {False: "tp"}
+    if not all(getattr(param, "allreduce", True) for param in params):
+        names[True] = "expt_tp"
+    sharing = {key: getattr(groups, name) for key, name in names.items()}
+    sharing = {key: group for key, group in sharing.items() if get_pg_size(group) > 1}
+    if not sharing:
+        return {}
     if recipe.tp_mode == DUPLICATED:
-        raise ValueError(
-            "config.muon_tp_mode must be 'blockwise' with tensor parallelism, as matrices are not "
-            f"brought together yet, got {recipe.tp_mode!r}"
-        )
+        if choices.contract != "ieee":
+            raise ValueError(
+                "contract must be 'ieee' with config.muon_tp_mode='duplicated' and tensor "
+                f"parallelism, got {choices.contract!r}, which steps no parts of matrices"
+            )
+        kind = params[0].device.type
+        return {key: DeviceMesh.from_group(group, kind) for key, group in sharing.items()}
+    sizes = [get_pg_size(group) for group in sharing.values()]
     warnings.warn(
         "config.muon_tp_mode='blockwise' makes each tensor-parallel rank's part of a matrix "
         "orthogonal by itself, and scales it by the part's shape: updates are other ones than of "
         f"whole matrices, and change with the number of ranks, {max(sizes)} here",
         stacklevel=4,
     )
+    return {}
 
 
 # --- the optimizers
@@ -196,9 +212,9 @@ def check_tensor_parallel(recipe: Recipe, chunks: Sequence[Any], groups: Any) ->
 
 def make_muon(
     groups: list[dict[str, Any]],
-    config: Any,
     recipe: Recipe,
     choices: Choices,
+    meshes: Meshes,
     qkv_sizes: Sequence[int] | None = None,
 ) -> ShardMuon:
     """FusedMuon of Megatron's groups; qkv_sizes: of QKV weights that do not say them, in 0.16."""
@@ -208,7 +224,7 @@ def make_muon(
             if getattr(param, "is_qkv", False):
                 own = getattr(param, "qkv_split_shapes", None) or qkv_sizes
                 setattr(param, SPLIT_SIZES, tuple(own) if recipe.splits_qkv and own else None)
-    return ShardMuon(
+    muon = ShardMuon(
         groups,
         **recipe.options,
         contract=choices.contract,  # type: ignore[arg-type]  # `check` knows
@@ -218,6 +234,8 @@ def make_muon(
         # Megatron's own gathers write the weights that its masters made
         on_external_write="ignore",
     )
+    muon.meshes = meshes
+    return muon
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -310,10 +328,10 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
             return megatrons(config, model_chunks, config_overrides, pg_collection)
         recipe = recipe_of(config)
         check(config, recipe, model_chunks, choices)
-        check_tensor_parallel(recipe, model_chunks, pg_collection)
+        meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
 
         def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
-            return make_muon(groups, config, recipe, choices), _nothing
+            return make_muon(groups, recipe, choices, meshes), _nothing
 
         names = [
             *common_names(adams),
@@ -347,10 +365,10 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
             recipe, is_layer_wise=recipe.is_layer_wise or layer_wise_distributed_optimizer
         )
         check(config, recipe, model_chunks, choices)
-        check_tensor_parallel(recipe, model_chunks, pg_collection)
+        meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
 
         def create(groups: Any, **kwargs: Any) -> Any:
-            return make_muon(groups, config, recipe, choices, kwargs["qkv_split_shapes"])
+            return make_muon(groups, recipe, choices, meshes, kwargs["qkv_split_shapes"])
 
         # layer-wise, it takes optimizers out of this before it gives them masters
         fp32 = FP32Optimizer if recipe.is_layer_wise else WholeFloat32

@@ -11,23 +11,59 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from megaopt.integration.megatron.adam import MainShardsAdapter
 from megaopt.integration.megatron.checkpoints import align_steps
 from megaopt.integration.megatron.distributed import Chained
 from megaopt.integration.megatron.gradients import Clipping, Norm, norm_group_of
+from megaopt.muon import SPLIT_SIZES
+from megaopt.params.dtensor import locals_of
+
+Meshes = dict[bool, DeviceMesh]
+"""The tensor-parallel ranks that share a matrix: of experts, and of others."""
+
+
+def as_part(local: torch.Tensor, meshes: Meshes) -> torch.Tensor:
+    """A weight of Megatron's, or the part of a matrix that it is, as a DTensor in its memory."""
+    mesh = meshes.get(getattr(local, "expert_tp", False))
+    dim = getattr(local, "partition_dim", -1)
+    if mesh is None or dim not in (0, 1):
+        return local
+    part = DTensor.from_local(local.detach(), mesh, [Shard(dim)], run_check=False)
+    for name in (SPLIT_SIZES, "use_muon", "grad_norm_group"):
+        if hasattr(local, name):
+            setattr(part, name, getattr(local, name))
+    return part
+
+
+def like(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the local shape of a weight, split among ranks as the weight is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
 
 
 class WholeAdapter(MainShardsAdapter):
     """Shows Megatron a fused optimizer of whole weights, with state dicts as torch's are."""
 
+    def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """As MainShardsAdapter, split among ranks as the weight is."""
+        return None if main.dtype == weight.dtype else like(main, weight)
+
     def state_dict(self) -> dict[str, Any]:
-        """States and groups alone: what else ours tells is of one rank's weights."""
+        """States and groups alone: what else ours tells is of one rank's weights.
+
+        Of matrices that ranks share this rank's parts.
+        """
         packed = super().state_dict()
         align_steps(packed["param_groups"])
-        return {name: packed[name] for name in ("state", "param_groups")}
+        states = {place: locals_of(own) for place, own in packed["state"].items()}
+        return {"state": states, "param_groups": packed["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as MainShardsAdapter; also what Megatron saved of other inner optimizers.
@@ -39,7 +75,12 @@ class WholeAdapter(MainShardsAdapter):
         steps = {int(own["step"]) for own in states if "step" in own}
         if steps:
             groups = [{**group, "step": max(steps)} for group in groups]
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        weights = [weight for group in self.fused.param_groups for weight in group["params"]]
+        parts = {
+            place: {name: like(value, weights[place]) for name, value in own.items()}
+            for place, own in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": parts, "param_groups": groups})
         if not any("step" in group for group in groups):
             for group in self.param_groups:
                 group["step"] = 0
@@ -58,12 +99,15 @@ class Whole(Clipping):
         self.shards, self.fused = {}, optimizer
         if self.is_stub_optimizer:
             return
-        models = {id(main): model for model, main in self._pairs()}
+        known = {id(main): model for model, main in self._pairs()}
         groups = [group["params"] for group in optimizer.param_groups]
-        weights = [[models.get(id(main), main) for main in mains] for mains in groups]
+        models = [[known.get(id(main), main) for main in mains] for mains in groups]
+        meshes = getattr(optimizer, "meshes", {})
+        weights = [[as_part(model, meshes) for model in own] for own in models]
         self.optimizer = WholeAdapter(optimizer, weights)
         self.init_state_fn = self.initialize_states
-        self.shards = {weight: weight for own in weights for weight in own}
+        for own, parts in zip(models, weights, strict=True):
+            self.shards.update(zip(own, parts, strict=True))
         # weights with a norm of their own: the step knows one coefficient for all
         self._clips_in_place = any(map(norm_group_of, self.shards))
 
@@ -80,8 +124,9 @@ class Whole(Clipping):
     def prepare_grads(self) -> bool:
         """Megatron's; the step reads gradients where DDP left them."""
         found_inf, params = bool(super().prepare_grads()), self.get_parameters()
-        for weight, param in zip(self._flat_shards() if params else (), params, strict=True):
-            weight.decoupled_grad = param.grad if self._clips_in_place else weight.main_grad
+        for (model, weight), param in zip(self.shards.items(), params, strict=True):
+            grad = param.grad if self._clips_in_place else model.main_grad
+            weight.decoupled_grad = like(grad, weight)
         return found_inf
 
     def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:

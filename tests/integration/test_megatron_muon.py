@@ -19,6 +19,7 @@ from megatron_muon import (
     run_the_page,
     shapes_of,
     step_given_gradients,
+    step_parts,
     train,
     train_and_save,
     warnings_of,
@@ -32,6 +33,7 @@ OTHERS = {
     "muon_num_ns_steps": 3,
 }
 ON_OWNERS = {"config": layer_wise()}
+DUPLICATED = {"config": muon_config(muon_tp_mode="duplicated")}
 SETTINGS = {
     "bf16": {},
     "bf16 gradients": {"fp32_grads": False, "clip_grad": 0.1},
@@ -101,12 +103,33 @@ def test_owners_have_whole_weights_of_their_own(pools):
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"dtype": torch.float32}, {"heads": 4, "groups": 2}], ids=str
+)
+def test_tensor_parallel_ranks_step_whole_matrices(pools, settings):
+    """With the bits of one that has all of them."""
+    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED, **settings)
+    (whole,) = pools(1)(step_parts, case)
+    for found in pools(2)(step_parts, replace(case, tensor_parallel=2)):
+        assert found == whole
+    for found in pools(2)(step_parts, replace(case, tensor_parallel=2, config=muon_config())):
+        assert found != whole  # blockwise
+
+
 # --- checkpoints
 
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
 SAVED = {"on all": {}, "on owners": ON_OWNERS}
+SHARED = {
+    "tensor_parallel": 2,
+    "options": {},
+    "fp32_grads": False,
+    "clip_grad": 0.1,
+    "counts_zeros": True,
+    **DUPLICATED,
+}
 if HAS_KEYS:
     SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
 
@@ -123,6 +146,16 @@ def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     for world in (1, 3):
         for other in pools(world)(load_and_train, case, tmp_path / "a", METADATA):
             assert other["loaded"] == saved[0]
+
+
+def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
+    case = case_of("main_shards", **SHARED)
+    straight = pools(2)(train, case, 3)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
+    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA, 2, 1)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+    assert [each["states"] for each in back] == [each["states"] for each in straight]
 
 
 def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
@@ -182,10 +215,9 @@ def test_what_is_refused(pools, settings, message):
     assert left == []
 
 
-def test_whole_matrices_of_tensor_parallel_ranks_are_refused(pools):
-    case = case_of("main_shards", tensor_parallel=2, config=muon_config(muon_tp_mode="duplicated"))
-    for error, _ in pools(2)(error_of, case):
-        assert error.startswith("ValueError: config.muon_tp_mode must be 'blockwise' with tensor")
+def test_contract_eo_of_parts_is_refused(pools):
+    for error, _ in pools(2)(error_of, case_of("main_shards", tensor_parallel=2, **DUPLICATED)):
+        assert error.startswith("ValueError: contract must be 'ieee' with config.muon_tp_mode='dup")
 
 
 def test_parts_of_tensor_parallel_ranks_are_told_of(pools):

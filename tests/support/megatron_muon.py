@@ -22,6 +22,7 @@ from megatron_gpt import (
 from unfused_torch import UnfusedAdam, UnfusedAdamW
 
 from megaopt.integration import megatron as ours
+from megaopt.params.dtensor import local_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -147,7 +148,8 @@ class MuonTrainer(Trainer):
 
 def flat_copies(tensors):
     names = ("param", *STATES)
-    return {name: tensors[name].detach().clone().view(-1) for name in names if name in tensors}
+    own = {name: local_of(tensors[name]).detach() for name in names if name in tensors}
+    return {name: tensor.clone().view(-1) for name, tensor in own.items()}
 
 
 def keys_of(parts):
@@ -252,3 +254,45 @@ def run_the_page(case):
     trainer = PageTrainer(case)
     kinds = [type(leaf.fused).__name__ for leaf in leaves(trainer.optimizer)]
     return {"kinds": kinds, "steps": trainer.train(2)}
+
+
+def step_parts(case, steps=3):
+    """A hash of each whole weight and its moments after steps of given whole gradients."""
+    trainer = MuonTrainer(case)
+    group = megatron("parallel_state").get_tensor_model_parallel_group()
+    params = dict(trainer.chunk.module.named_parameters())
+    for step in range(steps):
+        grads = [
+            own_part(torch.randn(whole_shape(param, group), generator=generator), param, group)
+            for number, param in enumerate(params.values())
+            for generator in [torch.Generator().manual_seed(100 * step + number)]
+        ]
+        trainer.step_given(grads)
+    kept = {name.partition(" of ")[0]: tensors for name, _, _, tensors in trainer.parts()}
+    found = {}
+    for name, param in params.items():
+        tensors = {"weight": param.detach().view(-1), **kept[name]}
+        shared = {key: joined(own.view(param.shape), param, group) for key, own in tensors.items()}
+        found[name] = {key: hash_of(tensor) for key, tensor in shared.items()}
+    return found
+
+
+def whole_shape(param, group):
+    shape, dim = list(param.shape), getattr(param, "partition_dim", -1)
+    if dim >= 0:
+        shape[dim] *= group.size()
+    return shape
+
+
+def own_part(tensor, param, group):
+    dim = getattr(param, "partition_dim", -1)
+    return tensor if dim < 0 else tensor.chunk(group.size(), dim)[group.rank()]
+
+
+def joined(own, param, group):
+    dim = getattr(param, "partition_dim", -1)
+    if dim < 0:
+        return own
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    gather_alike(parts, own.contiguous(), group)
+    return torch.cat(parts, dim)

@@ -73,7 +73,24 @@ if HAS_KEYS:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = (
+    "bf16 gradients",
+    "fp32",
+    "query groups",
+    "other numbers",
+    "experts",
+    "pipeline",
+    "tensor parallel",
+    "on owners, bf16 gradients",
+    "in buffers of owners",
+)
+
+
+def slow_but(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(SETTINGS, QUICK))
 def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
     expected = once(2, train, case_of(**SETTINGS[name]), 3)
     found = pools(2)(train, case_of("main_shards", **SETTINGS[name]), 3)
@@ -85,7 +102,7 @@ def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("contract", ["ieee", "eo"])
+@pytest.mark.parametrize("contract", slow_but(("ieee", "eo"), ("ieee",)))
 def test_owners_move_no_bit(pools, contract):
     """Without clipping: the norm adds up in other orders."""
     one = case_of("main_shards", clip_grad=0.0, options={"contract": contract})
@@ -103,12 +120,13 @@ def test_owners_have_whole_weights_of_their_own(pools):
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"dtype": torch.float32}, {"heads": 4, "groups": 2}], ids=str
-)
-def test_tensor_parallel_ranks_step_whole_matrices(pools, settings):
+WHOLES = {"bf16": {}, "fp32": {"dtype": torch.float32}, "query groups": SETTINGS["query groups"]}
+
+
+@pytest.mark.parametrize("name", slow_but(WHOLES, ("query groups",)))
+def test_tensor_parallel_ranks_step_whole_matrices(pools, name):
     """With the bits of one that has all of them."""
-    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED, **settings)
+    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED, **WHOLES[name])
     (whole,) = pools(1)(step_parts, case)
     for found in pools(2)(step_parts, replace(case, tensor_parallel=2)):
         assert found == whole
@@ -134,7 +152,7 @@ if HAS_KEYS:
     SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", slow_but(SAVED, ("on owners",)))
 def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     case = case_of("main_shards", **SAVED[name])
     straight = once(2, train, case, 4)

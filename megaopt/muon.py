@@ -36,6 +36,10 @@ MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
 Megatron-Core's."""
 
 
+SPLIT_SIZES = "muon_split_sizes"
+"""The attribute of a parameter that says its split_sizes, where its group says none."""
+
+
 # --- the rules, which share a row of scalars
 
 
@@ -137,8 +141,8 @@ class MuonOptions(Options):
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
         if view.param.dim() != 2:
             refuse(where, f"of two dimensions {under}", view.param)
-        if view.split is not None:
-            raise ValueError(f"{where} must be whole {under}, got a rank's part of a DTensor")
+        if view.split is not None and self.contract == "torch":
+            raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")
         dtype = torch.float32 if masters else view.param.dtype
         if masters and MASTERS[self._master_key] is not MASTERS[torch.float32]:
             own = f"torch.float32, of whole masters, {under}"
@@ -158,9 +162,16 @@ class MuonOptions(Options):
         """What every group has beside its numbers, at first."""
         return {**super().group_keys, "use_muon": None, "split_sizes": None}
 
-    def how(self, group: Mapping[str, Any]) -> Orthogonal:
-        """How matrices of a group are made orthogonal; ValueError for what is no way."""
+    def how(self, group: Mapping[str, Any], param: Any = None) -> Orthogonal:
+        """How matrices of a group are made orthogonal; ValueError for what is no way.
+
+        param: one of the group's, which may say split_sizes of its own.
+        """
         sizes, adjust = group["split_sizes"], group["adjust_lr_fn"]
+        if sizes is None:
+            sizes = getattr(param, SPLIT_SIZES, None)
+            if sizes is not None and not _are_sizes(sizes):
+                refuse(SPLIT_SIZES, SIZES, sizes)
         return Orthogonal(
             coefficients_of(group["ns_coefficients"], group["ns_steps"]),
             eps=float(group["eps"]),
@@ -176,7 +187,7 @@ class MuonOptions(Options):
         """How Muon steps a parameter; None where AdamW does."""
         if not group or why_adamw(param, group) is not None:
             return None
-        return Matrix(self.rules[1], self.how(group))
+        return Matrix(self.rules[1], self.how(group, param))
 
     def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
         """The plan of matrices: launches over many where the backend is "triton"."""
@@ -193,19 +204,17 @@ class MuonOptions(Options):
         if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
             number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], NOT_NEGATIVE)
         if sizes is not None and not _are_sizes(sizes):
-            refuse(f"{where}: split_sizes", "None or a list of whole numbers >= 1", sizes)
+            refuse(f"{where}: split_sizes", SIZES, sizes)
         if not isinstance(given, (str, list, tuple)):
             refuse(f"{where}: ns_coefficients", "three numbers, a list of such or a name", given)
         try:
-            how = self.how(group)
+            self.how(group)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         for index, param in enumerate(group["params"]):
-            self._check_param(param, group, how, f"{where}: use_muon", f"its parameter {index}")
+            self._check_param(param, group, f"{where}: use_muon", f"its parameter {index}")
 
-    def _check_param(
-        self, param: Any, group: Mapping[str, Any], how: Orthogonal, name: str, which: str
-    ) -> None:
+    def _check_param(self, param: Any, group: Mapping[str, Any], name: str, which: str) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
         reason, wanted = why_adamw(param, group), group["use_muon"]
         if is_flat_part(param):
@@ -222,9 +231,12 @@ class MuonOptions(Options):
                 wanted,
             )
         try:
-            how.pieces(param.shape)
+            self.how(group, param).pieces(param.shape)
         except ValueError as error:
             raise ValueError(f"{name.removesuffix('use_muon')}{which}: {error}") from None
+
+
+SIZES = "None or a list of whole numbers >= 1"
 
 
 def _are_sizes(value: Any) -> bool:
@@ -270,7 +282,10 @@ class FusedMuon(FusedOptimizer):
     `param.use_muon = False` or Megatron-Core's `is_embedding_or_output_parameter`. Embeddings and
     output layers are matrices too: mark them, or put them in a group with use_muon=False.
     `describe` lists what goes where. A group may also say split_sizes, the rows of each of several
-    matrices that lie one below another, as in a fused QKV weight.
+    matrices that lie one below another, as in a fused QKV weight; so may a parameter, by its
+    attribute `muon_split_sizes`, where its group does not. Sizes that add up to a part of the rows
+    come again until these are used up, and the rows of each size make one matrix: Megatron-Core's
+    QKV weights, say, which have q, k and v of one query group after another.
 
     A state has momentum_buffer (and, with second_moment, variance_neuron, fp32 of shape (rows,)),
     or exp_avg and exp_avg_sq; and master_param. Of DTensors (FSDP2's) one rank makes the update of

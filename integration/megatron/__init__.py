@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megaopt.integration.megatron.checks import check_arguments
-from megaopt.integration.megatron.choices import Choices
+from megaopt.integration.megatron.choices import MUON, Choices
 from megaopt.options.checks import one_of
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
@@ -45,15 +45,20 @@ def get_megatron_optimizer(
 ) -> Any:
     """Megatron's optimizer for its model chunks, stepped by megaopt.FusedAdam.
 
+    With config.optimizer="muon" or "dist_muon" matrices are stepped by megaopt.FusedMuon, by the
+    config's muon_ fields: docs/how-to/megatron.md has what goes with it.
+
     Args:
-        config: Megatron's OptimizerConfig, which stays as it is; with use_distributed_optimizer.
-            optimizer may be "adam", "lion" or "sgd": FusedAdam, FusedLion, FusedSGD.
+        config: Megatron's OptimizerConfig, which stays as it is; with use_distributed_optimizer,
+            but for Muon. optimizer may be "adam", "lion", "sgd" or "muon": FusedAdam, FusedLion,
+            FusedSGD, FusedMuon.
         model_chunks: as Megatron takes them.
         args: Megatron's other arguments, as kwargs are.
         mode: "main_shards": Megatron keeps its fp32 main shards. "precision_aware": the optimizer
             owns the 16-bit shards of the weights and keeps masters in its state. fp32 moments and
             masters have the same bits in both.
-        contract: how operations are rounded, as for megaopt.FusedAdam.
+        contract: how operations are rounded, as for megaopt.FusedAdam; with Muon "ieee" or "eo", as
+            for megaopt.FusedMuon, and Adam's are ieee's.
         backend: as for megaopt.FusedAdam.
         exp_avg_dtype: of exp_avg, or of SGD's momentum_buffer, as for megaopt.FusedAdam
             ("block64_e4m3" and, for exp_avg_sq, "block64_e5m3": 8 bits, docs/how-to/megatron.md);
@@ -85,7 +90,11 @@ def get_megatron_optimizer(
     options = {each.name: given[each.name] for each in fields(Choices) if each.name in given}
     _check_version(any_version)
     check_arguments(config, model_chunks)
-    one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd"))
+    one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd", *MUON))
+    if config.optimizer in MUON:
+        with plugged_in(any_version=any_version, **options):
+            own: Any = importlib.import_module("megaopt.integration.megatron.muon")
+            return own.get_muon_optimizer(config, model_chunks, *args, **kwargs)
     told = config
     if config.optimizer != "adam":
         options["asked"] = config  # of its own paths to them none is the distributed optimizer's
@@ -117,9 +126,10 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     choices = Choices(**options)
     _check_version(any_version)
     # by name: it imports Megatron, which this module does not
-    plug: Any = importlib.import_module("megaopt.integration.megatron.distributed")
+    names = ("megaopt.integration.megatron.distributed", "megaopt.integration.megatron.muon")
+    plugs: Any = [importlib.import_module(name) for name in names]
     with contextlib.ExitStack() as stack:
-        for module, name, value in plug.replacements(choices):
+        for module, name, value in [each for plug in plugs for each in plug.replacements(choices)]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
         yield

@@ -93,7 +93,9 @@ class MainShardsAdapter(torch.optim.Optimizer):
         ]
         places = zip(self._lists, weights, strict=True)
         pairs = [pair for mains, own in places for pair in zip(mains, own, strict=True)]
-        masters = [None if main is weight else main for main, weight in pairs]
+        masters = [
+            None if main is weight else self.master_of(main, weight) for main, weight in pairs
+        ]
         if absent:
             fused.param_groups.append({**self.param_groups[0], "params": list(absent)})
             masters += [
@@ -101,6 +103,10 @@ class MainShardsAdapter(torch.optim.Optimizer):
             ]
         fused.master_weights = masters
         self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
+
+    def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """What the step takes for the master of a weight; None for one that is its own."""
+        return None if main is weight else main
 
     @property
     def clip_coefficient(self) -> torch.Tensor | None:

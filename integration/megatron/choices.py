@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,6 +25,8 @@ from megaopt.options.choices import Backend, Contract
 from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")
+MUON = ("muon", "dist_muon")
+"""Megatron's names of Muon; the latter is that of the layer-wise optimizer."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Choices:
     """The options of get_megatron_optimizer that are megaopt's."""
 
     mode: str = "main_shards"
-    contract: Contract = "ieee"
+    contract: Contract | Literal["eo"] = "ieee"
     backend: Backend = "auto"
     exp_avg_dtype: torch.dtype | str | None = None
     exp_avg_sq_dtype: torch.dtype | str | None = None
@@ -64,6 +66,11 @@ class Choices:
         self._check_asked()
         self._options()
 
+    @property
+    def adam_contract(self) -> Contract:
+        """The contract of Adam's parameters, also beside Muon's "eo"."""
+        return "ieee" if self.contract == "eo" else self.contract
+
     def _check_asked(self) -> None:
         """Raises ValueError for an option that Adam has and the config's own optimizer has not."""
         if self.asked is None:
@@ -84,7 +91,7 @@ class Choices:
             exp_avg_dtype=_given(self.exp_avg_dtype, torch.float32),
             exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, torch.float32),
             store_param_remainders=bool(self.store_param_remainders),
-            contract=self.contract,
+            contract=self.adam_contract,
             step_counts="group",
             backend=self.backend,
             round_scaled_grads=bool(self.round_scaled_grads),
@@ -144,7 +151,7 @@ class Choices:
             adam_w_mode=adam_w_mode,
             exp_avg_dtype=first,
             exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
-            contract=self.contract,
+            contract=self.adam_contract,
             step_counts="group",
             makes_states="stepped",
             **options,
@@ -179,6 +186,8 @@ class Choices:
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
         check_required(config)
+        if self.contract == "eo":
+            raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
         check_release(config, self.asked)
         if self.offloads:
             check_offload(config)

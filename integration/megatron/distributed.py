@@ -294,8 +294,8 @@ def owner_of(choices: Choices) -> type:
     return PrecisionAware if choices.mode == "precision_aware" else MainShards
 
 
-def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
-    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+def made_of_shards(choices: Choices) -> Any:
+    """What stands in the place of Megatron's function that makes an optimizer of groups."""
     make = factory._get_megatron_optimizer_based_on_param_groups
     make = getattr(make, MEGATRONS, make)  # within another's block: its choices would win
 
@@ -310,8 +310,13 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
         return make(config, model_chunks, *args, **kwargs)
 
     setattr(checked, MEGATRONS, make)
+    return checked
+
+
+def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
     return [
-        (factory, "_get_megatron_optimizer_based_on_param_groups", checked),
+        (factory, "_get_megatron_optimizer_based_on_param_groups", made_of_shards(choices)),
         (factory, "Adam", choices.make_adam),
         # otherwise it takes torch's AdamW, whatever Adam is
         (factory, "USING_PYTORCH_OPTIMIZER", False),

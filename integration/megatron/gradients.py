@@ -12,6 +12,7 @@ import torch
 from megatron.core.optimizer import optimizer as base
 
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
+from megaopt.params.dtensor import local_of
 
 Norm = float | torch.Tensor
 
@@ -27,15 +28,107 @@ def norm_group_of(param: torch.Tensor) -> str | None:
     return group if group in norm_groups() else None
 
 
-class Gradients(CheckpointedOptimizer):
+class Clipping(base.MegatronOptimizer):
+    """Clips by the step: gradients stay as they are, and the step is told a coefficient."""
+
+    fused: Any
+    """The fused optimizer that steps the shards; None without parameters."""
+    shards: dict[Any, Any]
+    """What is stepped of each model parameter; its `decoupled_grad` is the gradient."""
+    grad_name: str
+    """Under which name Megatron looks for the gradients of its optimizer's parameters."""
+    _has_clipped_grads = _clips_in_place = False
+
+    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
+        """Tells the next step by what Megatron would multiply gradients of this norm.
+
+        Where some have a norm of their own, gradients are multiplied here, as Megatron does it.
+        """
+        if not self.shards or self.config.clip_grad <= 0.0:  # without buffers no device
+            return
+        if self._clips_in_place:
+            norms: dict[str | None, Norm] = {None: grad_norm}
+            norms.update((norms_by_group or {}).items())
+            for shard in self.shards.values():
+                norm = norms.get(norm_group_of(shard))
+                coefficient = None if norm is None else self._coefficient(norm)
+                if coefficient is not None:
+                    shard.decoupled_grad.mul_(coefficient)
+        else:
+            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
+
+    def _coefficient(self, norm: Norm) -> torch.Tensor | None:
+        """What gradients of a norm are multiplied by, fp32 of one element; None: nothing."""
+        coefficient = self.config.clip_grad / (norm + 1.0e-6)
+        if isinstance(coefficient, torch.Tensor):
+            return coefficient.clamp(max=1.0)
+        if not coefficient < 1.0:  # of a NaN Megatron makes nothing, on the host
+            return None
+        device = next(iter(self.shards.values())).decoupled_grad.device
+        return torch.full((1,), coefficient, dtype=torch.float32, device=device)
+
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """The norm; the next step clips."""
+        grad_norm = self.get_grad_norm()
+        has_more = clip_grad > 0.0 and len(norm_groups()) > 1
+        norms = self._compute_grad_norms_by_group() if has_more else None
+        self.clip(grad_norm, norms)
+        return grad_norm
+
+    def skips(self, grad_norm: float | torch.Tensor) -> bool:
+        """Whether a norm is so large that Megatron leaves the step out."""
+        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
+        return (
+            not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
+        )
+
+    @contextlib.contextmanager
+    def clipped_grads(self) -> Iterator[None]:
+        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        if self.is_stub_optimizer or self._has_clipped_grads:
+            yield
+            return
+        params, shards = self.get_parameters(), self._flat_shards()
+        grads = [shard.decoupled_grad for shard in shards]
+        coefficient = self.optimizer.clip_coefficient
+        clipped = [
+            local_of(grad).float() * (1 if coefficient is None else coefficient) for grad in grads
+        ]
+        if self.fused.options.round_scaled_grads:
+            pairs = zip(clipped, grads, strict=True)
+            clipped = [value.to(grad.dtype).float() for value, grad in pairs]
+        self._set_grads(params, clipped)
+        self._has_clipped_grads = True
+        try:
+            yield
+        finally:
+            self._has_clipped_grads = False
+            self._set_grads(params, [None] * len(params))
+            for shard, grad in zip(shards, grads, strict=True):
+                shard.decoupled_grad = grad
+
+    def count_zeros(self) -> Any:
+        """How many of the clipped gradients are 0, over all ranks."""
+        with self.clipped_grads():
+            return super().count_zeros()
+
+    def _set_grads(self, params: list[torch.Tensor], grads: list[Any]) -> None:
+        for param, grad in zip(params, grads, strict=True):
+            setattr(param, self.grad_name, grad)
+
+    def _flat_shards(self) -> list[Any]:
+        """This rank's shards in the order of Megatron's parameters, without absent ones."""
+        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
+        return [shard for group in groups for shard in group["params"]]
+
+
+class Gradients(Clipping, CheckpointedOptimizer):
     """Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view.
 
     With a loss scale they are unscaled there by Megatron's own pass, since the norm, whose bits are
     Megatron's, is of unscaled numbers; those of 16 bits are cast to fp32 before, as Megatron does.
     """
 
-    grad_name: str
-    """Under which name Megatron looks for the gradients of its optimizer's parameters."""
     has_16_bit_norm = True
     """Whether the norm is given gradients of 16 bits."""
 
@@ -120,15 +213,6 @@ class Gradients(CheckpointedOptimizer):
         pairs = zip(self._flat_shards(), stand_ins, strict=True)
         return [shard for shard, stand_in in pairs if id(stand_in) in found]
 
-    def _set_grads(self, params: list[torch.Tensor], grads: list[Any]) -> None:
-        for param, grad in zip(params, grads, strict=True):
-            setattr(param, self.grad_name, grad)
-
-    def _flat_shards(self) -> list[Any]:
-        """This rank's shards in the order of Megatron's parameters, without absent ones."""
-        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
-        return [shard for group in groups for shard in group["params"]]
-
     def _may_have_16_bit_norm(self) -> bool:
         """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
 
@@ -153,76 +237,3 @@ class Gradients(CheckpointedOptimizer):
         """The same for releases after 0.16, also for a group with a norm of its own."""
         grads = self._norm_grads.get(grad_norm_group, [])
         return [grad if self.has_16_bit_norm else grad.float() for grad in grads]
-
-    # --- clipping
-
-    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
-        """Tells the next step by what Megatron would multiply gradients of this norm.
-
-        Where some have a norm of their own, gradients are multiplied here, as Megatron does it.
-        """
-        if not self.shards or self.config.clip_grad <= 0.0:  # without buffers no device
-            return
-        if self._clips_in_place:
-            norms: dict[str | None, Norm] = {None: grad_norm}
-            norms.update((norms_by_group or {}).items())
-            for shard in self.shards.values():
-                norm = norms.get(norm_group_of(shard))
-                coefficient = None if norm is None else self._coefficient(norm)
-                if coefficient is not None:
-                    shard.decoupled_grad.mul_(coefficient)
-        else:
-            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
-
-    def _coefficient(self, norm: Norm) -> torch.Tensor | None:
-        """What gradients of a norm are multiplied by, fp32 of one element; None: nothing."""
-        coefficient = self.config.clip_grad / (norm + 1.0e-6)
-        if isinstance(coefficient, torch.Tensor):
-            return coefficient.clamp(max=1.0)
-        if not coefficient < 1.0:  # of a NaN Megatron makes nothing, on the host
-            return None
-        device = self.buffers[0].grad_data.device
-        return torch.full((1,), coefficient, dtype=torch.float32, device=device)
-
-    def clip_grad_norm(self, clip_grad: float) -> Any:
-        """The norm; the next step clips."""
-        grad_norm = self.get_grad_norm()
-        has_more = clip_grad > 0.0 and len(norm_groups()) > 1
-        norms = self._compute_grad_norms_by_group() if has_more else None
-        self.clip(grad_norm, norms)
-        return grad_norm
-
-    def skips(self, grad_norm: float | torch.Tensor) -> bool:
-        """Whether a norm is so large that Megatron leaves the step out."""
-        threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
-        return (
-            not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
-        )
-
-    @contextlib.contextmanager
-    def clipped_grads(self) -> Iterator[None]:
-        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
-        if self.is_stub_optimizer or self._has_clipped_grads:
-            yield
-            return
-        params, shards = self.get_parameters(), self._flat_shards()
-        grads = [shard.decoupled_grad for shard in shards]
-        coefficient = self.optimizer.clip_coefficient
-        clipped = [grad.float() * (1 if coefficient is None else coefficient) for grad in grads]
-        if self.fused.options.round_scaled_grads:
-            pairs = zip(clipped, grads, strict=True)
-            clipped = [value.to(grad.dtype).float() for value, grad in pairs]
-        self._set_grads(params, clipped)
-        self._has_clipped_grads = True
-        try:
-            yield
-        finally:
-            self._has_clipped_grads = False
-            self._set_grads(params, [None] * len(params))
-            for shard, grad in zip(shards, grads, strict=True):
-                shard.decoupled_grad = grad
-
-    def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
-        with self.clipped_grads():
-            return super().count_zeros()

@@ -8,7 +8,7 @@ for the twin here as for the launches (muon_launch.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -202,7 +202,9 @@ class Orthogonal:
     beta2: float = BETA2
     """The part of that mean that a step keeps."""
     split_sizes: tuple[int, ...] | None = None
-    """Rows of each of several matrices that lie one below another; None: it is one."""
+    """Rows of each of several matrices that lie one below another; None: it is one. Sizes that add
+    up to a part of the rows come again until these are used up, and the rows of one size are one
+    matrix, as in Megatron-Core's QKV weights, which have q, k and v of each query group."""
     restarts: tuple[int, ...] = RESTARTS
     """The restarts of Gram's form, in ascending order."""
     contract: str = OWN
@@ -232,7 +234,7 @@ class Orthogonal:
             "method": (self.method, self.method != GRAM),
             "precision": (self.precision, self.precision == BF16),
             "second_moment": (self.second_moment, self.second_moment is None),
-            "split_sizes": (self.split_sizes, self.split_sizes is None),
+            "split_sizes": (self.split_sizes, not of_torch or self.split_sizes is None),
             "ns_coefficients": (self.coefficients, is_one or not of_torch),
             "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS),
         }
@@ -270,31 +272,75 @@ class Orthogonal:
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
+    def is_in_a_row(self, shape: Shape) -> bool:
+        """Whether the rows of each matrix of a parameter follow each other in memory.
+
+        False too for a part of a parameter, of other rows than `split_sizes` add up to.
+        """
+        return self.split_sizes is None or sum(self.split_sizes) == _batch_of(shape)[1]
+
+    def repeats(self, shape: Shape) -> int:
+        """How often `split_sizes` come in each matrix of a whole parameter; 1 without them.
+
+        Raises ValueError as `pieces`.
+        """
+        _, rows, _ = _batch_of(shape)
+        if self.split_sizes is None:
+            return 1
+        again, rest = divmod(rows, sum(self.split_sizes))
+        if rest or not again:
+            raise ValueError(
+                f"split_sizes must add up to {rows} rows, or to a part of them that comes again, "
+                f"got {list(self.split_sizes)}"
+            )
+        if again > 1 and self.second_moment is not None:
+            raise ValueError(
+                f"split_sizes must add up to {rows} rows with second_moment="
+                f"{self.second_moment!r}, got {list(self.split_sizes)}"
+            )
+        return again
+
     def pieces(self, shape: Shape) -> list[tuple[int, int]]:
         """The shapes of the matrices of a parameter, as they lie one behind another in memory.
 
         Two dimensions are a matrix; three a batch of them; more, as of convolutions, one of
-        [first, all others]. `split_sizes` cuts each into matrices of so many rows. Raises
-        ValueError for fewer dimensions, and for sizes that do not add up to the rows.
+        [first, all others]. `split_sizes` cuts each into matrices of so many rows, or so many in
+        each of `repeats` parts. Raises ValueError for fewer dimensions, and for sizes that do not
+        add up to the rows or a part of them.
         """
-        if len(shape) < 2:
-            raise ValueError(
-                f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
-            )
-        count, rows, columns = 1, shape[0], math.prod(shape[1:])
-        if len(shape) == 3:
-            count, rows, columns = shape
+        count, rows, columns = _batch_of(shape)
+        again = self.repeats(shape)
         sizes = (rows,) if self.split_sizes is None else self.split_sizes
-        if sum(sizes) != rows:
-            raise ValueError(f"split_sizes must add up to {rows} rows, got {list(sizes)}")
-        return [(size, columns) for size in sizes] * count
+        return [(again * size, columns) for size in sizes] * count
+
+    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a parameter's tensor: views, or copies where there are `repeats`."""
+        count, rows, columns = _batch_of(whole.shape)
+        sizes = [rows] if self.split_sizes is None else list(self.split_sizes)
+        apart = whole.reshape(count, self.repeats(whole.shape), sum(sizes), columns)
+        return [piece.flatten(0, 1) for own in apart for piece in own.split(sizes, dim=1)]
+
+    def joined(self, pieces: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
+        """A tensor of a parameter's shape, of matrices as `cut` gives them."""
+        _, _, columns = _batch_of(shape)
+        again, several = self.repeats(shape), len(self.split_sizes or (1,))
+        parts = [piece.reshape(again, len(piece) // again, columns) for piece in pieces]
+        whole = [torch.cat(parts[i : i + several], dim=1) for i in range(0, len(parts), several)]
+        return torch.stack(whole).view(*shape)
 
     def cuts(self, shape: Shape) -> list[Cut]:
-        """The matrices of a parameter, and where they lie in it."""
-        found, first = [], 0
-        for own in self.pieces(shape):
-            found.append(Cut(own, [(first, math.prod(own))]))
-            first += math.prod(own)
+        """The matrices of a parameter, and where their rows lie in it."""
+        count, rows, columns = _batch_of(shape)
+        again = self.repeats(shape)
+        sizes = (rows,) if self.split_sizes is None else self.split_sizes
+        found = []
+        for batch in range(count):
+            first = batch * rows
+            for size in sizes:
+                starts = [(first + part * (rows // again)) * columns for part in range(again)]
+                shape = (again * size, columns)
+                found.append(Cut(shape, [(start, size * columns) for start in starts]))
+                first += size
         return found
 
     def is_gram(self, shape: Shape) -> bool:
@@ -309,6 +355,18 @@ class Orthogonal:
         if self.second_moment is None:
             return {}
         return {SECOND_MOMENT: (sum(rows for rows, _ in self.pieces(shape)),)}
+
+
+def _batch_of(shape: Shape) -> tuple[int, int, int]:
+    """How many matrices a parameter has before they are cut, and their rows and columns."""
+    if len(shape) < 2:
+        raise ValueError(
+            f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
+        )
+    if len(shape) == 3:
+        count, rows, columns = shape
+        return count, rows, columns
+    return 1, shape[0], math.prod(shape[1:])
 
 
 def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -491,22 +549,14 @@ def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """The update of a parameter, fp32."""
     how: Orthogonal = work.how
     updates, rows = [], 0
-    for piece in _cut(direction, how):
+    for piece in how.cut(direction):
         update = orthogonal(piece.float(), how)
         if how.second_moment:
             own = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
             update = normalized(update, own, how.beta2, how.ratio(piece.shape))
-        updates.append(update.float().flatten())
+        updates.append(update.float())
         rows += len(piece)
-    return torch.cat(updates).view(direction.shape)
-
-
-def _cut(direction: torch.Tensor, how: Orthogonal) -> Iterator[torch.Tensor]:
-    """The matrices of a parameter."""
-    flat, first = direction.reshape(-1), 0
-    for rows, columns in how.pieces(direction.shape):
-        yield flat[first : first + rows * columns].view(rows, columns)
-        first += rows * columns
+    return how.joined(updates, direction.shape)
 
 
 MUON = MatrixRule(

@@ -35,7 +35,7 @@ from megaopt.kernels.matrix.muon import (
     iterated,
     ordered,
 )
-from megaopt.kernels.matrix.muon_peers import PeerSteps
+from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
@@ -80,19 +80,20 @@ def muon_plan(
 ) -> MatrixPlan:
     """The plan of parameters that MUON steps: in launches where the backend is "triton".
 
-    Contracts "torch" and "eo" are torch's operations on every backend.
+    Contracts "torch" and "eo" are torch's operations on every backend. Matrices whose rows do not
+    follow each other are stepped one by one.
 
     Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
     """
     assert formats.matrix is not None
-    places, is_launched = places or in_order(len(shapes)), backend == BACKENDS["triton"].name
-    launches: Any = None
-    if formats.matrix.how.contract != OWN:
-        launches = PeerSteps(formats, groups)
-    elif is_launched:
+    how, places = formats.matrix.how, places or in_order(len(shapes))
+    is_launched, launches = backend == BACKENDS["triton"].name, None
+    making: Any = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
+    if how.contract != OWN:
+        launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)
+    elif is_launched and all(map(how.is_in_a_row, shapes)):
         launches = MuonLaunches(formats, shapes, groups, places, device, room)
     step = LaunchedStep() if is_launched else step_tensor
-    making = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
     return MatrixPlan(formats, groups, places, step, launches, making)
 
 

@@ -16,7 +16,9 @@ import torch
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import MASTERS, WEIGHTS
 from megaopt.kernels.matrix.muon import EO, TORCH, Orthogonal
+from megaopt.kernels.matrix.shared import Making
 from megaopt.kernels.norm.reference import accumulate_reference
+from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.reference import controlled_grad, skips_of
 
@@ -65,13 +67,18 @@ def step_as_eo(
         param.add_(param, alpha=-weight_decay * lr)
     buffer.lerp_(grad, 1 - momentum)
     direction = grad.lerp(buffer, momentum) if nesterov else buffer
-    update = _orthogonal_as_eo(direction, how)
+    updates = [_update_as_eo(piece, how) for piece in how.cut(direction)]
+    param.add_(how.joined(updates, param.shape), alpha=-lr)
+
+
+def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
+    """What Megatron-Core's TensorParallelMuon makes of a matrix."""
     extra = 1.0
     if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
-        scale, extra = math.sqrt(max(param.shape)), 0.2
+        scale, extra = math.sqrt(max(direction.shape)), 0.2
     else:
-        scale = how.ratio(param.shape)
-    param.add_(update * scale * extra, alpha=-lr)
+        scale = how.ratio(direction.shape)
+    return _orthogonal_as_eo(direction, how) * scale * extra
 
 
 def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
@@ -122,15 +129,86 @@ class PeerSteps:
 
     def _step_one(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
         formats, param = self._formats, own.get("master", own["weight"]).detach()
-        if row is None:
-            grad = formats.grad.decode_reference(own["grad"])
-        else:
-            grad = controlled_grad(own["grad"], row, formats, self._rule)
-        grad = (grad * -1.0 if formats.maximize else grad).to(param.dtype)
+        grad = _gradient(own["grad"], row, formats, self._rule).to(param.dtype)
         own_numbers = numbers[: self._rule.row_length][-COUNT:]  # behind those of others in the row
         self._step(param, grad, own["momentum_buffer"], own_numbers, self._how)
         if "master" in own:
             own["weight"].detach().copy_(formats.weight.encode_reference(param))
+
+
+def _gradient(stored: torch.Tensor, row: Any, formats: Formats, rule: Rule) -> torch.Tensor:
+    """The fp32 gradient of a step; row: of the controls, or None."""
+    if row is None:
+        grad = formats.grad.decode_reference(stored)
+    else:
+        grad = controlled_grad(stored, row, formats, rule)
+    return grad * -1.0 if formats.maximize else grad
+
+
+# --- among ranks: contract "eo"
+
+
+class PeerPlan:
+    """Steps parts of matrices elementwise: their momentum, or weights by updates."""
+
+    def __init__(self, formats: Formats, rule: Rule, groups: Sequence[int]) -> None:
+        self.formats, self._rule, self._groups = formats, rule, groups
+        self._buffers: Buffers = {}
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step."""
+        self._buffers = buffers
+
+    def accumulate(self, bins: torch.Tensor) -> None:
+        """Adds the squares of the gradients to the bins of megaopt.kernels.norm."""
+        accumulate_reference(self._buffers["grad"], bins)
+
+    @torch.no_grad()
+    def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
+        """One step; numbers are on the host."""
+        left_out = skips_of(controls, len(scalars))
+        for index, group in enumerate(self._groups):
+            if not left_out[group]:
+                own = {slot: each[index] for slot, each in self._buffers.items()}
+                numbers = scalars[group][: self._rule.row_length][-COUNT:]
+                row = None if controls is None else controls[group]
+                (self._direct if self._rule.moments else self._update)(own, numbers, row)
+
+    def _direct(self, own: dict[str, torch.Tensor], numbers: Numbers, row: Any) -> None:
+        grad, buffer = _gradient(own["grad"], row, self.formats, self._rule), own["momentum_buffer"]
+        momentum, nesterov, _, _ = numbers
+        buffer.lerp_(grad, 1 - momentum)
+        own["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
+
+    def _update(self, own: dict[str, torch.Tensor], numbers: Numbers, row: Any) -> None:
+        param, (_, _, weight_decay, lr) = own.get("master", own["weight"]), numbers
+        if weight_decay:
+            param.add_(param, alpha=-weight_decay * lr)
+        param.add_(own["grad"], alpha=-lr)
+        if "master" in own:
+            own["weight"].copy_(self.formats.weight.encode_reference(param))
+
+
+class PeerPlans:
+    """Makes them, as kernels.backends do."""
+
+    def plan(
+        self, formats: Formats, rule: Rule, numels: Any, groups: Sequence[int], *_: Any
+    ) -> PeerPlan:
+        """The plan of some tensors."""
+        return PeerPlan(formats, rule, groups)
+
+
+class PeerMaking(Making):
+    """How ranks that share matrices step them as Emerging-Optimizers' "duplicated" mode does."""
+
+    plans = PeerPlans()
+
+    def make(
+        self, wholes: list[torch.Tensor], own: Sequence[int], notes: Any, kept: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """The updates of whole matrices."""
+        return [_update_as_eo(whole, self.matrix.how) for whole in wholes]
 
 
 def _check(formats: Formats) -> None:

@@ -112,6 +112,8 @@ class Making:
 
     direction = sent = FLOAT32
     """The formats of directions, and of what ranks send one another."""
+    plans: Any = None
+    """What makes plans of what is elementwise, as a backend does; None: the backend."""
     shares_work = False
     """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
 
@@ -239,6 +241,7 @@ class SharedSteps:
         exchange: Any,
     ) -> None:
         self._making, self._exchange, self._device = making, exchange, device
+        backend = making.plans or backend
         self._groups = groups
         own = (formats, making, groups, places, backend, device)
         self._ways = [Way(bucket, *own) for bucket in exchange.buckets]

@@ -3,7 +3,7 @@
 import muon_ranks
 import pytest
 import torch
-from fsdp2_ranks import assert_same_on_all, trained
+from fsdp2_ranks import assert_same_on_all, split_muon, trained
 from interpreted import interpreted
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
@@ -190,3 +190,24 @@ def test_parts_of_tensor_parallelism_have_the_bits_of_one_process(on_ranks, kind
     for found in on_ranks(3, muon_ranks.of_tensor_parallel, *own, **clip):
         assert_same(found["weights"], expected["weights"])
         assert_same(found["states"], expected["states"])
+
+
+def test_contract_eo_has_the_bits_of_one_process(on_ranks):
+    """Of parts of tensor parallelism, by torch's operations, which are alike for all elements."""
+    options = {"contract": "eo", "ns_coefficients": "quintic", "adjust_lr_fn": "spectral"}
+    shapes, dims = [(24, 16), (12, 36), (6, 5)], [0, 1, None]
+    expected = trained({**options, "optimizer": FusedMuon}, 3, shapes=shapes)
+    for found in on_ranks(3, muon_ranks.of_tensor_parallel, options, 3, dims, shapes):
+        assert_same(found["weights"], expected["weights"])
+        assert_same(found["states"], expected["states"])
+
+
+@interpreted
+def test_sizes_that_come_again_are_split_over_ranks_too(on_ranks):
+    """Rows of one matrix lie apart, as in Megatron's QKV weights; launches, fp16."""
+    options = {**KINDS["masters, fp16"], "optimizer": split_muon}
+    shapes = [(12, 10), (24, 6), (4, 9)]
+    expected = trained(options, 2, shapes=shapes)
+    for backend in ("reference", "triton"):
+        found = on_ranks(3, trained, {**options, "backend": backend}, 2, shapes=shapes)
+        assert_same_on_all(found, expected)

@@ -342,8 +342,8 @@ ERRORS = [
     (("given", "model_chunks", []), f"model_chunks must be a list of at least one {CHUNK}[]"),
     (("without ddp", None, None), f"model_chunks[1] must be a {CHUNK}GPTModel"),
     (
-        ("config", "optimizer", "muon"),
-        "config.optimizer must be one of adam, lion, sgd, got 'muon'",
+        ("config", "optimizer", "soap"),
+        "config.optimizer must be one of adam, lion, sgd, muon, dist_muon, got 'soap'",
     ),
     (
         ("config", "use_distributed_optimizer", False),

@@ -1,6 +1,7 @@
 """Muon's rule for one matrix: the twin beside an oracle, errors against fp64, what is refused."""
 
 import math
+from itertools import pairwise
 
 import ml_dtypes
 import muon_oracle
@@ -113,6 +114,23 @@ def test_a_tall_matrix_is_the_wide_one_turned(form):
     how = how_of(form, adjust=1.0)
     matrix = random((24, 70))
     assert_same_bits(updated(matrix.mT.contiguous(), how), updated(matrix, how).mT)
+
+
+@pytest.mark.parametrize("shape", [(24, 22), (2, 24, 22), (24, 2, 11, 1), (8, 22)])
+def test_sizes_that_come_again_are_pieces_put_together(shape):
+    """As q, k and v of each query group in turn."""
+    how, alone = how_of(split_sizes=(5, 1, 2), adjust="original"), how_of(adjust="original")
+    matrix, firsts = random(shape), (0, 5, 6, 8)
+    found = updated(matrix, how).view(-1, 22)
+    per_matrix = 8 if shape[0] == 8 else 24
+    pieces, count = how.pieces(shape), matrix.numel() // 22 // per_matrix
+    assert len(pieces) == 3 * count
+    for number, own in enumerate(matrix.view(count, per_matrix, 22)):
+        for place, (begin, end) in enumerate(pairwise(firsts)):
+            rows = [r for r in range(per_matrix) if begin <= r % 8 < end]
+            assert pieces[3 * number + place] == (len(rows), 22)
+            update = found[[number * per_matrix + r for r in rows]]
+            assert_same_bits(update, updated(own[rows], alone))
 
 
 @pytest.mark.parametrize("second_moment", [None, "normuon"])
@@ -256,7 +274,12 @@ REFUSED = {
     "adjust_lr_fn must be from .* with precision='fp16'": (
         lambda: how_of("standard fp16", adjust=1e-3)
     ),
-    "split_sizes must add up to 9 rows, got": lambda: how_of(split_sizes=(4, 4)).pieces((9, 3)),
+    "split_sizes must add up to 9 rows, or to a part": (
+        lambda: how_of(split_sizes=(4, 4)).pieces((9, 3))
+    ),
+    "split_sizes must add up to 8 rows with second_moment='normuon'": (
+        lambda: how_of(split_sizes=(3, 1), second_moment="normuon").pieces((8, 3))
+    ),
     r"must have two dimensions or more, got \[9\]": lambda: how_of().pieces((9,)),
     "precision must be one that contract 'torch' has": (
         lambda: how_of("standard fp16", contract="torch")

@@ -1,9 +1,11 @@
 """FusedMuon: what goes to Muon and what to AdamW, with which bits; what is refused."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from fsdp2_ranks import split_muon, trained
 from handling import copy_weights, refused, train_all
 from interpreted import interpreted
 from kinds import BLOCKS, DRAWN, STOCHASTIC, kept_as
@@ -179,6 +181,31 @@ def test_several_matrices_in_one_parameter_have_the_bits_that_they_have_alone():
     assert not torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("contract", ["ieee", "eo"])
+def test_sizes_that_come_again_are_one_matrix_each(backend, contract):
+    """A parameter says its own sizes: 2 rows of q, 1 of k and 1 of v, for each of three groups."""
+    rows = [
+        [r for r in range(12) if begin <= r % 4 < end] for begin, end in ((0, 2), (2, 3), (3, 4))
+    ]
+    weight = values((12, 10), 5)
+    fused, other = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight.clone())
+    fused.muon_split_sizes = (2, 1, 1)
+    alone = [torch.nn.Parameter(weight[own].clone()) for own in rows]
+    options = {"backend": backend, "contract": contract}
+    optimizers = [FusedMuon(own, 0.1, **options) for own in ([fused, other], alone)]
+    for step in range(2):
+        fused.grad = other.grad = values((12, 10), 70 + step)
+        for param, own in zip(alone, rows, strict=True):
+            param.grad = fused.grad[own]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert not torch.equal(fused, other)
+    for param, own in zip(alone, rows, strict=True):
+        assert torch.equal(fused[own], param)
+    assert optimizers[0].describe()[0].matrices == ((6, 10), (3, 10), (3, 10))
+
+
 def test_momentum_in_blocks_goes_by_rows_of_all_dimensions_but_the_first():
     """As FusedAdam's moments do."""
     shapes = [(8, 8, 128), (64, 16, 4, 2), (33, 128), (48, 96), (4, 128)]
@@ -283,6 +310,7 @@ REFUSED = {
     "momentum": ([], {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),
     "nesterov": ([], {"nesterov": None}, "nesterov must be one of True, False, got None"),
     "sizes": ([], {"split_sizes": 3}, r"split_sizes must be None or a list of whole numbers >= 1"),
+    "own sizes": ([marked("muon_split_sizes", 4)], {}, "muon_split_sizes must be"),
     "sum": ([torch.ones(4, 3)], {"split_sizes": [2, 1]}, "its parameter 0: split_sizes must add"),
     "sizes of AdamW's": ([], {"split_sizes": [1], "use_muon": False}, "None beside use_muon=False"),
     "method": ([], {"method": "gram"}, "method must be 'auto', the optimizer's own argument"),
@@ -341,6 +369,17 @@ def test_it_resumes_at_each_step(options):
         resumed.load_state_dict(through_a_file(straight.state_dict()))
         train_all((straight, resumed), 1, done)
         assert_same_run(resumed, straight)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+def test_ranks_split_the_whole_matrix(on_ranks, backend):
+    """Their own rows may be no whole number of the sizes that come again."""
+    given = {"optimizer": split_muon, "backend": backend, "weights": FP32}
+    run = partial(trained, shapes=[(12, 10), (8, 6), (4, 9)])
+    expected = run(given, 2)
+    for world in (2, 3):
+        for rank, found in enumerate(on_ranks(world, run, given, 2)):
+            assert_same(found, expected, f"rank {rank}")
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])

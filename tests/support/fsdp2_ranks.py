@@ -121,6 +121,11 @@ def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     return snapshot(optimizer)
 
 
+def split_muon(params, **options):
+    """FusedMuon of matrices of 4 rows that come again: q of two rows, k and v of one each."""
+    return megaopt.FusedMuon([{"params": params, "split_sizes": (2, 1, 1)}], **options)
+
+
 def said(action):
     """What is said of an action that is refused."""
     try:

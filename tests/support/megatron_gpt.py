@@ -88,6 +88,12 @@ class Case:
     """Matrices stand for MXFP8 parameters, within megatron_mxfp8.stand_ins."""
     config: dict = field(default_factory=dict)
     """More of Megatron's OptimizerConfig, set when it is made."""
+    shards: bool = True
+    """DDP is told of the distributed optimizer."""
+    lays_out: bool = False
+    """The distributed optimizer's buffers keep each matrix on one rank, for the layer-wise one."""
+    groups: int | None = None
+    """Query groups of attention; None: one a head."""
 
 
 def megatron(name):
@@ -114,6 +120,7 @@ def build_chunks(case):
         num_layers=2 * (case.virtual or 1),
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
+        num_query_groups=case.groups,
         ffn_hidden_size=case.inner,
         bf16=case.dtype == torch.bfloat16,
         fp16=case.dtype == torch.float16,
@@ -178,7 +185,7 @@ def wrap(case, config, virtual_stage):
             param.requires_grad_(False)
     distributed = megatron("distributed")
     settings = distributed.DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=case.shards,
         grad_reduce_in_fp32=case.fp32_grads,
         overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and case.gathers_late,
@@ -188,7 +195,18 @@ def wrap(case, config, virtual_stage):
         reuse_grad_buf_for_mxfp8_param_ag=case.mxfp8,
         fp8_param_gather=case.mxfp8,
     )
-    return distributed.DistributedDataParallel(config, settings, model)
+    more = {"full_param_layout": whole_layout(model, settings)} if case.lays_out else {}
+    return distributed.DistributedDataParallel(config, settings, model, **more)
+
+
+def whole_layout(model, settings):
+    """As Megatron's training makes it for the layer-wise optimizer, after release 0.16."""
+    own = megatron("optimizer.layer_wise_optimizer")
+    own.tag_params_for_buffer_routing([model])
+    make = own.LayerWiseDistributedOptimizer.compute_full_param_layout
+    ranks = megatron("parallel_state").get_data_parallel_world_size(with_context_parallel=True)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return make(params, settings.bucket_size, ranks, settings)
 
 
 def optimizer_config(case):
@@ -310,12 +328,15 @@ class Trainer:
         self.case, self.done = case, 0
         self.config, self.chunks = build_chunks(case)
         self.chunk = self.chunks[0]
-        self.optimizer = build_optimizer(case, self.chunks)
+        self.optimizer = self.make_optimizer()
         self.config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
         self.config.no_sync_func = self.all_of("no_sync")
         self.config.grad_scale_func = self.optimizer.scale_loss
         if self.chunk.ddp_config.overlap_param_gather:
             self.config.param_sync_func = self.all_of("start_param_sync")
+
+    def make_optimizer(self):
+        return build_optimizer(self.case, self.chunks)
 
     def all_of(self, name):
         found = [getattr(chunk, name) for chunk in self.chunks]

@@ -305,7 +305,8 @@ class Owners:
 
     def pack(self, bucket: Bucket, updates: Sequence[torch.Tensor], far: torch.Tensor) -> None:
         """Writes the parts of the updates of `bucket.own`."""
-        _copy([(own, part) for part, own in bucket.cut(updates, far, False)])
+        own = [each.contiguous() for each in updates]
+        _copy([(into, part) for part, into in bucket.cut(own, far, False)])
 
     def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor) -> Any:
         """Sends each rank its parts; returns what waits."""

@@ -1,0 +1,398 @@
+"""Megatron's `--optimizer muon` by FusedMuon: what the config says, and where it gets in."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import optimizer as factory
+from megatron.core.optimizer import layer_wise_optimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_pg_size
+from torch.distributed.device_mesh import DeviceMesh
+
+import megaopt
+from megaopt.integration.megatron.adam import Shards
+from megaopt.integration.megatron.checks import check_parameter
+from megaopt.integration.megatron.choices import MUON, Choices
+from megaopt.integration.megatron.distributed import MEGATRONS, Chained, made_of_shards
+from megaopt.integration.megatron.float8 import is_fp8
+from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
+from megaopt.kernels.matrix.muon import COEFFICIENTS, MOST_STEPS
+from megaopt.muon import SPLIT_SIZES
+from megaopt.options.checks import DECAY, number, one_of, refuse
+
+CONTRACTS = ("ieee", "eo")
+SCALES = {
+    "spectral": "spectral",
+    "unit_rms_norm": "spectral_unclamped",
+    "shape_scaling": "original",
+}
+"""FusedMuon's adjust_lr_fn for each muon_scale_mode."""
+MATCHED = ("spectral", 0.2)
+"""The scale mode and the extra factor that are adjust_lr_fn="match_rms_adamw" here."""
+BLOCKWISE, DUPLICATED = "blockwise", "duplicated"
+
+
+class ShardMuon(Shards, megaopt.FusedMuon):
+    """megaopt.FusedMuon over whole weights of Megatron's."""
+
+    meshes: Meshes
+    """The ranks that bring their parts of a matrix together; none where each steps its own."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What Megatron's config says of Muon, checked; `options` are FusedMuon's."""
+
+    options: dict[str, Any]
+    splits_qkv: bool
+    tp_mode: str
+    is_layer_wise: bool
+
+
+def recipe_of(config: Any) -> Recipe:
+    """What an OptimizerConfig says; ValueError for a field that is out of its range."""
+    one_of("config.optimizer", config.optimizer, MUON)
+    number("config.muon_momentum", config.muon_momentum, DECAY)
+    steps = config.muon_num_ns_steps
+    if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
+        refuse("config.muon_num_ns_steps", f"a whole number from 1 to {MOST_STEPS}", steps)
+    nesterov = "muon_nesterov" if hasattr(config, "muon_nesterov") else "muon_use_nesterov"
+    coefficients = getattr(config, "muon_coefficient_type", "quintic")  # not in 0.16
+    allowed = {
+        nesterov: (True, False),
+        "muon_scale_mode": tuple(SCALES),
+        "muon_fp32_matmul_prec": ("medium",),
+        "muon_tp_mode": (BLOCKWISE, DUPLICATED),
+        "muon_split_qkv": (True, False),
+        "muon_scalar_optimizer": ("adam",),
+    }
+    for name, values in allowed.items():
+        if hasattr(config, name):
+            one_of(f"config.{name}", getattr(config, name), values)
+    one_of("config.muon_coefficient_type", coefficients, COEFFICIENTS)
+    own_layer_wise = getattr(config, "use_layer_wise_distributed_optimizer", False)
+    options = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.muon_momentum,
+        "nesterov": getattr(config, nesterov),
+        "ns_coefficients": coefficients,
+        "ns_steps": steps,
+        "adjust_lr_fn": _adjust(config.muon_scale_mode, config.muon_extra_scale_factor),
+    }
+    is_layer_wise = own_layer_wise or config.optimizer == "dist_muon"
+    return Recipe(options, config.muon_split_qkv, config.muon_tp_mode, is_layer_wise)
+
+
+def _adjust(mode: str, extra: float) -> str:
+    if (mode, extra) == MATCHED:
+        return "match_rms_adamw"
+    if extra != 1.0:
+        refuse(
+            "config.muon_extra_scale_factor",
+            f"1.0, or {MATCHED[1]} with config.muon_scale_mode={MATCHED[0]!r}",
+            extra,
+        )
+    return SCALES[mode]
+
+
+# --- what it does not go with
+
+
+def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Choices) -> None:
+    """Raises ValueError where Megatron's settings, its parameters or choices are not supported."""
+    one_of("contract", choices.contract, CONTRACTS)
+    one_of("mode", choices.mode, ("main_shards",))
+    chosen = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
+    for name in chosen:
+        one_of(name, getattr(choices, name), (None, torch.float32))
+    refused = [
+        ("fp16", config.fp16, False, "as in Megatron"),
+        ("loss_scale", config.loss_scale, None, "Megatron unscales no gradients of Muon's"),
+        ("use_precision_aware_optimizer", config.use_precision_aware_optimizer, False, ""),
+        ("optimizer_cpu_offload", config.optimizer_cpu_offload, False, ""),
+        ("optimizer_cuda_graph", getattr(config, "optimizer_cuda_graph", False), False, ""),
+    ]
+    if recipe.is_layer_wise:
+        reason = "the layer-wise optimizer makes the fp32 masters of bf16 weights alone"
+        refused += [("bf16", config.bf16, True, reason)]
+    for name, value, allowed, reason in refused:
+        if value != allowed:
+            because = f": {reason}" if reason else ""
+            raise ValueError(
+                f"config.{name} must be {allowed!r} with config.optimizer={config.optimizer!r}, "
+                f"got {value!r}{because}"
+            )
+    for chunk in model_chunks:
+        _check_chunk(chunk, config, recipe)
+
+
+def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
+    ddp = chunk.ddp_config
+    if ddp.use_megatron_fsdp:
+        refuse("use_megatron_fsdp", "False with Muon, which needs whole matrices", True)
+    instances = ddp.num_distributed_optimizer_instances
+    if instances != 1:
+        refuse("num_distributed_optimizer_instances", "1 with Muon", instances)
+    if not has_whole_layout(chunk, recipe) and (
+        ddp.use_distributed_optimizer or config.use_distributed_optimizer
+    ):
+        raise ValueError(
+            "use_distributed_optimizer must be False with Muon, got True: the distributed "
+            "optimizer's shards cut matrices. With config.use_layer_wise_distributed_optimizer, "
+            "after tag_params_for_buffer_routing, and with the full_param_layout of "
+            "LayerWiseDistributedOptimizer given to DistributedDataParallel, it may be True"
+        )
+    for name, param in chunk.named_parameters():
+        check_parameter(name, param, False)
+        if is_fp8(param):
+            kind = type(param.data).__name__
+            refuse(f"parameter {name!r}", "fp32 or bf16 with Muon", kind)
+        if getattr(param, "use_muon", None) is False and param.requires_grad and param.dim() == 2:
+            raise ValueError(
+                f"parameter {name!r} must not be marked use_muon=False, which Megatron's releases "
+                "up to 0.19 do not know; is_embedding_or_output_parameter=True leaves it to Adam"
+            )
+
+
+def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
+    """Whether DDP's buffers keep each matrix on one rank, as the layer-wise optimizer needs it."""
+    layout = getattr(chunk, "full_param_layout", None)
+    keys = getattr(layout, "layouts", {})
+    name = "is_managed_by_layer_wise_optimizer"
+    return recipe.is_layer_wise and any(getattr(key, name, False) for key in keys)
+
+
+def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: Any) -> Meshes:
+    """The tensor-parallel ranks that bring their parts of a matrix together.
+
+    None, with a warning, where each makes its own part orthogonal. Raises ValueError where Muon
+    cannot step what they share.
+    """
+    groups = groups or ProcessGroupCollection.use_mpu_process_groups()
+    params = [param for chunk in chunks for param in chunk.parameters()]
+    names = {False: "tp"}
+    if not all(getattr(param, "allreduce", True) for param in params):
+        names[True] = "expt_tp"
+    sharing = {key: getattr(groups, name) for key, name in names.items()}
+    sharing = {key: group for key, group in sharing.items() if get_pg_size(group) > 1}
+    if not sharing:
+        return {}
+    if recipe.tp_mode == DUPLICATED:
+        if choices.contract != "ieee":
+            raise ValueError(
+                "contract must be 'ieee' with config.muon_tp_mode='duplicated' and tensor "
+                f"parallelism, got {choices.contract!r}, which steps no parts of matrices"
+            )
+        kind = params[0].device.type
+        return {key: DeviceMesh.from_group(group, kind) for key, group in sharing.items()}
+    sizes = [get_pg_size(group) for group in sharing.values()]
+    warnings.warn(
+        "config.muon_tp_mode='blockwise' makes each tensor-parallel rank's part of a matrix "
+        "orthogonal by itself, and scales it by the part's shape: updates are other ones than of "
+        f"whole matrices, and change with the number of ranks, {max(sizes)} here",
+        stacklevel=4,
+    )
+    return {}
+
+
+# --- the optimizers
+
+
+def make_muon(
+    groups: list[dict[str, Any]],
+    recipe: Recipe,
+    choices: Choices,
+    meshes: Meshes,
+    qkv_sizes: Sequence[int] | None = None,
+) -> ShardMuon:
+    """FusedMuon of Megatron's groups; qkv_sizes: of QKV weights that do not say them, in 0.16."""
+    for group in groups:
+        group["use_muon"] = True
+        for param in group["params"]:
+            if getattr(param, "is_qkv", False):
+                own = getattr(param, "qkv_split_shapes", None) or qkv_sizes
+                setattr(param, SPLIT_SIZES, tuple(own) if recipe.splits_qkv and own else None)
+    muon = ShardMuon(
+        groups,
+        **recipe.options,
+        contract=choices.contract,  # type: ignore[arg-type]  # `check` knows
+        backend=choices.backend,
+        dtype=torch.float32,  # masters, which Megatron makes
+        use_decoupled_grad=True,
+        # Megatron's own gathers write the weights that its masters made
+        on_external_write="ignore",
+    )
+    muon.meshes = meshes
+    return muon
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of Megatron's functions that make states: ours makes its own."""
+
+
+@contextlib.contextmanager
+def rebound(names: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within it, names of modules stand for other values."""
+    with contextlib.ExitStack() as stack:
+        for module, name, value in names:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def adam_beside(choices: Choices) -> Callable[..., Any]:
+    """Megatron's function for Adam's parameters, with its distributed optimizer or without.
+
+    The former is the layer-wise optimizer's way for them where DDP has a layout of whole matrices.
+    """
+    sharded = made_of_shards(choices)
+    make = getattr(sharded, MEGATRONS)
+
+    def made(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config.use_distributed_optimizer:
+            return sharded(config, *args, **kwargs)
+        factory.Adam = choices.make_adam
+        return make(config, *args, **kwargs)
+
+    return made
+
+
+def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """What stands in the place of Megatron's in both releases."""
+    return [
+        (factory, "_get_megatron_optimizer_based_on_param_groups", adam_beside(choices)),
+        (factory, "Adam", choices.make_adam),
+        (factory, "USING_PYTORCH_OPTIMIZER", False),
+        (factory, "Float16OptimizerWithFloat16Params", WholeFloat16),
+        (layer_wise_optimizer, "Float16OptimizerWithFloat16Params", WholeFloat16),
+    ]
+
+
+def get_muon_optimizer(
+    config: Any,
+    model_chunks: list[Any],
+    config_overrides: Any = None,
+    use_gloo_process_groups: bool = True,
+    pg_collection: Any = None,
+) -> Any:
+    """Megatron's optimizer where its config names Muon; within `replacements`."""
+    if hasattr(factory, EMERGING):
+        make = factory.get_megatron_optimizer
+    else:
+        make = getattr(importlib.import_module(MODULE_OF_16), OF_16)
+    own = {"use_gloo_process_groups": use_gloo_process_groups, "pg_collection": pg_collection}
+    return make(config, model_chunks, config_overrides, **own)
+
+
+def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+    adams = replace(choices, contract=choices.adam_contract)
+    if hasattr(factory, EMERGING):
+        return [(factory, EMERGING, _emerging(choices, adams))]
+    module = importlib.import_module(MODULE_OF_16)
+    own, known = _of_16(module, choices, adams), getattr(module, OF_16)
+    # Megatron's training has it by name
+    modules = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
+    holders = [each for each in modules if vars(each).get(OF_16) is known]
+    return [(each, OF_16, own) for each in holders]
+
+
+EMERGING = "_get_megatron_emerging_optimizer"
+"""The function of releases after 0.16."""
+MODULE_OF_16, OF_16 = "megatron.core.optimizer.muon", "get_megatron_muon_optimizer"
+
+
+def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
+    megatrons = getattr(factory, EMERGING)
+    megatrons = getattr(megatrons, MEGATRONS, megatrons)  # within another's block
+
+    def emerging(
+        config: Any,
+        model_chunks: list[Any],
+        config_overrides: Any = None,
+        pg_collection: Any = None,
+    ) -> Any:
+        if config.optimizer not in MUON:
+            return megatrons(config, model_chunks, config_overrides, pg_collection)
+        recipe = recipe_of(config)
+        check(config, recipe, model_chunks, choices)
+        meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
+
+        def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
+            return make_muon(groups, recipe, choices, meshes), _nothing
+
+        names = [
+            *common_names(adams),
+            (factory, "HAVE_EMERGING_OPTIMIZERS", True),
+            (factory, "_create_emerging_optimizer", create),
+            (factory, "FP32Optimizer", WholeFloat32),
+            (factory, "ChainedOptimizer", Chained),
+            (factory, "LayerWiseDistributedOptimizer", LayerWise),
+        ]
+        with rebound(names):
+            return megatrons(config, model_chunks, config_overrides, pg_collection)
+
+    setattr(emerging, MEGATRONS, megatrons)
+    return emerging
+
+
+def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
+    megatrons = getattr(module, OF_16)
+    megatrons = getattr(megatrons, MEGATRONS, megatrons)
+
+    def muon_optimizer(
+        config: Any,
+        model_chunks: list[Any],
+        config_overrides: Any = None,
+        use_gloo_process_groups: bool = True,
+        layer_wise_distributed_optimizer: bool = False,
+        pg_collection: Any = None,
+    ) -> Any:
+        recipe = recipe_of(config)
+        recipe = replace(
+            recipe, is_layer_wise=recipe.is_layer_wise or layer_wise_distributed_optimizer
+        )
+        check(config, recipe, model_chunks, choices)
+        meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
+
+        def create(groups: Any, **kwargs: Any) -> Any:
+            return make_muon(groups, recipe, choices, meshes, kwargs["qkv_split_shapes"])
+
+        # layer-wise, it takes optimizers out of this before it gives them masters
+        fp32 = FP32Optimizer if recipe.is_layer_wise else WholeFloat32
+        names = [
+            *common_names(adams),
+            (factory, "FP32Optimizer", fp32),
+            (factory, "ChainedOptimizer", ChainedOptimizer),  # taken apart again
+            (module, "HAVE_EMERGING_OPTIMIZERS", True),
+            (module, "TensorParallelMuon", create),
+            (module, "Float16OptimizerWithFloat16Params", WholeFloat16),
+            (module, "FP32Optimizer", fp32),
+            (module, "ChainedOptimizer", Chained),
+            (module, "LayerWiseDistributedOptimizer", LayerWise),
+        ]
+        told = copy.copy(config)  # which it writes into
+        with rebound(names):
+            return megatrons(
+                told,
+                model_chunks,
+                config_overrides,
+                use_gloo_process_groups,
+                recipe.is_layer_wise,
+                pg_collection,
+            )
+
+    setattr(muon_optimizer, MEGATRONS, megatrons)
+    return muon_optimizer

@@ -1,0 +1,193 @@
+"""Optimizers of whole weights: on every data-parallel rank, or of each weight on one of them.
+
+Megatron's Float16OptimizerWithFloat16Params and FP32Optimizer hold fp32 values of weights, and
+LayerWiseDistributedOptimizer gives each rank some of the weights. Here the step writes the weights
+too, with Megatron's fp32 values as their masters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megaopt.integration.megatron.adam import MainShardsAdapter
+from megaopt.integration.megatron.checkpoints import align_steps
+from megaopt.integration.megatron.distributed import Chained
+from megaopt.integration.megatron.gradients import Clipping, Norm, norm_group_of
+from megaopt.muon import SPLIT_SIZES
+from megaopt.params.dtensor import locals_of
+
+Meshes = dict[bool, DeviceMesh]
+"""The tensor-parallel ranks that share a matrix: of experts, and of others."""
+
+
+def as_part(local: torch.Tensor, meshes: Meshes) -> torch.Tensor:
+    """A weight of Megatron's, or the part of a matrix that it is, as a DTensor in its memory."""
+    mesh = meshes.get(getattr(local, "expert_tp", False))
+    dim = getattr(local, "partition_dim", -1)
+    if mesh is None or dim not in (0, 1):
+        return local
+    part = DTensor.from_local(local.detach(), mesh, [Shard(dim)], run_check=False)
+    for name in (SPLIT_SIZES, "use_muon", "grad_norm_group"):
+        if hasattr(local, name):
+            setattr(part, name, getattr(local, name))
+    return part
+
+
+def like(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A tensor of the local shape of a weight, split among ranks as the weight is."""
+    if not isinstance(weight, DTensor):
+        return local
+    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+
+
+class WholeAdapter(MainShardsAdapter):
+    """Shows Megatron a fused optimizer of whole weights, with state dicts as torch's are."""
+
+    def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """As MainShardsAdapter, split among ranks as the weight is."""
+        return None if main.dtype == weight.dtype else like(main, weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and groups alone: what else ours tells is of one rank's weights.
+
+        Of matrices that ranks share this rank's parts.
+        """
+        packed = super().state_dict()
+        align_steps(packed["param_groups"])
+        states = {place: locals_of(own) for place, own in packed["state"].items()}
+        return {"state": states, "param_groups": packed["param_groups"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as MainShardsAdapter; also what Megatron saved of other inner optimizers.
+
+        torch's AdamW has a step in each state. Emerging-Optimizers' Muon has none; it becomes that
+        of the other optimizers of the chain.
+        """
+        groups, states = state_dict["param_groups"], state_dict["state"].values()
+        steps = {int(own["step"]) for own in states if "step" in own}
+        if steps:
+            groups = [{**group, "step": max(steps)} for group in groups]
+        weights = [weight for group in self.fused.param_groups for weight in group["params"]]
+        parts = {
+            place: {name: like(value, weights[place]) for name, value in own.items()}
+            for place, own in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": parts, "param_groups": groups})
+        if not any("step" in group for group in groups):
+            for group in self.param_groups:
+                group["step"] = 0
+
+
+class Whole(Clipping):
+    """What both kinds have in common; before Megatron's class among the bases."""
+
+    grad_name = "grad"
+    has_16_bit_norm = False
+    """The norm is Megatron's, of its fp32 copies of gradients."""
+    _is_stepping = False
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any) -> None:
+        super().__init__(optimizer, config, *args)
+        self.shards, self.fused = {}, optimizer
+        if self.is_stub_optimizer:
+            return
+        known = {id(main): model for model, main in self._pairs()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        models = [[known.get(id(main), main) for main in mains] for mains in groups]
+        meshes = getattr(optimizer, "meshes", {})
+        weights = [[as_part(model, meshes) for model in own] for own in models]
+        self.optimizer = WholeAdapter(optimizer, weights)
+        self.init_state_fn = self.initialize_states
+        for own, parts in zip(models, weights, strict=True):
+            self.shards.update(zip(own, parts, strict=True))
+        # weights with a norm of their own: the step knows one coefficient for all
+        self._clips_in_place = any(map(norm_group_of, self.shards))
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Weights of 16 bits and Megatron's fp32 values of them."""
+        names = ("float16_groups", "fp32_from_float16_groups")
+        for models, mains in zip(*(getattr(self, name, ()) for name in names), strict=True):
+            yield from zip(models, mains, strict=True)
+
+    def initialize_states(self, optimizer: Any = None, config: Any = None) -> None:
+        """Makes all states complete, as Megatron asks for it before a checkpoint is loaded."""
+        self.fused.initialize_states()
+
+    def prepare_grads(self) -> bool:
+        """Megatron's; the step reads gradients where DDP left them."""
+        found_inf, params = bool(super().prepare_grads()), self.get_parameters()
+        for (model, weight), param in zip(self.shards.items(), params, strict=True):
+            grad = param.grad if self._clips_in_place else model.main_grad
+            weight.decoupled_grad = like(grad, weight)
+        return found_inf
+
+    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
+        """Tells the next step, as Clipping; Megatron's fp32 copies of gradients are dropped."""
+        super().clip(grad_norm, norms_by_group)
+        params = self.get_parameters()
+        self._set_grads(params, [None] * len(params))
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's, with weights that the step has written."""
+        self._is_stepping = True
+        try:
+            return bool(super().step_with_ready_grads())
+        finally:
+            self._is_stepping = False
+            for weight in self.shards.values():
+                weight.decoupled_grad = None
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's, of complete states."""
+        if self.is_stub_optimizer:
+            return {}
+        self.initialize_states()
+        return super().sharded_state_dict(*args, **kwargs)
+
+
+class WholeFloat16(Whole, Float16OptimizerWithFloat16Params):
+    """Weights of 16 bits, and fp32 ones among them."""
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if not self._is_stepping:  # otherwise the step has written them
+            super()._copy_main_params_to_model_params()
+
+
+class WholeFloat32(Whole, FP32Optimizer):
+    """Weights of fp32."""
+
+
+class LayerWise(LayerWiseDistributedOptimizer, Chained):
+    """Whole weights, each stepped by the one data-parallel rank that owns it."""
+
+    has_16_bit_norm = False
+
+    def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
+        """Tells the steps of this rank's weights by what gradients of this norm are multiplied."""
+        for optimizer in self.chained_optimizers:
+            optimizer.clip(grad_norm, norms_by_group)
+
+    def skips(self, grad_norm: Norm) -> bool:
+        """Whether a norm is so large that Megatron leaves the step out."""
+        return any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
+
+    @contextlib.contextmanager
+    def clipped_grads(self) -> Iterator[None]:
+        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.chained_optimizers:
+                stack.enter_context(optimizer.clipped_grads())
+            yield
+
+    def count_zeros(self) -> Any:
+        """How many of the clipped gradients are 0, over all ranks."""
+        with self.clipped_grads():
+            return super().count_zeros()

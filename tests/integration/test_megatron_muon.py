@@ -1,0 +1,270 @@
+"""Muon inside Megatron-Core, which runs here on the CPU, over gloo, in 1, 2 and 3 processes."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+from megatron_gpt import HAS_KEYS, Case
+from megatron_muon import (
+    error_of,
+    layer_wise,
+    load_and_train,
+    muon_config,
+    names_owned,
+    run_the_page,
+    shapes_of,
+    step_given_gradients,
+    step_parts,
+    train,
+    train_and_save,
+    warnings_of,
+)
+
+NESTEROV = "muon_nesterov" if HAS_KEYS else "muon_use_nesterov"
+OTHERS = {
+    NESTEROV: True,
+    "muon_momentum": 0.8,
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_num_ns_steps": 3,
+}
+ON_OWNERS = {"config": layer_wise()}
+DUPLICATED = {"config": muon_config(muon_tp_mode="duplicated")}
+SETTINGS = {
+    "bf16": {},
+    "bf16 gradients": {"fp32_grads": False, "clip_grad": 0.1},
+    "unclipped": {"clip_grad": 0.0},
+    "zeros counted": {"counts_zeros": True, "fp32_grads": False},
+    "fp32": {"dtype": torch.float32},
+    "reduced in the backward pass": {"overlap": True, "gathers_late": False},
+    "query groups": {"heads": 4, "groups": 2},
+    "QKV as one": {"config": muon_config(muon_split_qkv=False)},
+    "other numbers": {"config": muon_config(**OTHERS)},
+    "matched": {"config": muon_config(muon_extra_scale_factor=0.2)},
+    "Adam": {"adam_w_mode": False},
+    "decoupled lr": {"decoupled_lr": 0.5},
+    "experts": {"experts": 2},
+    "pipeline": {"pipeline": 2},
+    "virtual pipeline": {"pipeline": 2, "virtual": 2},
+    "tensor parallel": {"tensor_parallel": 2},
+    "on owners": ON_OWNERS,
+    "on owners, bf16 gradients": {"fp32_grads": False, "counts_zeros": True, **ON_OWNERS},
+    "experts on owners": {"experts": 2, **ON_OWNERS},
+}
+
+
+def case_of(plug=None, **settings):
+    own = {"shards": False, "overlap": False, "config": muon_config(), **settings}
+    return Case(plug=plug, **{"options": {"contract": "eo"} if plug else {}, **own})
+
+
+LAID_OUT = {"shards": True, "lays_out": True}
+if HAS_KEYS:
+    SETTINGS |= {
+        "a norm of their own": {"mtp": True, "fp32_grads": False, "clip_grad": 0.1},
+        "in buffers of owners": {**LAID_OUT, "config": layer_wise()},
+        "in buffers of owners, gathered late": {
+            **LAID_OUT, "overlap": True, "config": layer_wise(overlap_param_gather=True),
+        },
+    }  # fmt: skip
+
+
+QUICK = (
+    "bf16 gradients",
+    "fp32",
+    "query groups",
+    "other numbers",
+    "experts",
+    "pipeline",
+    "tensor parallel",
+    "on owners, bf16 gradients",
+    "in buffers of owners",
+)
+
+
+def slow_but(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(SETTINGS, QUICK))
+def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
+    expected = once(2, train, case_of(**SETTINGS[name]), 3)
+    found = pools(2)(train, case_of("main_shards", **SETTINGS[name]), 3)
+    assert found == expected
+    assert len({step[0] for step in found[0]["steps"]}) == 3
+    kinds = {frozenset(state) for state in found[0]["states"].values()}
+    assert kinds == {
+        frozenset({"param", "momentum_buffer"}), frozenset({"param", "exp_avg", "exp_avg_sq"})
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("contract", slow_but(("ieee", "eo"), ("ieee",)))
+def test_owners_move_no_bit(pools, contract):
+    """Without clipping: the norm adds up in other orders."""
+    one = case_of("main_shards", clip_grad=0.0, options={"contract": contract})
+    owned = replace(one, config=layer_wise())
+    (whole,) = pools(1)(step_given_gradients, one)
+    for world, case in ((2, one), (2, owned), (3, owned)):
+        assert pools(world)(step_given_gradients, case) == [whole] * world
+
+
+def test_owners_have_whole_weights_of_their_own(pools):
+    """Else the test above could compare copies."""
+    found = pools(3)(names_owned, case_of("main_shards", config=layer_wise()))
+    names = [name for own in found for name in own]
+    assert all(found)
+    assert len(names) == len(set(names))
+
+
+WHOLES = {"bf16": {}, "fp32": {"dtype": torch.float32}, "query groups": SETTINGS["query groups"]}
+
+
+@pytest.mark.parametrize("name", slow_but(WHOLES, ("query groups",)))
+def test_tensor_parallel_ranks_step_whole_matrices(pools, name):
+    """With the bits of one that has all of them."""
+    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED, **WHOLES[name])
+    (whole,) = pools(1)(step_parts, case)
+    for found in pools(2)(step_parts, replace(case, tensor_parallel=2)):
+        assert found == whole
+    for found in pools(2)(step_parts, replace(case, tensor_parallel=2, config=muon_config())):
+        assert found != whole  # blockwise
+
+
+# --- checkpoints
+
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+
+
+SAVED = {"on all": {}, "on owners": ON_OWNERS}
+SHARED = {
+    "tensor_parallel": 2,
+    "options": {},
+    "fp32_grads": False,
+    "clip_grad": 0.1,
+    "counts_zeros": True,
+    **DUPLICATED,
+}
+if HAS_KEYS:
+    SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
+
+
+@pytest.mark.parametrize("name", slow_but(SAVED, ("on owners",)))
+def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
+    case = case_of("main_shards", **SAVED[name])
+    straight = once(2, train, case, 4)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
+    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+    assert [each["states"] for each in back] == [each["states"] for each in straight]
+    for world in (1, 3):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", METADATA):
+            assert other["loaded"] == saved[0]
+
+
+def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
+    case = case_of("main_shards", **SHARED)
+    straight = pools(2)(train, case, 3)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
+    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA, 2, 1)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+    assert [each["states"] for each in back] == [each["states"] for each in straight]
+
+
+def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
+    straight = once(2, train, case_of(), 4)
+    saved = pools(2)(train_and_save, case_of(), tmp_path / "a", METADATA)
+    back = pools(2)(load_and_train, case_of("main_shards"), tmp_path / "a", METADATA)
+    assert [each["loaded"] for each in back] == saved
+    assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
+    assert [each["states"] for each in back] == [each["states"] for each in straight]
+
+
+# --- what is refused
+
+REFUSED = {
+    "coefficients": ({"muon_coefficient_type": "aol"}, "config.muon_coefficient_type must be one"),
+    "scale": ({"muon_scale_mode": "rms"}, "config.muon_scale_mode must be one of spectral, unit_"),
+    "extra": ({"muon_extra_scale_factor": 0.5}, "config.muon_extra_scale_factor must be 1.0, or"),
+    "steps": ({"muon_num_ns_steps": 0}, "config.muon_num_ns_steps must be a whole number from 1"),
+    "precision": ({"muon_fp32_matmul_prec": "high"}, "config.muon_fp32_matmul_prec must be medium"),
+    "mode": ({"muon_tp_mode": "distributed"}, "config.muon_tp_mode must be one of blockwise, dupl"),
+    "momentum": ({"muon_momentum": 1.0}, "config.muon_momentum must be a number >= 0 and < 1"),
+    "nesterov": ({NESTEROV: 1}, f"config.{NESTEROV} must be one of True, False, got 1"),
+    "split": ({"muon_split_qkv": None}, "config.muon_split_qkv must be one of True, False"),
+    "loss scale": ({"loss_scale": 8.0}, "config.loss_scale must be None with config.optimizer="),
+    "offload": ({"optimizer_cpu_offload": True}, "config.optimizer_cpu_offload must be False with"),
+    "shards": ({"use_distributed_optimizer": True}, "use_distributed_optimizer must be False with"),
+}
+OF_CASES = {
+    "ddp": ({"shards": True}, "use_distributed_optimizer must be False with Muon, got True"),
+    "fp16": ({"dtype": torch.float16}, "config.fp16 must be False with config.optimizer='muon'"),
+    "fp32 on owners": (
+        {"dtype": torch.float32, **ON_OWNERS}, "config.bf16 must be True with config.optimizer="
+    ),
+    "contract": ({"options": {"contract": "te"}}, "contract must be one of ieee, eo, got 'te'"),
+    "aware": ({"plug": "precision_aware"}, "mode must be main_shards, got 'precision_"),
+    "moments": (
+        {"options": {"exp_avg_dtype": torch.bfloat16}}, "exp_avg_dtype must be one of None, torch."
+    ),
+    "eo without Muon": (
+        {"shards": True, "options": {"contract": "eo"}, "config": {}}, "contract must be 'ieee', 't"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"config": muon_config(**more)}, told) for more, told in REFUSED.values()),
+        *OF_CASES.values(),
+    ],
+    ids=[*REFUSED, *OF_CASES],
+)
+def test_what_is_refused(pools, settings, message):
+    plug = settings.get("plug", "main_shards")
+    ((error, left),) = pools(1)(error_of, case_of(**{**settings, "plug": plug}))
+    assert error.startswith(f"ValueError: {message}")
+    assert left == []
+
+
+def test_contract_eo_of_parts_is_refused(pools):
+    for error, _ in pools(2)(error_of, case_of("main_shards", tensor_parallel=2, **DUPLICATED)):
+        assert error.startswith("ValueError: contract must be 'ieee' with config.muon_tp_mode='dup")
+
+
+def test_parts_of_tensor_parallel_ranks_are_told_of(pools):
+    case = case_of("main_shards", tensor_parallel=2)
+    for told in pools(2)(warnings_of, case):
+        assert any("'blockwise' makes each tensor-parallel rank's part" in each for each in told)
+    assert pools(1)(warnings_of, case_of("main_shards")) == [[]]
+
+
+def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
+    ((error, _),) = pools(1)(error_of, case_of("main_shards"), True)
+    told = "must not be marked use_muon=False, which Megatron's releases up to 0.19 do not know"
+    assert told in error
+
+
+def test_the_context_manager_makes_the_same(pools, once):
+    found = pools(2)(train, case_of("main_shards", as_context=True), 3)
+    assert found == once(2, train, case_of(), 3)
+
+
+def test_the_code_of_the_page_runs(pools):
+    (found,) = pools(1)(run_the_page, case_of("main_shards"))
+    assert found["kinds"] == ["ShardMuon", "ShardAdam"]
+    assert found["steps"][0][1] is True
+    assert found["steps"][0][0] != found["steps"][1][0]
+
+
+def test_a_gate_beside_its_weight_may_be_split(pools):
+    """A parameter says its own sizes."""
+    shapes = pools(1)(shapes_of, case_of("main_shards"), (40, 24))[0]
+    assert [(40, 32), (24, 32)] in shapes
+    assert [(32, 32)] * 3 in shapes

@@ -1,0 +1,298 @@
+"""Megatron's Muon, its own or FusedMuon, on the small GPT: what a run leaves."""
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from emerging_stand_in import megatrons_muon
+from megatron_gpt import (
+    HAS_KEYS,
+    Trainer,
+    build_chunks,
+    hash_of,
+    make_groups,
+    megatron,
+    optimizer_config,
+    random_gradients,
+    whole,
+)
+from unfused_torch import UnfusedAdam, UnfusedAdamW
+
+from megaopt.integration import megatron as ours
+from megaopt.params.dtensor import local_of
+
+PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+
+gather_alike = dist.all_gather
+
+
+def gather(parts, own, group=None, **others):
+    """all_gather of tensors of several sizes, which NCCL can and gloo cannot."""
+    most = max(part.numel() for part in parts)
+    if all(part.numel() == most for part in parts):
+        return gather_alike(parts, own, group, **others)
+    padded = [part.new_zeros(most) for part in parts]
+    gather_alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
+    for part, wide in zip(parts, padded, strict=True):
+        part.copy_(wide[: part.numel()])
+
+
+def muon_config(**more):
+    """What a Case's config says to take Muon."""
+    return {"optimizer": "muon", "use_distributed_optimizer": False, **more}
+
+
+def layer_wise(**more):
+    name = (
+        {"use_layer_wise_distributed_optimizer": True} if HAS_KEYS else {"optimizer": "dist_muon"}
+    )
+    return muon_config(**name, **more)
+
+
+def build(case, chunks):
+    config, options = optimizer_config(case), {"mode": case.plug, **case.options}
+    if case.plug is not None and case.as_context:
+        take_by_name()
+        with ours.plugged_in(**options):
+            return megatrons(config, chunks)
+    if case.plug is not None:
+        return ours.get_megatron_optimizer(config, chunks, **options)
+    kept = torch.optim.AdamW, torch.optim.Adam
+    torch.optim.AdamW, torch.optim.Adam = UnfusedAdamW, UnfusedAdam
+    try:
+        with megatrons_muon():
+            take_by_name()
+            return megatrons(config, chunks)
+    finally:
+        torch.optim.AdamW, torch.optim.Adam = kept
+
+
+def megatrons(config, chunks):
+    """As Megatron's training asks for an optimizer."""
+    if HAS_KEYS:
+        return megatron("optimizer").get_megatron_optimizer(config, chunks)
+    is_apart = "dist" in config.optimizer
+    return globals()[TAKEN](config, chunks, layer_wise_distributed_optimizer=is_apart)
+
+
+TAKEN = "get_megatron_muon_optimizer"
+
+
+def take_by_name():
+    """As Megatron's training of release 0.16 imports it."""
+    if not HAS_KEYS:
+        own = importlib.import_module("megatron.core.optimizer.muon")
+        globals()[TAKEN] = getattr(own, TAKEN)
+
+
+def leaves(optimizer):
+    """The optimizers of a chain that have parameters."""
+    own = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if own is None else [leaf for each in own for leaf in leaves(each)]
+
+
+class MuonTrainer(Trainer):
+    """The states are of whole weights."""
+
+    def make_optimizer(self):
+        dist.all_gather = gather
+        return build(self.case, self.chunks)
+
+    def template(self, metadata, is_loading):
+        model = self.chunk.module.sharded_state_dict()
+        state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": state}
+
+    def states(self):
+        """A hash of each fp32 weight and its moments, put together from all ranks."""
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.parts())
+        parts = {}
+        for name, numel, start, tensors in (part for own in found for part in own):
+            _, own = parts.setdefault(name, (numel, {}))
+            for key, tensor in own.setdefault(start, tensors).items():
+                assert torch.equal(tensor, tensors[key]), (name, key)  # copies on several ranks
+        return {
+            name: {key: hash_of(whole(numel, own.items(), key)) for key in keys_of(own)}
+            for name, (numel, own) in sorted(parts.items())
+        }
+
+    def parts(self):
+        """Of each weight that this rank steps, all of it or a part: as Trainer's."""
+        models = {
+            id(getattr(param, "main_param", param)): param for _, param in self.named_parameters()
+        }
+        found = []
+        for leaf in leaves(self.optimizer):
+            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer, of Adam's
+                for param in leaf.model_param_gbuf_map:
+                    tensors = leaf._get_main_param_and_optimizer_states(param)
+                    start = leaf._get_model_param_range_map(param)["param"].start
+                    found.append((param, start, tensors))
+                continue
+            for group in leaf.optimizer.param_groups:
+                for main in group["params"]:
+                    tensors = {"param": main, **leaf.optimizer.state[main]}
+                    found.append((models[id(main)], 0, tensors))
+        return [
+            (self.name(param), param.numel(), start, flat_copies(tensors))
+            for param, start, tensors in found
+        ]
+
+
+def flat_copies(tensors):
+    names = ("param", *STATES)
+    own = {name: local_of(tensors[name]).detach() for name in names if name in tensors}
+    return {name: tensor.clone().view(-1) for name, tensor in own.items()}
+
+
+def keys_of(parts):
+    return next(iter(parts.values())).keys()
+
+
+def seen(trainer):
+    return {"weights": trainer.weights(), "states": trainer.states()}
+
+
+def train(case, steps=3):
+    """What a rank sees of a run."""
+    trainer = MuonTrainer(case)
+    return {"steps": trainer.train(steps), **seen(trainer)}
+
+
+def train_and_save(case, folder, metadata, steps=2):
+    trainer = MuonTrainer(case)
+    trainer.train(steps)
+    trainer.save(folder, metadata)
+    return seen(trainer)
+
+
+def load_and_train(case, folder, metadata, done=2, steps=2):
+    """A fresh run that goes on from a checkpoint: what it has at first, and in the end."""
+    trainer = MuonTrainer(case)
+    trainer.load(folder, metadata, done)
+    loaded = seen(trainer)
+    return {"loaded": loaded, "steps": trainer.train(steps), **seen(trainer)}
+
+
+def step_given_gradients(case, steps=3):
+    """What a run has whose gradients are the same on any number of ranks."""
+    trainer = MuonTrainer(case)
+    for step in range(steps):
+        trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
+    return seen(trainer)
+
+
+def names_owned(case):
+    """The weights that this rank steps."""
+    return [name for name, *_ in MuonTrainer(case).parts()]
+
+
+PATCHED = ("", ".layer_wise_optimizer", *(() if HAS_KEYS else (".muon",)))
+"""Modules of Megatron's optimizers in which names stand for ours while one is made."""
+
+
+def error_of(case, is_marked=False):
+    """The error of making the optimizer, and which names of Megatron's are others after it."""
+    modules = [importlib.import_module(f"megatron.core.optimizer{name}") for name in PATCHED]
+    before = [dict(vars(module)) for module in modules]
+    _, chunks = prepared(case)
+    if is_marked:
+        chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
+    try:
+        build(case, chunks)
+        error = "no error"
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    left = [
+        name
+        for module, kept in zip(modules, before, strict=True)
+        for name, value in kept.items()
+        if vars(module)[name] is not value
+    ]
+    return error, left
+
+
+def prepared(case):
+    make_groups(case)
+    return build_chunks(case)
+
+
+def warnings_of(case):
+    """What is told while the optimizer is made."""
+    _, chunks = prepared(case)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        build(case, chunks)
+    return [str(each.message) for each in told if "muon" in str(each.message)]
+
+
+def shapes_of(case, sizes):
+    """The matrices of each parameter of Muon's, where the first layer's MLP says its sizes."""
+    _, chunks = prepared(case)
+    chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.muon_split_sizes = sizes
+    (muon, *_) = leaves(build(case, chunks))
+    return [list(each.matrices) for each in muon.fused.describe()]
+
+
+def run_the_page(case):
+    """Two steps of the optimizer that the page about Megatron makes for Muon."""
+
+    class PageTrainer(MuonTrainer):
+        def make_optimizer(self):
+            (code,) = BLOCK.findall(PAGE.read_text(encoding="utf-8").split("\n## Muon\n")[1])[:1]
+            found = {"model_chunks": self.chunks}
+            exec(compile(code, "megatron.md, Muon", "exec"), found)
+            return found["optimizer"]
+
+    trainer = PageTrainer(case)
+    kinds = [type(leaf.fused).__name__ for leaf in leaves(trainer.optimizer)]
+    return {"kinds": kinds, "steps": trainer.train(2)}
+
+
+def step_parts(case, steps=3):
+    """A hash of each whole weight and its moments after steps of given whole gradients."""
+    trainer = MuonTrainer(case)
+    group = megatron("parallel_state").get_tensor_model_parallel_group()
+    params = dict(trainer.chunk.module.named_parameters())
+    for step in range(steps):
+        grads = [
+            own_part(torch.randn(whole_shape(param, group), generator=generator), param, group)
+            for number, param in enumerate(params.values())
+            for generator in [torch.Generator().manual_seed(100 * step + number)]
+        ]
+        trainer.step_given(grads)
+    kept = {name.partition(" of ")[0]: tensors for name, _, _, tensors in trainer.parts()}
+    found = {}
+    for name, param in params.items():
+        tensors = {"weight": param.detach().view(-1), **kept[name]}
+        shared = {key: joined(own.view(param.shape), param, group) for key, own in tensors.items()}
+        found[name] = {key: hash_of(tensor) for key, tensor in shared.items()}
+    return found
+
+
+def whole_shape(param, group):
+    shape, dim = list(param.shape), getattr(param, "partition_dim", -1)
+    if dim >= 0:
+        shape[dim] *= group.size()
+    return shape
+
+
+def own_part(tensor, param, group):
+    dim = getattr(param, "partition_dim", -1)
+    return tensor if dim < 0 else tensor.chunk(group.size(), dim)[group.rank()]
+
+
+def joined(own, param, group):
+    dim = getattr(param, "partition_dim", -1)
+    if dim < 0:
+        return own
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    gather_alike(parts, own.contiguous(), group)
+    return torch.cat(parts, dim)

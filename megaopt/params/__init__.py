@@ -10,7 +10,6 @@ from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
 from megaopt.params.float8 import Float8ShardView, Float8View
-from megaopt.params.split import SPLIT, SplitMatrixView
 from megaopt.params.view import PLAIN, MatrixView, ParamView
 
 
@@ -30,10 +29,9 @@ def view_of(param: Any) -> ParamView:
 
 
 def matrix_view(param: Any, matrix: Matrix) -> ParamView:
-    """A plain matrix, a part of one, or a DTensor that a rule for whole matrices steps so."""
-    if is_dtensor(param):
-        return MatrixDTensorView(param, matrix)
-    return (SplitMatrixView if hasattr(param, SPLIT) else MatrixView)(param, matrix)
+    """A plain matrix or a DTensor that a rule for whole matrices steps so."""
+    kind = MatrixDTensorView if is_dtensor(param) else MatrixView
+    return kind(param, matrix)
 
 
 def _weight_of(whole: Any) -> Any:

@@ -179,27 +179,14 @@ def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable)
             assert_same(then["states"], before["states"])
 
 
-@pytest.mark.parametrize("clip", [{}, {"clip_norm": 1.0}], ids=["plain", "clipped"])
-@pytest.mark.parametrize("kind", ["masters, fp16", "kahan, normuon", "drawn"])
-def test_parts_of_tensor_parallelism_have_the_bits_of_one_process(on_ranks, kind, clip):
-    """Plain tensors that say of which dimension they are a part; some are whole on all ranks."""
-    shapes, dims = [(24, 10), (12, 36), (9,), (6, 5), (4, 6, 9)], [0, 1, None, None, 2]
-    shapes = shapes[:2] if clip else shapes
-    expected = trained({**KINDS[kind], "optimizer": FusedMuon}, 3, shapes=shapes, **clip)
-    own = (KINDS[kind], 3, dims[: len(shapes)], shapes)
-    for found in on_ranks(3, muon_ranks.of_tensor_parallel, *own, **clip):
-        assert_same(found["weights"], expected["weights"])
-        assert_same(found["states"], expected["states"])
-
-
-def test_contract_eo_has_the_bits_of_one_process(on_ranks):
-    """Of parts of tensor parallelism, by torch's operations, which are alike for all elements."""
+@pytest.mark.parametrize("placements", ["rows", "columns", "rows and columns"])
+def test_contract_eo_has_the_bits_of_one_process(on_ranks, placements):
+    """By torch's operations, which are alike for all elements."""
     options = {"contract": "eo", "ns_coefficients": "quintic", "adjust_lr_fn": "spectral"}
-    shapes, dims = [(24, 16), (12, 36), (6, 5)], [0, 1, None]
-    expected = trained({**options, "optimizer": FusedMuon}, 3, shapes=shapes)
-    for found in on_ranks(3, muon_ranks.of_tensor_parallel, options, 3, dims, shapes):
-        assert_same(found["weights"], expected["weights"])
-        assert_same(found["states"], expected["states"])
+    shapes, sizes = [(24, 16), (12, 36)], (2, 2) if placements in MESHES else (3,)
+    expected = placed(options, 3, shapes=shapes)
+    named = {"placements": placements, "sizes": sizes, "shapes": shapes}
+    assert_same_on_all(on_ranks(4 if len(sizes) == 2 else 3, placed, options, 3, **named), expected)
 
 
 @interpreted

@@ -14,7 +14,14 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.matrix.muon import MUON, MUON_PEER, Orthogonal, coefficients_of
+from megaopt.kernels.matrix.muon import (
+    COEFFICIENTS,
+    MUON,
+    MUON_PEER,
+    RATIOS,
+    Orthogonal,
+    coefficients_of,
+)
 from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
@@ -61,6 +68,10 @@ def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
 
 
 # --- options
+
+FACTOR = NOT_NEGATIVE._replace(
+    allowed=f"None, one of {', '.join(map(repr, RATIOS))} or {NOT_NEGATIVE.allowed}"
+)
 
 
 def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
@@ -191,11 +202,12 @@ class MuonOptions(Options):
                 refuse(f"{where}: split_sizes", "None beside use_muon=False", sizes)
             return
         if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
-            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], NOT_NEGATIVE)
+            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], FACTOR)
         if sizes is not None and not _are_sizes(sizes):
             refuse(f"{where}: split_sizes", "None or a list of whole numbers >= 1", sizes)
         if not isinstance(given, (str, list, tuple)):
-            refuse(f"{where}: ns_coefficients", "three numbers, a list of such or a name", given)
+            sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
+            refuse(f"{where}: ns_coefficients", sets, given)
         try:
             how = self.how(group)
         except ValueError as error:
@@ -207,6 +219,9 @@ class MuonOptions(Options):
         self, param: Any, group: Mapping[str, Any], how: Orthogonal, name: str, which: str
     ) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
+        for mark in MARKS:
+            marked = f"{name.removesuffix('use_muon')}{which}: its attribute {mark}"
+            one_of(marked, getattr(param, mark, None), (None, True, False))
         reason, wanted = why_adamw(param, group), group["use_muon"]
         if is_flat_part(param):
             refuse(name, f"False beside {which}, a {FLAT}", wanted)

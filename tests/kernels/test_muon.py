@@ -252,16 +252,16 @@ REFUSED = {
     "method='gram' must have precision='fp16'": lambda: how_of(method="gram"),
     "eps must be from 1e-30 to 1, got 0": lambda: how_of(eps=0),
     "adjust_lr_fn must be one of None, 'original'": lambda: how_of(adjust="muon"),
-    "adjust_lr_fn must be a name or a number >= 0, got -1": lambda: how_of(adjust=-1),
+    "adjust_lr_fn must be one of None, 'original', .* number >= 0, got -1": lambda: how_of(adjust=-1),
     "adjust_lr_fn must be from .* with precision='fp16'": (
         lambda: how_of("standard fp16", adjust=1e-3)
     ),
     "split_sizes must add up to 9 rows, got": lambda: how_of(split_sizes=(4, 4)).pieces((9, 3)),
     r"must have two dimensions or more, got \[9\]": lambda: how_of().pieces((9,)),
-    "precision must be one that contract 'torch' has": (
+    "precision must be 'bf16' with contract='torch', got 'fp16'": (
         lambda: how_of("standard fp16", contract="torch")
     ),
-    "adjust_lr_fn must be one that contract 'torch' has": (
+    "adjust_lr_fn must be one of None, 'original', 'match_rms_adamw' with con": (
         lambda: how_of(adjust="spectral", contract="torch")
     ),
     "contract 'eo' must have whole matrices on each rank": (

@@ -252,7 +252,9 @@ REFUSED = {
     "method='gram' must have precision='fp16'": lambda: how_of(method="gram"),
     "eps must be from 1e-30 to 1, got 0": lambda: how_of(eps=0),
     "adjust_lr_fn must be one of None, 'original'": lambda: how_of(adjust="muon"),
-    "adjust_lr_fn must be one of None, 'original', .* number >= 0, got -1": lambda: how_of(adjust=-1),
+    "adjust_lr_fn must be one of None, 'original', .* number >= 0, got -1": lambda: how_of(
+        adjust=-1
+    ),
     "adjust_lr_fn must be from .* with precision='fp16'": (
         lambda: how_of("standard fp16", adjust=1e-3)
     ),

@@ -48,6 +48,7 @@ NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"
 OTHER_BITS = "other bits, within rounding"
 UNEXPLAINED = "unexplained"
+TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
 class Finding(NamedTuple):
@@ -352,10 +353,14 @@ class Audit:
                 self._find(step, name, quantity, NOT_SKIPPED)
             return
         given, is_sure = self._given(step, name, found, law)
+        if law.of_whole in found:
+            self._skip(TAKES_ALL, name)
         unlike = self._unlike(own, found, given) if law.has_twin else None
         if unlike is not None and not unlike:
             self.report.equal_bits += 1
             self._check(step, name, given)
+            if law.of_whole in found:
+                self._master(step, name, found)
             return
         sample = sample_of(found, law, given, self._kind(own))
         judged = judge(sample, law)

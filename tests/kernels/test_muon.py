@@ -221,8 +221,8 @@ def test_edges(form):
     largest = torch.linalg.svdvals(updated(one, how).double())[0]
     assert abs(largest - scale) <= 0.05
     small = random((6, 10), scale=1e-12)
-    # x is rounded at first and after each step, in bf16 by a part of 2**-8 at most; what a step adds
-    # to a x, up to 2e-4 of it, takes some away, as b < 0, and is off by a part of 2**-7 itself
+    # x is rounded at first and after each step, in bf16 by a part of 2**-8 at most; what a step
+    # adds to a x, up to 2e-4 of it, takes some away, as b < 0, and is off by a part of 2**-7
     grown = (3.4445 * (1 + 2**-8) * (1 + 2e-6)) ** 5 * (1 + 2**-8)
     assert updated(small, how).norm() <= grown * small.norm() / how.eps
 

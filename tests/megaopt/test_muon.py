@@ -316,8 +316,8 @@ REFUSED = {
                      "its parameter 1: its attribute is_embedding_or_output_parameter must be"),
     "use_muon": ([], {"use_muon": 1}, "use_muon must be one of None, True, False, got 1"),
     "fp8": ([FLOAT8], {}, "use_muon must be False beside its parameter 0, a Float8Weight"),
-    "part of fp8": ([Float8Shard(FLOAT8, 0, 512)], {}, "use_muon must be False beside its parameter "
-                    "0, a flat part of a matrix"),
+    "part of fp8": ([Float8Shard(FLOAT8, 0, 512)], {}, "use_muon must be False beside its param"
+                    "eter 0, a flat part of a matrix"),
     "flat": ([marked("megaopt_whole_shape", (8, 3))], {}, "a flat part of a matrix"),
     "steps": ([], {"ns_steps": 0}, "group 0: ns_steps must be a whole number from 1 to 99, got 0"),
     "set": ([], {"ns_coefficients": "simpel"}, "ns_coefficients must be numbers or one of 'sim"),

@@ -21,8 +21,9 @@ FLAT = (
 
 def is_flat_part(param: torch.Tensor) -> bool:
     """Whether a tensor is a part of matrices without their rows and columns, or marked as one."""
-    is_shard = isinstance(param, Float8Shard)
-    whole = param.weight.shape if is_shard else getattr(param, "megaopt_whole_shape", ())
+    whole = getattr(param, "megaopt_whole_shape", ())
+    if isinstance(param, Float8Shard):
+        whole = param.weight.shape
     return len(whole) >= 2 or getattr(param, FLATTENED_BY_FSDP1, False)
 
 

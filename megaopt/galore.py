@@ -20,7 +20,7 @@ from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
-from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse, same
+from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
@@ -121,10 +121,6 @@ class GaLoreOptions(Options):
         if "correct_bias" in group:
             name, value = f"{where}: correct_bias", group["correct_bias"]
             refuse(name, "left out: its name here is bias_correction", value)
-        for name in ("kernel", "precision", "refresh", "stagger"):
-            own = getattr(self, name)
-            if not same(group.get(name, own), own):
-                refuse(f"{where}: {name}", f"{own!r}, the optimizer's own argument", group[name])
         one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
         gap, rank = group["update_proj_gap"], group["rank"]
         if not _is_count(gap):

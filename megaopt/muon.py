@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import compress
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,15 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.matrix.muon import MUON, MUON_PEER, Orthogonal, coefficients_of
+from megaopt.kernels.matrix.muon import (
+    COEFFICIENTS,
+    MUON,
+    MUON_PEER,
+    RATIOS,
+    TORCH,
+    Orthogonal,
+    coefficients_of,
+)
 from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
@@ -22,12 +31,21 @@ from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, number, one_of, refuse
-from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment
-from megaopt.options.options import Numbers, Options, SharedOptions
+from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
+from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, is_flat_part
+from megaopt.params.view import STEP
+from megaopt.saving.parse import NOT_MADE, WRITTEN
+from megaopt.saving.torch_state import (
+    OURS,
+    adam_group,
+    check_counted,
+    plain_states,
+    with_counts,
+)
 
 ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
@@ -65,6 +83,10 @@ def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
 
 
 # --- options
+
+FACTOR = NOT_NEGATIVE._replace(
+    allowed=f"None, one of {', '.join(map(repr, RATIOS))} or {NOT_NEGATIVE.allowed}"
+)
 
 
 def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
@@ -202,11 +224,12 @@ class MuonOptions(Options):
                 refuse(f"{where}: split_sizes", "None beside use_muon=False", sizes)
             return
         if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
-            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], NOT_NEGATIVE)
+            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], FACTOR)
         if sizes is not None and not _are_sizes(sizes):
             refuse(f"{where}: split_sizes", SIZES, sizes)
         if not isinstance(given, (str, list, tuple)):
-            refuse(f"{where}: ns_coefficients", "three numbers, a list of such or a name", given)
+            sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
+            refuse(f"{where}: ns_coefficients", sets, given)
         try:
             self.how(group)
         except ValueError as error:
@@ -216,6 +239,9 @@ class MuonOptions(Options):
 
     def _check_param(self, param: Any, group: Mapping[str, Any], name: str, which: str) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
+        for mark in MARKS:
+            marked = f"{name.removesuffix('use_muon')}{which}: its attribute {mark}"
+            one_of(marked, getattr(param, mark, None), (None, True, False))
         reason, wanted = why_adamw(param, group), group["use_muon"]
         if is_flat_part(param):
             refuse(name, f"False beside {which}, a {FLAT}", wanted)
@@ -406,6 +432,124 @@ class FusedMuon(FusedOptimizer):
         """
         super().load_state_dict(from_others(state_dict, self.param_groups))
 
+    @torch.no_grad()
+    def to_torch_state_dict(
+        self, rule: SteppedBy | None = None, *, drop_masters: bool = False
+    ) -> dict[str, Any]:
+        """A state dict that torch.optim.Muon, or torch.optim.AdamW, loads and steps on.
+
+        Moments with a scale are given as their fp32 numbers, others as they are stored, without a
+        copy. torch casts what it loads to the parameter's dtype: moments of another dtype do not
+        keep their bits there. Groups have torch's keys.
+
+        Args:
+            rule: "muon": of the parameters that Muon steps, in their order, in groups of their own;
+                groups without any are left out. "adamw": of the others, likewise. "both": of all,
+                with this optimizer's groups, for a FusedMuon of other formats or of another
+                contract. None: of all, where one rule steps all.
+            drop_masters: leaves masters out; who loads then goes on from the weights, as they are
+                rounded.
+
+        Raises:
+            ValueError: rule is None, and both rules step parameters; a weight has a master and
+                drop_masters is False; a weight is in fp8; a group has what torch's optimizer has
+                not (split_sizes, a set of coefficients), no lr, or more steps than torch counts.
+        """
+        return torch_state_dict(self, rule, drop_masters)
+
+
+# --- state dicts for torch
+
+TORCHS = {
+    "muon": ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn"),
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+}
+"""Numbers of torch's groups that are ours, by rule."""
+BOTH = "both"
+BY_PLACE = ("params", "param_names", "param_numbers")
+"""Keys of groups with a value for each parameter."""
+
+
+def torch_state_dict(
+    optimizer: FusedMuon, rule: SteppedBy | None, drop_masters: bool
+) -> dict[str, Any]:
+    """See FusedMuon.to_torch_state_dict."""
+    owned, options = optimizer._owned, optimizer.options
+    rules = ["adamw" if view.matrix is None else "muon" for view in owned.views]
+    wanted = _checked_rule(rule, rules)
+    packed = optimizer.state_dict()
+    chosen = [place for place, own in enumerate(rules) if wanted in (own, BOTH)]
+    given = {place: packed["state"][place] for place in chosen if place in packed["state"]}
+    groups = []
+    for index, group in enumerate(packed["param_groups"]):
+        found = _of_places(group, chosen)
+        if wanted == BOTH:
+            groups.append(_plain_group(found, options))
+        elif found["params"]:
+            views = [owned.views[place] for place in found["params"]]
+            groups.append(_torch_group(found, wanted, options, views, f"group {index}"))
+    states = plain_states(optimizer, owned, given, drop_masters)
+    if wanted == "adamw":
+        states = with_counts(states, owned, given)
+    elif wanted == BOTH:
+        for place, own in states.items():
+            own.update({STEP: given[place][STEP]} if STEP in given[place] else {})
+    renumbered = {place: number for number, place in enumerate(chosen)}
+    for group in groups:
+        group["params"] = [renumbered[place] for place in group["params"]]
+    kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
+    own_states = {renumbered[place]: own for place, own in states.items()}
+    return {**kept, "state": own_states, "param_groups": groups}
+
+
+def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
+    one_of("rule", rule, (None, *TORCHS, BOTH))
+    if rule is None and len({*rules}) > 1:
+        raise ValueError(
+            "rule must be 'muon', for torch.optim.Muon, and in a second call 'adamw', for "
+            "torch.optim.AdamW, as each steps some of the parameters, or 'both', for another "
+            "FusedMuon; got None"
+        )
+    return rule or next(iter(rules), "muon")
+
+
+def _of_places(group: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
+    """A group with the chosen ones of its parameters."""
+    kept = [place in chosen for place in group["params"]]
+    lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
+    return {**group, **{key: [*compress(own, kept)] for key, own in lists.items()}}
+
+
+def _plain_group(group: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    """A group that says nothing of formats and contracts."""
+    left_out = ("contract", FORMATS, BESIDE)
+    own = {key: value for key, value in group.items() if key not in left_out}
+    return {**own, "maximize": options.maximize}
+
+
+def _torch_group(
+    group: Mapping[str, Any], rule: str, options: Any, views: Sequence[ParamView], where: str
+) -> dict[str, Any]:
+    """A group of torch's optimizer; ValueError for what that has not."""
+    left_out = (*options.names_but_step, *OURS, BESIDE, "seed", "param_numbers")
+    others = {key: value for key, value in group.items() if key not in left_out}
+    if rule == "adamw":
+        check_counted({**group, "params": [view.param for view in views]}, options, where)
+        own = _of_adam(group)
+        return adam_group({**others, **{key: own[key] for key in TORCHS[rule]}}, options)
+    if options.maximize:
+        refuse("maximize", "False for torch.optim.Muon", True)
+    for view in views:
+        if view.param.dim() != 2:
+            refuse(f"{where}: its parameters", "of two dimensions for torch.optim.Muon", view.param)
+    try:
+        how = replace(options.how(group), contract=TORCH, method="auto", precision="bf16")
+    except ValueError as error:
+        raise ValueError(f"{where}, for torch.optim.Muon: {error}") from None
+    numbers = {key: group[key] for key in TORCHS[rule]}
+    numbers["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
+    return {**others, **numbers, "ns_coefficients": how.coefficients[0]}
+
 
 # --- state dicts of others
 
@@ -473,7 +617,7 @@ def _group(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict
         algorithm = saved.get("algorithm")
         one_of(f"{where}: algorithm", algorithm, STATES)
         found.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
-    if own["use_muon"] is False and "adam_eps" in found:
+    if own["use_muon"] is False and "adamw_eps" in saved:
         found["eps"] = found["adam_eps"]
     missing = {name: own[name] for name in ("betas", "eps", "momentum") if name not in found}
     return {**missing, **found}

@@ -230,18 +230,21 @@ class Orthogonal:
         if self.contract == OWN:
             return
         of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
+        ratios = "one of " + ", ".join(map(repr, TORCH_RATIOS))
         given = {
-            "method": (self.method, self.method != GRAM),
-            "precision": (self.precision, self.precision == BF16),
-            "second_moment": (self.second_moment, self.second_moment is None),
-            "split_sizes": (self.split_sizes, not of_torch or self.split_sizes is None),
-            "ns_coefficients": (self.coefficients, is_one or not of_torch),
-            "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS),
-        }
-        for name, (value, is_there) in given.items():
+            "method": (self.method, self.method != GRAM, "'auto' or 'standard'"),
+            "precision": (self.precision, self.precision == BF16, "'bf16'"),
+            "second_moment": (self.second_moment, self.second_moment is None, "None"),
+            "split_sizes": (self.split_sizes, not of_torch or self.split_sizes is None, "None"),
+            "ns_coefficients": (
+                self.coefficients, is_one or not of_torch, "the same three numbers in all steps",
+            ),
+            "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS, ratios),
+        }  # fmt: skip
+        for name, (value, is_there, allowed) in given.items():
             if not is_there:
                 raise ValueError(
-                    f"{name} must be one that contract {self.contract!r} has, got {value!r}"
+                    f"{name} must be {allowed} with contract={self.contract!r}, got {value!r}"
                 )
 
     def _check_adjust(self) -> None:
@@ -249,7 +252,10 @@ class Orthogonal:
         if adjust is None or isinstance(adjust, str):
             _one_of("adjust_lr_fn", adjust, (None, *RATIOS))
         elif not 0.0 <= adjust < math.inf:
-            raise ValueError(f"adjust_lr_fn must be a name or a number >= 0, got {adjust!r}")
+            names = ", ".join(map(repr, (None, *RATIOS)))
+            raise ValueError(
+                f"adjust_lr_fn must be one of {names} or a finite number >= 0, got {adjust!r}"
+            )
         elif self.precision == FP16 and not least <= adjust <= most:
             raise ValueError(
                 f"adjust_lr_fn must be from {least} to {most} with precision='fp16', got {adjust!r}"

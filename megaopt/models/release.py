@@ -207,7 +207,8 @@ class GradientRelease:
         if isinstance(own.masters, list) and isinstance(masters, list):
             own.masters[:] = masters  # an entry may have been replaced
         group = optimizer.param_groups[spot.group]
-        named = {"param_numbers": [spot.number], "param_names": [spot.name]}
+        numbers = [spot.number] if whole.options.draws else None
+        named = {"param_numbers": numbers, "param_names": [spot.name]}
         return own, {**group, "params": [param], **named}
 
 

@@ -57,5 +57,8 @@ MuonMethod = Literal["auto", "standard", "gram"]
 MuonPrecision = Literal["bf16", "fp16"]
 """What FusedMuon's products round numbers to."""
 
+SteppedBy = Literal["muon", "adamw", "both"]
+"""The rule, or both, whose parameters a state dict of FusedMuon has."""
+
 SecondMoment = Literal["normuon"]
 """What FusedMuon keeps beside the momentum."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from types import NoneType
@@ -65,6 +65,9 @@ BLOCKS, IN_ROWS = "blocks", "in rows"
 """Entry of FORMATS: no block of a moment goes from one row into the next. Not in older ones."""
 
 FLAGS = (True, False)
+
+MISSING = object()
+"""Stands for a value that is not there, where None is one."""
 
 VARIANTS = ("amsgrad", "maximize")
 """Options that torch's groups name too."""
@@ -228,8 +231,9 @@ class Options:
     """Another library's optimizer of this kind counts steps; otherwise a state means that it took
     at least one."""
     OF_ALL: ClassVar[tuple[str, ...]] = ()
-    """Options that a group may not have with another value, and keys that none may have, also where
-    they are put into a group after its construction."""
+    """Options that every step looks for in groups, to refuse another value, and keys that none may
+    have; as MARKS. Others are looked for where a group gets a key, or one of its numbers changes.
+    """
     MARKS: ClassVar[tuple[str, ...]] = ("contract",)
     """Options that every group and every state dict names: they say what the bits of a state mean.
 
@@ -403,6 +407,13 @@ class Options:
         """The keys that every group has, but the step count's."""
         return (*self.NUMBERS.names_but_step, *(("seed",) if self.draws else ()))
 
+    @cached_property
+    def of_all(self) -> frozenset[str]:
+        """The options, but for VARIANTS, of which a group may name the optimizer's value alone."""
+        # torch's groups all name capturable, which moves no number
+        others = {"capturable", "seed", STATE_DEVICE, *VARIANTS}
+        return frozenset({f.name for f in fields(self)} - others)
+
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """How MATRIX steps a parameter of a group; None: it is stepped elementwise.
 
@@ -541,10 +552,9 @@ def check_group(
     lr_is_needed: it may not be None, as it may before the first step.
     """
     numbers = options.NUMBERS
-    names = (*options.names_but_step, "step")
-    missing = [name for name in names if name not in group]
-    if missing:
-        raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
+    check_there(group, (*options.names_but_step, "step"), where)
+    check_variant(group, options, where)
+    _check_of_all(group, options, where)
     if group["lr"] is None and not lr_is_needed:
         group = {**group, "lr": 0.0}
     for name, allowed in numbers.ranges.items():
@@ -559,8 +569,26 @@ def check_group(
     number(f"{where}: step", step, COUNT)
     if options.draws:
         check_seed(group["seed"], f"{where}: seed")
-        _check_param_numbers(group, where)
+    _check_param_numbers(group, where)
     options.check_numbers(group, where)
+
+
+def check_there(group: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Raises ValueError where a group lacks one of these keys."""
+    missing = [name for name in names if name not in group]
+    if missing:
+        raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
+
+
+def _check_of_all(group: Mapping[str, Any], options: Options, where: str) -> None:
+    """Raises ValueError where a group asks for what is one choice for all groups."""
+    for name in filter(options.of_all.__contains__, group):
+        own = getattr(options, name)
+        if not same(group[name], own):
+            raise ValueError(
+                f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
+                f"all groups, got {shown(group[name])}"
+            )
 
 
 def _check_param_numbers(group: Mapping[str, Any], where: str) -> None:
@@ -606,20 +634,11 @@ def check_variant(group: Mapping[str, Any], options: Options, where: str) -> Non
 
 def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a new group asks for what is one choice for all groups."""
-    check_variant(group, options, where)
     for name in ("master_weights", "use_decoupled_grad"):
         if name in group:
             raise ValueError(
                 f"{where}: {name} must be an argument of the optimizer, not of a group, got "
                 f"{shown(group[name])}"
-            )
-    # torch's groups all name capturable, which moves no number
-    for name in {field.name for field in fields(options)} - {"capturable", "seed", STATE_DEVICE}:
-        own = getattr(options, name)
-        if name in group and not same(group[name], own):
-            raise ValueError(
-                f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
-                f"all groups, got {shown(group[name])}"
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megaopt.float8.shard import Float8Shard
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
 
@@ -19,9 +20,11 @@ FLAT = (
 
 
 def is_flat_part(param: torch.Tensor) -> bool:
-    """Whether a tensor is marked as a part of matrices without their rows and columns."""
-    is_part = len(getattr(param, "megaopt_whole_shape", ())) >= 2
-    return is_part or getattr(param, FLATTENED_BY_FSDP1, False)
+    """Whether a tensor is a part of matrices without their rows and columns, or marked as one."""
+    whole = getattr(param, "megaopt_whole_shape", ())
+    if isinstance(param, Float8Shard):
+        whole = param.weight.shape
+    return len(whole) >= 2 or getattr(param, FLATTENED_BY_FSDP1, False)
 
 
 def check_not_flattened(

@@ -8,6 +8,7 @@ recomputing it as a wrong optimizer would have.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,6 +49,7 @@ NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"
 OTHER_BITS = "other bits, within rounding"
 UNEXPLAINED = "unexplained"
+TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
 class Finding(NamedTuple):
@@ -245,6 +247,13 @@ class Audit:
     def _line(self, step: int, own: Owner) -> dict[str, Any]:
         return self.recording.ranks[own.rank].scalars.get(step, {}).get(own.source, {})
 
+    def _is_left_out(self, step: int, own: Owner) -> bool:
+        """Whether a scaler left the step out, or the optimizer itself, for what is not finite."""
+        line, options = self._line(step, own), self._optimizer(own)["options"]
+        norm = number(line.get("grad_norm"))
+        is_finite = norm is None or math.isfinite(norm)
+        return bool(line.get("skipped")) or (options.get("nonfinite") == "skip" and not is_finite)
+
     def _group(self, step: int, own: Owner) -> dict[str, Any]:
         groups = self._line(step, own).get("groups", ())
         return groups[own.group] if own.group < len(groups) else {}
@@ -286,7 +295,7 @@ class Audit:
         between = [step for step in range(first + 1, last + 1) if self._line(step, own)]
         if len(between) != last - first:
             return None
-        taken = [step for step in between if not self._line(step, own).get("skipped")]
+        taken = [step for step in between if not self._is_left_out(step, own)]
         if law.counts_groups:
             return len(taken)
         return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
@@ -347,15 +356,19 @@ class Audit:
 
     def _judge(self, step: int, name: str, found: Tensors, law: Law) -> None:
         own = self._owners[name]
-        if self._line(step, own).get("skipped"):
+        if self._is_left_out(step, own):
             for quantity in moved(found):
                 self._find(step, name, quantity, NOT_SKIPPED)
             return
         given, is_sure = self._given(step, name, found, law)
+        if law.of_whole in found:
+            self._skip(TAKES_ALL, name)
         unlike = self._unlike(own, found, given) if law.has_twin else None
         if unlike is not None and not unlike:
             self.report.equal_bits += 1
             self._check(step, name, given)
+            if law.of_whole in found:
+                self._master(step, name, found)
             return
         sample = sample_of(found, law, given, self._kind(own))
         judged = judge(sample, law)

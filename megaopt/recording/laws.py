@@ -193,6 +193,25 @@ def adam(sample: Sample, unrounded: bool = False) -> Found:
     return {**found, PARAM: base(sample) - step_of(sample, used["exp_avg"], square)}
 
 
+MOMENTUM = "momentum_buffer"
+
+
+def muon(sample: Sample) -> Found:
+    """FusedMuon's: AdamW, and of the parameters that Muon steps the momentum."""
+    if MOMENTUM not in sample.new:
+        return adam(replace(sample, options=as_adamw(sample.options)))
+    momentum = sample.number("momentum")
+    return {MOMENTUM: mixed(sample.old[MOMENTUM], sample.descent, momentum)}
+
+
+def as_adamw(options: Mapping[str, Any]) -> dict[str, Any]:
+    """FusedMuon's options as AdamW reads them."""
+    eps = options["eps" if options["use_muon"] is False else "adam_eps"]
+    contract = "ieee" if options["contract"] == "eo" else options["contract"]
+    own = {"eps": eps, "contract": contract, "adam_w_mode": True, "amsgrad": False}
+    return {**options, **own, "bias_correction": True}
+
+
 def nadam(sample: Sample) -> Found:
     """NAdam (Dozat 2016) as torch has it, with its product of momenta."""
     grad = with_decay(sample)
@@ -324,6 +343,8 @@ class Law:
     """One count of steps is a whole group's; otherwise each parameter has its own."""
     has_twin: bool = False
     """megaopt.recording.twins knows the bits."""
+    of_whole: str = ""
+    """The moment of parameters whose update takes the whole gradient: samples do not show it."""
 
     def moments(self) -> Iterator[str]:
         """The moments by the state's own names."""
@@ -351,6 +372,9 @@ LAWS: dict[str, Law] = {
     "lion_pytorch.lion_pytorch.Lion": TORCH(lion),
     "megaopt.adam.FusedAdam": OURS(adam, {"adam_w_mode": True}),
     "megaopt.lion.FusedLion": OURS(lion),
+    "megaopt.muon.FusedMuon": OURS(
+        muon, starts_as_zeros=(MOMENTUM, "exp_avg", "exp_avg_sq"), of_whole=MOMENTUM
+    ),
     "megaopt.sgd.FusedSGD": OURS(sgd, starts_as_zeros=("momentum_buffer",)),
     **{f"bitsandbytes.optim.adam.{name}": BITSANDBYTES for name in ADAM_NAMES},
     **{

@@ -1,13 +1,15 @@
 """megaopt's own steps, to the bit: their torch twins step the sampled elements once more.
 
 What a step asks of a whole tensor is taken as recorded: the scale of scaled formats. Formats in
-blocks need all of a block, and contract te an NVIDIA GPU: they are held to the law alone.
+blocks need all of a block, and contract te an NVIDIA GPU: they are held to the law alone. Of Muon's
+matrices it is the momentum that is stepped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
@@ -27,7 +29,9 @@ from megaopt.kernels.formats import (
 from megaopt.kernels.formats.float32 import FLOAT32
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import draw_numbers
+from megaopt.kernels.rules.muon import MUON_DIRECTION, PEER_DIRECTION
 from megaopt.kernels.step.reference import decoded, param_of, step_with_words
+from megaopt.recording.laws import MOMENTUM, as_adamw
 from megaopt.recording.rounded import Array
 from megaopt.recording.samples import OLD, Given, Mask, Tensor, Unknown, held_of
 
@@ -56,11 +60,24 @@ class Twin:
     """The optimizer's class."""
 
     @property
+    def steps_matrix(self) -> bool:
+        """Whether a matrix was stepped by Muon, of which samples show the momentum alone."""
+        return self.kind == "FusedMuon" and MOMENTUM in self.found
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The step's, as its elementwise rule reads them."""
+        given = self.given.options
+        return as_adamw(given) if self.kind == "FusedMuon" and not self.steps_matrix else given
+
+    @property
     def rule(self) -> Rule:
         """The update rule, as the optimizer chooses it."""
-        options = self.given.options
+        options = self.options
         if self.kind == "FusedLion":
             name = "lion"
+        elif self.steps_matrix:
+            return MUON_DIRECTION if options["contract"] == "ieee" else PEER_DIRECTION
         elif self.kind == "FusedSGD":
             kind = "_nesterov" if options["nesterov"] else "_momentum" * options["has_momentum"]
             name = ("sgdw" if options["decoupled_weight_decay"] else "sgd") + kind
@@ -149,9 +166,30 @@ class Twin:
 
     def step(self, *lanes: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The codes of weight, master and moments that the twin makes, by quantity."""
-        rule, master, options = self.rule, self.master, self.given.options
-        tensors = {name: self.value(OLD, name) for name in rule.moments}
-        tensors.update(grad=self.tensor("grad").clone(), weight=self.tensor(OLD + "weight").clone())
+        rule, options = self.rule, self.options
+        tensors, formats = self._direction() if self.steps_matrix else self._whole_step()
+        tensors.update({name: self.value(OLD, name) for name in rule.moments})
+        words = self._words() if "seed" in options else torch.zeros(0, dtype=torch.int64)
+        own = (tensors, formats, rule, rule.scalars(options), self._controls(), 0)
+        step_with_words(*own, words, *lanes)
+        if not self.steps_matrix:
+            yield from self._stepped(self.master, tensors)
+        for index, name in enumerate(rule.moments):
+            form = self.form(name)
+            bits = (moment_bits_reference(words, index),) if form.draws else ()
+            yield from self._encoded(name, form, tensors[name], *bits)
+
+    def _direction(self) -> tuple[dict[str, torch.Tensor], Formats]:
+        """The tensors of a step that leaves a direction in the weight's place, and formats."""
+        grad = self.tensor("grad").clone()
+        formats = replace(self._formats(NONE), weight=FLOAT32)
+        return {"grad": grad, "weight": torch.zeros_like(grad, dtype=torch.float32)}, formats
+
+    def _whole_step(self) -> tuple[dict[str, torch.Tensor], Formats]:
+        """Gradient, weight and master, and their formats."""
+        master = self.master
+        names = {"grad": "grad", "weight": OLD + "weight"}
+        tensors = {slot: self.tensor(name).clone() for slot, name in names.items()}
         kept = master if master.joined or not master.present else FLOAT32
         if kept.joined and self.has_old_master:
             tensors["master"] = self.tensor(OLD + "master").clone()
@@ -159,18 +197,17 @@ class Twin:
             tensors["weight"], tensors["master"] = master.encode_by_hand(self.param(OLD))
         elif kept.present:
             tensors["master"] = self.param(OLD)
-        words = self._words() if "seed" in options else torch.zeros(0, dtype=torch.int64)
-        own = (tensors, self._formats(kept), rule, rule.scalars(options), self._controls(), 0)
-        step_with_words(*own, words, *lanes)
+        return tensors, self._formats(kept)
+
+    def _stepped(
+        self, master: Format, tensors: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The codes of weight and master."""
         yield "weight", tensors["weight"]
         if master.scaled:
             yield from self._encoded("master", master, tensors["master"])
         elif master.present:
             yield "master", tensors["master"]
-        for index, name in enumerate(rule.moments):
-            form = self.form(name)
-            bits = (moment_bits_reference(words, index),) if form.draws else ()
-            yield from self._encoded(name, form, tensors[name], *bits)
 
     def _encoded(
         self, name: str, form: Format, value: torch.Tensor, *bits: torch.Tensor
@@ -222,8 +259,9 @@ def equal_bits(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str
     Raises Unknown where the twin's bits are not known.
     """
     twin = Twin(found, given, kind)
-    if given.options["contract"] == "te":
-        raise Unknown("contract te has no twin")
+    contract = given.options["contract"]
+    if contract == "te" or (twin.steps_matrix and contract != "ieee"):
+        raise Unknown(f"contract {contract} has no twin")
     lanes: list[tuple[torch.Tensor, ...]] = [()]
     if twin.rule.lanes:  # which kernel torch takes depends on addresses
         like = torch.ones_like(twin.tensor("grad"), dtype=torch.bool)

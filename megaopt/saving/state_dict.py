@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import Format
 from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
+from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,
@@ -435,6 +436,10 @@ def _foreign(
         raise ValueError(
             f"{where}: {PROJECTION!r} in the state dict; allowed where a gradient is projected: "
             "moments of a projected gradient are not those of the gradient"
+        )
+    if SECOND_MOMENT in saved and SECOND_MOMENT not in view.kept:
+        raise ValueError(
+            f"{where}: {SECOND_MOMENT!r} in the state dict; allowed with second_moment='normuon'"
         )
     state = _kept(saved, view, where, (CAPTURED_ENERGY, *not_made))
     for name, slot in names.items():

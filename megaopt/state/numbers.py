@@ -9,7 +9,7 @@ import torch
 
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import COUNT, LAST_STEP, NOT_NEGATIVE, is_dense, number, shown
-from megaopt.options.options import Options
+from megaopt.options.options import MISSING, Options, check_there
 from megaopt.state.memory import check_writable
 
 FIXED = (float, int, bool, str, type(None))
@@ -25,10 +25,12 @@ class Numbers:
 
     def __init__(self, options: Options, rule: Rule) -> None:
         self.options, self.rule = options, rule
-        self._names = (*options.names_but_step, *options.OF_ALL)
+        self._names = (*options.names_but_step, *options.MARKS, *options.OF_ALL)
         self._seen: list[list[Any]] = []
+        self._sizes: list[int] = []
+        """How many keys each group had."""
         self._given: list[Any] = []
-        """The groups' param_numbers, where something draws."""
+        """The groups' param_numbers."""
 
     def rows(
         self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
@@ -40,14 +42,16 @@ class Numbers:
         seen = self._seen
         if self.options.capturable or len(seen) != len(groups):
             return self._checked(groups, check)
-        for group, values in zip(groups, seen, strict=True):
+        for group, size, values in zip(groups, self._sizes, seen, strict=True):
+            if len(group) != size:
+                return self._checked(groups, check)
             step = group.get("step")
             if type(step) is not int or not 0 <= step <= LAST_STEP:
                 return self._checked(groups, check)
             for name, value in zip(self._names, values, strict=True):
-                if group.get(name) is not value:
+                if group.get(name, MISSING) is not value:
                     return self._checked(groups, check)
-        if self.options.draws and given_numbers(groups) != self._given:
+        if given_numbers(groups) != self._given:
             return self._checked(groups, check)
         return self.made(groups)
 
@@ -62,17 +66,17 @@ class Numbers:
         check()
         if self.options.capturable:
             return None
-        seen = [[group.get(name) for name in self._names] for group in groups]
+        seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
-        self._given = given_numbers(groups) if self.options.draws else []
-        self._seen = seen if is_fixed else []
+        self._given = given_numbers(groups)
+        self._seen, self._sizes = (seen if is_fixed else []), [*map(len, groups)]
         return self.made(groups)
 
 
 def _is_fixed(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_is_fixed, value))
-    return type(value) in FIXED
+    return value is MISSING or type(value) in FIXED
 
 
 def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -110,6 +114,7 @@ def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dic
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:
     """Raises ValueError unless lr and step are what `on_device` makes, and step can be written."""
+    check_there(group, DTYPES, where)
     for name, dtype in DTYPES.items():
         if not _fits(group[name], name, device):
             raise ValueError(

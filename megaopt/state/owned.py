@@ -22,6 +22,7 @@ from megaopt.options.options import (
     PARAM_NUMBER,
     Options,
     check_group,
+    check_there,
     is_param_number,
 )
 from megaopt.options.placement import Homes
@@ -79,17 +80,21 @@ class Owned:
     @cached_property
     def views(self) -> list[ParamView]:
         """The views of all parameters, in the groups' order."""
-        groups = map(self.groups.__getitem__, self.group_numbers)
-        return [self._view(param, own) for param, own in zip(self.params, groups, strict=True)]
+        pairs = zip(self.params, self.group_numbers, strict=True)
+        return [self._view(param, index) for param, index in pairs]
 
     def view(self, param: torch.Tensor) -> ParamView:
         """The view of one parameter, which may be in no group any more."""
         # only these are looked through: whoever asks for all parameters asks one by one
         groups = self.groups if self.options.MATRIX else ()
-        own = next((group for group in groups if any(param is p for p in group["params"])), {})
-        return self._view(param, own)
+        owners = (i for i, group in enumerate(groups) if any(param is p for p in group["params"]))
+        return self._view(param, next(owners, None))
 
-    def _view(self, param: torch.Tensor, group: Group) -> ParamView:
+    def _view(self, param: torch.Tensor, index: int | None) -> ParamView:
+        """The view of a parameter of a group; None: of no group."""
+        group = {} if index is None else self.groups[index]
+        if index is not None:
+            check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         matrix = self.options.matrix(param, group)
         view = view_of(param) if matrix is None else matrix_view(param, matrix)
         view.home = self.homes.of(param)

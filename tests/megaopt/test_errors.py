@@ -143,6 +143,18 @@ OF_GROUPS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("adam_w_mode", False), ("contract", "te"), ("maximize", True), ("exp_avg_dtype", BF16)],
+)
+def test_what_one_group_cannot_choose_is_refused_when_it_is_assigned_later(name, value):
+    optimizer = FusedAdam(parameters(SHAPES))
+    train(optimizer, 2)
+    optimizer.param_groups[0][name] = value
+    with refused(optimizer, f"group 0: {name} must be"):
+        optimizer.step()
+
+
 @both_modes
 @pytest.mark.parametrize(("bad", "message"), OF_GROUPS.values(), ids=OF_GROUPS)
 def test_a_refused_group_leaves_no_trace(bad, message, capturable):

@@ -27,6 +27,7 @@ from runs import (
 
 from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
 from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.float8.shard import Float8Shard
 from megaopt.kernels.matrix.muon import COEFFICIENTS, Orthogonal, orthogonal
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 64), (4, 2, 3)]
@@ -244,6 +245,44 @@ def test_numbers_of_a_group_may_change_between_steps():
         assert_same(snapshot(optimizer)["weights"], snapshot(fresh)["weights"])
 
 
+OF_ALL = {"method": "gram", "precision": "fp16", "second_moment": "normuon", "contract": "torch",
+          "momentum_buffer_dtype": BF16, "capturable": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), OF_ALL.items(), ids=OF_ALL)
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_option_of_the_whole_optimizer_in_a_group_is_refused_later_too(name, value, is_there):
+    """capturable is torch's key, which all groups may have."""
+    (param,) = params = parameters([(4, 6)], FP32)
+    own = {"method": "auto", "precision": "bf16", "second_moment": None} if is_there else {}
+    optimizer = FusedMuon([{"params": params, **own}])
+    train(optimizer, 2)
+    optimizer.param_groups[0][name] = value
+    param.grad = values((4, 6), 1)
+    if name == "capturable":
+        optimizer.step()
+        return
+    with refused(optimizer, f"group 0: {name} must be .*, the optimizer's own argument, which"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("name", ["use_muon", "split_sizes", "adjust_lr_fn", "eps", "lr"])
+def test_a_key_that_a_group_has_lost_is_named(name, capturable):
+    optimizer = made([(4, 6), (9,)], capturable=capturable)
+    train(optimizer, 2)
+    del optimizer.param_groups[0][name]
+    give_gradients(params_of(optimizer), 2)
+    before = [param.detach().clone() for param in params_of(optimizer)]
+    asked = [optimizer.step]
+    if name not in ("lr",):
+        asked += [optimizer.state_dict, optimizer.describe]
+    for ask in asked:
+        with pytest.raises(ValueError, match=f"group 0 must have {name}, got params, "):
+            ask()
+    assert_same([param.detach() for param in params_of(optimizer)], before)
+
+
 def test_eps_of_a_group_of_adamws_is_adam_eps_where_it_says_none():
     first, second, third = parameters([(3, 4)] * 3, FP32)
     optimizer = FusedMuon([{"params": [first], "use_muon": False}, {"params": [second]}], eps=1e-5)
@@ -296,15 +335,21 @@ REFUSED = {
     "mark": ([marked("use_muon", False)], MUON, "as it is marked use_muon=False, got True"),
     "embedding": ([marked("is_embedding_or_output_parameter", True)], MUON,
                   "as it is marked is_embedding_or_output_parameter=True, got True"),
+    "no mark": ([marked("use_muon", 0)], {}, "group 0: its parameter 0: its attribute use_muon "
+                "must be one of None, True, False, got 0"),
+    "no embedding": ([torch.ones(3), marked("is_embedding_or_output_parameter", "yes")], {},
+                     "its parameter 1: its attribute is_embedding_or_output_parameter must be"),
     "use_muon": ([], {"use_muon": 1}, "use_muon must be one of None, True, False, got 1"),
     "fp8": ([FLOAT8], {}, "use_muon must be False beside its parameter 0, a Float8Weight"),
+    "part of fp8": ([Float8Shard(FLOAT8, 0, 512)], {}, "use_muon must be False beside its param"
+                    "eter 0, a flat part of a matrix"),
     "flat": ([marked("megaopt_whole_shape", (8, 3))], {}, "a flat part of a matrix"),
     "steps": ([], {"ns_steps": 0}, "group 0: ns_steps must be a whole number from 1 to 99, got 0"),
     "set": ([], {"ns_coefficients": "simpel"}, "ns_coefficients must be numbers or one of 'sim"),
     "triples": ([], {"ns_coefficients": [(1, 2, 3)]}, "a triple for each of 5 steps, got 1"),
-    "numbers": ([], {"ns_coefficients": None}, "group 0: ns_coefficients must be"),
+    "numbers": ([], {"ns_coefficients": None}, "three numbers, a list of such or one of 'simple',"),
     "NaN": ([], {"ns_coefficients": (float("nan"), 1, 1)}, "be triples of numbers a, b and c"),
-    "factor": ([], {"adjust_lr_fn": True}, "adjust_lr_fn must be a finite number >= 0"),
+    "factor": ([], {"adjust_lr_fn": True}, "adjust_lr_fn must be None, one of 'original', .* or"),
     "adjust": ([], {"adjust_lr_fn": "rms"}, "adjust_lr_fn must be one of None, 'original', "),
     "eps": ([], {"eps": 2.0}, "group 0: eps must be from 1e-30 to 1, got 2.0"),
     "momentum": ([], {"momentum": 1.0}, "momentum must be a number >= 0 and < 1, got 1.0"),

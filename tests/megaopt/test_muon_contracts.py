@@ -132,11 +132,14 @@ REFUSED = {
     "master": (BF16, MASTER | {"momentum_buffer_dtype": BF16},
                "momentum_buffer_dtype must be torch.float32 with contract='torch', as parameter 0"),
     "remainders": (BF16, REMAINDERS, "master_weight_dtype must be torch.float32, of whole masters"),
-    "sets": (FP32, {"ns_coefficients": "quintic"}, "ns_coefficients must be"),
-    "adjust": (FP32, {"adjust_lr_fn": "spectral"}, "adjust_lr_fn must be"),
-    "split": (FP32, {"split_sizes": [3, 1]}, "split_sizes must be"),
-    "normuon": (FP32, {"second_moment": "normuon"}, "second_moment must be"),
-    "fp16": (FP32, {"precision": "fp16"}, "precision must be"),
+    "sets": (FP32, {"ns_coefficients": "quintic"}, "ns_coefficients must be the same three numbers "
+             "in all steps with contract='torch', got"),
+    "adjust": (FP32, {"adjust_lr_fn": "spectral"}, "adjust_lr_fn must be one of None, 'original', "
+               "'match_rms_adamw' with contract='torch', got 'spectral'"),
+    "split": (FP32, {"split_sizes": [3, 1]}, "split_sizes must be None with"),
+    "normuon": (FP32, {"second_moment": "normuon"}, "second_moment must be None with"),
+    "fp16": (FP32, {"precision": "fp16"}, "precision must be 'bf16' with"),
+    "gram": (FP32, {"method": "gram", "precision": "fp16"}, "method must be 'auto' or"),
     "capturable": (FP32, {"capturable": True}, "capturable must be False with contract='torch'"),
 }  # fmt: skip
 

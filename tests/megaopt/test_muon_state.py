@@ -183,6 +183,12 @@ def of(kind, **options):
     return theirs.state_dict()
 
 
+def with_second_moment():
+    given = kellerjordan()
+    given["state"][0]["variance_neuron"] = torch.ones(6)
+    return given
+
+
 SGD, ADAMW, SUMS = torch.optim.SGD, torch.optim.AdamW, {"lr": 0.1, "momentum": 0.9}
 
 
@@ -192,6 +198,7 @@ REFUSED = {
     "sgd": (lambda: of(SGD, **SUMS), "group 0 of the state dict: 'dampening' must be left out"),
     "ours": (lambda: of(FusedSGD, **SUMS), "'dampening' must be left out: it is SGD's"),
     "rmsprop": (lambda: of(torch.optim.RMSprop, momentum=0.9), "'centered' must be left out"),
+    "normuon": (with_second_moment, "'variance_neuron' in the state dict; allowed with second_mom"),
     "adamw": (lambda: of(ADAMW), "0 of group 0: 'momentum_buffer' of the state dict must"),
 }  # fmt: skip
 

@@ -53,12 +53,21 @@ def test_without_random_bits_numbers_may_be_the_same():
 
 
 @pytest.mark.parametrize("numbers", [[1], [1, 2.0], [1, -1], [1, 2**32], "ab", [1, True]], ids=str)
-def test_param_numbers_are_whole_numbers_of_32_bits_one_each(numbers):
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_param_numbers_are_whole_numbers_of_32_bits_one_each(numbers, rounding):
+    """Also where nothing draws."""
     params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
     group = {"params": params, "param_numbers": numbers}
     allowed = r"group 0: param_numbers must be a list of 2 whole numbers from 0 to 2\*\*32 - 1, got"
     with pytest.raises(ValueError, match=allowed):
-        FusedAdam([group], master_weights=False, weight_rounding="stochastic")
+        FusedAdam([group], master_weights=False, weight_rounding=rounding)
+    optimizer = FusedAdam([{**group, "param_numbers": [3, 4]}], weight_rounding=rounding)
+    train(optimizer, 1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.param_groups[0]["param_numbers"] = numbers
+    with refused(optimizer, allowed):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("capturable", [False, True])

@@ -1,5 +1,6 @@
 """`megaopt muon test` and `bench`: errors, what is noticed, floors, processes, messages."""
 
+import itertools
 import json
 import math
 import os
@@ -17,14 +18,14 @@ from megaopt.commands.bench.peers import SHARED
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.muon import bench, check, peers
 from megaopt.commands.muon.bench import Measured
-from megaopt.commands.muon.check import Case, Finding, in_fp64
+from megaopt.commands.muon.check import Case, Finding, chance, in_fp64
 from megaopt.commands.muon.peers import SETS, SUBJECTS, Subject, floor_bytes, operations
 from megaopt.commands.muon.worker import Failed, Worker
 from megaopt.kernels.matrix import muon
 from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
 
 CPU = torch.device("cpu")
-TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 6)
+TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 14)
 SIMPLE = coefficients_of("simple", 5)
 
 
@@ -37,12 +38,12 @@ def test_what_it_prints(megaopt):
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
     found = {tuple(line[2:4]): line for line in lines if line[:1] == ["24 x 80"]}
     assert [*found] == [("standard", "bf16"), ("standard", "fp16"), ("gram", "fp16")]
-    for form, (*_, error, torchs, part, bound, bits, verdict) in found.items():
-        assert (bits, verdict) == ("", "within")
-        assert 1e-3 < float(error) < float(bound) * float(torchs) < 2e-2
+    for form, (*_, error, torchs, part, bound, above, bits, verdict) in found.items():
+        assert (bits, verdict, above.split()[1:]) == ("", "within", ["of", "14"])
+        assert 5e-4 < float(error) < 2 * float(bound.split()[1]) * float(torchs) < 4e-2
         # both errors are printed in three digits, so each is off by half a percent at most
         assert float(part) == pytest.approx(float(error) / float(torchs), rel=0.01)
-        assert bound == f"{1.1 * (1 / 8 if form == ('standard', 'fp16') else 1):.3f}"
+        assert bound == f"<= {1 / 8 if form == ('standard', 'fp16') else 1:g}"
 
 
 @interpreted
@@ -59,7 +60,7 @@ def test_launches_are_compared_with_the_twin(megaopt, monkeypatch):
     monkeypatch.setattr(muon, "begun", other)
     status, out, _ = megaopt(*TEST, "--precisions=fp16", "--spectra=random")
     assert (status, out.count("OTHERS"), out.count("BEYOND")) == (1, 2, 2)
-    assert "beyond their bounds, or of other bits: 2" in out
+    assert "above torch's part, or of other bits: 2" in out
 
 
 def test_a_precision_that_is_not_kept_is_noticed(megaopt, monkeypatch):
@@ -83,9 +84,18 @@ def test_a_broken_ratio_is_noticed(megaopt, monkeypatch):
 
 def test_nan_and_other_bits_are_beyond_every_bound():
     case = Case(4, 8, "random", "standard", "bf16")
-    for error, bits, holds in ((1e-3, None, True), (1e-3, True, True), (1e-3, False, False),
-                               (math.nan, None, False), (1.2e-2, True, False)):  # fmt: skip
-        assert Finding(case, error, 1e-2, bits).holds == holds
+    for error, above, bits, holds in (
+        (1e-3, 0, None, True), (1e-3, 0, True, True), (1e-3, 0, False, False),
+        (math.nan, 1, None, False), (1.2e-2, 13, True, True), (1.2e-2, 14, True, False),
+    ):  # fmt: skip
+        assert Finding(case, error, 1e-2, 14, above, bits).holds == holds
+
+
+def test_chance_is_that_of_coins():
+    """Of all rows of five coins, those with so many heads."""
+    for above in range(6):
+        rows = [sum(coins) >= above for coins in itertools.product((0, 1), repeat=5)]
+        assert chance(5, above) == sum(rows) / 32
 
 
 @pytest.mark.parametrize("shape", [(12, 20), (20, 12)], ids=str)
@@ -105,7 +115,7 @@ REFUSED = {
     "precisions": (["--precisions=fp8"], "precisions must be of bf16, fp16, got 'fp8'"),
     "spectra": (["--spectra=flat"], "spectra must be of random, decaying, got 'flat'"),
     "shapes": (["--shapes", 0, 8], "shapes must be whole numbers from 1 to 16384, got (0, 8)"),
-    "matrices": (["--matrices=0"], "matrices must be a whole number >= 1, got 0"),
+    "matrices": (["--matrices=0"], "matrices must be a whole number >= 14, got 0"),
     "seed": (["--seed=-1"], "seed must be a whole number from 0 to 2**63 - 1, got -1"),
     "nothing": (
         ["--methods=gram", "--shapes", 8, 8],

@@ -8,7 +8,7 @@ import pytest
 import torch
 from wrong_steps import SGD, AdamW, Model, audited
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon
 from megaopt.commands.cli import main
 from megaopt.recording.audit import audit, law
 from megaopt.recording.files import SAMPLE, Rank, Recording, Writer
@@ -109,6 +109,23 @@ def test_odd_gradients_accuse_nobody(tmp_path, name):
         made = getattr(torch.optim, name)(model.parameters(), lr=0.01, **TORCHS[name])
         report = audited(tmp_path / str(dtype), model, made, 20, grads=odd)
         assert report.obeys is True, (dtype, str(report.findings[0]))
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedMuon])
+def test_steps_that_our_optimizers_leave_out_accuse_nobody(tmp_path, kind):
+    """By nonfinite="skip", which counts none of them."""
+    model = Model()
+    made = kind(model.parameters(), nonfinite="skip")
+    report = audited(tmp_path, model, made, 20, grads=odd)
+    assert made.param_groups[0]["step"] == 17
+    assert report.obeys is True, str(report.findings[0])
+
+    def write(*_):
+        model.parts[0].detach().add_(1.0)
+
+    made.register_step_post_hook(write)
+    report = audited(tmp_path / "wrong", model, made, 6, grads=odd)
+    assert "not skipped" in {each.explanation for each in report.findings if each.step == 6}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 import torch
 from wrong_steps import Model, audited
 
-from megaopt import FusedAdam, FusedLion, FusedSGD
+from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ADAM = {"weight_decay": 0.1, "eps": 1e-6}
@@ -27,8 +27,14 @@ KINDS = {
     "lion": (FusedLion, BF16, {"weight_decay": 0.1, "dtype": FP32}),
     "sgd": (FusedSGD, FP32, {"weight_decay": 0.1}),
     "nesterov": (FusedSGD, FP32, {**SGD, "nesterov": True}),
+    "muon": (FusedMuon, FP32, {"weight_decay": 0.1, "adam_eps": 1e-6}),
+    "muon's masters": (FusedMuon, BF16, {"dtype": FP32, "nesterov": False, "maximize": True}),
+    "muon's remainders": (FusedMuon, BF16, {"dtype": FP32, "store_param_remainders": True,
+                                            "momentum_buffer_dtype": FP16}),
+    "drawn muon": (FusedMuon, BF16, {"weight_rounding": "stochastic", "seed": 9,
+                                     "momentum_buffer_dtype": "bfloat16_stochastic"}),
     "dampening": (FusedSGD, FP32, {**SGD, "dampening": 0.5, "decoupled_weight_decay": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,7 +49,7 @@ def test_all_bits_are_the_twins(tmp_path, kind):
     assert (report.obeys, report.equal_bits) == (True, report.checked)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "drawn weights", "sgd"])
+@pytest.mark.parametrize("kind", ["fp32", "masters", "remainders", "drawn weights", "sgd", "muon"])
 def test_a_bit_is_found(tmp_path, kind):
     make, dtype, options = KINDS[kind]
     model = Model(dtype=dtype)
@@ -60,6 +66,53 @@ def test_a_bit_is_found(tmp_path, kind):
     # weight and remainder are one number
     expected = "master" if kind == "remainders" else "weight"
     assert (first.name, first.quantity) == ("parts.1", expected)
+
+
+@pytest.mark.parametrize("contract", ["ieee", "eo"])
+def test_a_wrong_momentum_of_muon_is_found(tmp_path, contract):
+    """What is not checked is said: the update, which takes the whole gradient."""
+    model = Model()
+    groups = [
+        {"params": [model.parts[0]], "split_sizes": None},
+        {"params": list(model.parts[1:]), "use_muon": False, "eps": 1e-4},
+    ]
+    optimizer = FusedMuon(groups, contract=contract)
+    report = audited(tmp_path / "right", model, optimizer)
+    assert (report.obeys, report.checked) == (True, 12)
+    assert report.equal_bits == (12 if contract == "ieee" else 8)
+    assert dict(report.not_checked) == {
+        "the update of a matrix takes its whole gradient": {"parts.0"}
+    }
+
+    def scale(*_):
+        optimizer.state[model.parts[0]]["momentum_buffer"].mul_(1 + 2**-16)
+
+    optimizer.register_step_post_hook(scale)
+    first = audited(tmp_path / "wrong", model, optimizer, 2).findings[0]
+    assert (first.name, first.quantity) == ("parts.0", "momentum_buffer")
+
+
+def test_a_bit_of_muons_momentum_is_found(tmp_path):
+    model = Model()
+    optimizer = FusedMuon(model.parameters())
+
+    def flip(*_):
+        if optimizer.param_groups[0]["step"] == 3:
+            optimizer.state[model.parts[0]]["momentum_buffer"].view(torch.int32).bitwise_xor_(1)
+
+    optimizer.register_step_post_hook(flip)
+    (first,) = audited(tmp_path, model, optimizer, 3).findings
+    assert (first.step, first.name, first.quantity) == (3, "parts.0", "momentum_buffer")
+    assert first.explanation == "other bits, within rounding"
+
+
+def test_a_stale_master_beside_muon_is_found(tmp_path):
+    model = Model(dtype=BF16)
+    optimizer = FusedMuon(model.parameters(), lr=0.5, dtype=FP32)
+    before = model.parts[0].detach().clone()
+    optimizer.register_step_post_hook(lambda *_: model.parts[0].detach().copy_(before))
+    first = audited(tmp_path, model, optimizer, 1).findings[0]
+    assert (first.name, first.quantity) == ("parts.0", "weight")
 
 
 def test_formats_in_blocks_are_not_checked(tmp_path):

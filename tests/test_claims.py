@@ -21,6 +21,10 @@ FILE = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 TEST = re.compile(r"(?P<file>tests/[\w./-]+\.py)(?:::(?P<name>\w+))?|(?<!\w)::(?P<alone>\w+)")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 RECORD = re.compile(r"(?<![\w/])[\w.-]+\.(?:json|png)\b")
+CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+POWER = re.compile(r"(?<=[\w)\]|])\*\*(?=[-(\w])")
+"""Two of these in a paragraph would make what is between them bold."""
+POWERS_LEFT = {"docs/how-to/megatron.md": 2}
 WITHOUT_A_TEST = ("unverified", "the same", "as above", "as the step", "elementwise", "no:")
 
 
@@ -81,6 +85,22 @@ def cells_without_a_proof(text):
         if "::test_" not in cell and "tests/" not in cell and "`megaopt " not in cell
         if not cell.startswith(WITHOUT_A_TEST) and not cell.endswith(" only")
     ]
+
+
+def powers(text):
+    """The powers that are written with ** outside of code."""
+    return POWER.findall(CODE.sub("", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_power_is_printed_as_bold_text(page):
+    left = POWERS_LEFT.get(page.relative_to(REPOSITORY).as_posix(), 0)
+    assert len(powers(page.read_text(encoding="utf-8"))) == left
+
+
+def test_powers_are_found():
+    text = "2**-24 of it, `2**3`, **bold** and (x)**n\n\n    2**5\n\n```\n2**7\n```\n**bold**: 1"
+    assert len(powers(text)) == 2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))

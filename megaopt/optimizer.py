@@ -222,11 +222,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether weights have masters, or the list of external ones, as it was assigned.
 
         May be assigned: True gives each weight that is not fp32 a master, also under another
-        library's names, whose arguments know none. A list has, in group order, one tensor for each parameter (None for an fp32 weight), or for
-        each that is not fp32. The tensors are used as they are: `state[p]["master_param"]` is the
-        entry itself; one replaced in the list counts from the next step on. Raises ValueError for a
-        list of another length, or an entry of wrong shape, dtype or device. Weights are compared
-        with entries where they had no master before.
+        library's names, whose arguments know none. A list has, in group order, one tensor for each
+        parameter (None for an fp32 weight), or for each that is not fp32. The tensors are used as
+        they are: `state[p]["master_param"]` is the entry itself; one replaced in the list counts
+        from the next step on. Raises ValueError for a list of another length, or an entry of wrong
+        shape, dtype or device. Weights are compared with entries where they had no master before.
         """
         return self.stepper.masters
 

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 docs/how-to/accelerate_fsdp2.py --folder out [--resu
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -52,7 +53,12 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """The optimizer of whole parameters, whose place `prepare` gives to shards, and a warmup."""
     make, options = OPTIMIZERS[kind]
-    optimizer = make(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+    hidden, *others = model.parameters()
+    groups: list[dict[str, Any]] = [{"params": [hidden]}, {"params": others}]
+    if kind == "muon":  # AdamW steps the output layer, and biases
+        for group, use_muon in zip(groups, (True, False), strict=True):
+            group["use_muon"] = use_muon
+    optimizer = make(groups, lr=1e-2, weight_decay=0.1, **options)
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, 1.0, WARMUP)
 
 

@@ -45,7 +45,7 @@ def test_the_code_of_a_page_runs(page, heading, tmp_path, monkeypatch):
 
 def test_what_the_pages_say_is_printed(capsys):
     run("how-to/formats.md")
-    assert capsys.readouterr().out.split() == ["7", "5.015625"]
+    assert capsys.readouterr().out.split() == ["7", "None", "3.06", "5.015625"]
     run("how-to/float8.md")
     line = "(0): Float8Linear(in_features=256, out_features=256, bias=True, fp8 weight="
     assert line in capsys.readouterr().out

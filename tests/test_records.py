@@ -504,6 +504,8 @@ def test_what_the_first_page_says_of_speed_is_the_record():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in text
     assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the\n  speed of copying" in text
+    index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
+    assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in index
     page = (REPOSITORY / PAGE).read_text(encoding="utf-8")
     steps = [case["step_ms"] for case in own]
     assert f"takes {min(steps):.1f} to {max(steps):.1f} ms" in page

@@ -5,7 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from record_pages import assert_says, rows_of
 
+from megaopt.kernels.formats import MASTERS, MOMENTS
+
+INNER = ("none", "kahan_float16", "kahan_float16_stochastic")
+"""Formats that no user asks for by name."""
 REPOSITORY = Path(__file__).parents[1]
 NUMBERS = REPOSITORY / "docs" / "numbers.md"
 BENCHMARKS = REPOSITORY / "docs" / "benchmarks"
@@ -120,6 +125,20 @@ def test_the_page_of_records_names_those_that_are_there_and_no_other():
     assert missing_records(text) == []
     records = {path.name for path in BENCHMARKS.glob("*.json")}
     assert records - set(RECORD.findall(text)) == set()
+
+
+def test_the_table_of_formats_names_every_one_with_its_bytes():
+    rows = rows_of("docs/api.md", "| name | bytes | of |")
+    masters = {name: form for name, form in MASTERS.items() if name not in INNER}
+    expected = {**masters, **MOMENTS}
+    named = {name for name in expected if not name.endswith("_nearest")}
+    assert {row[0] for row in rows} == named
+    for name, stated, of in rows:
+        form = expected[name]
+        width = 0.5 if name.startswith("block32") else form.dtype.itemsize
+        assert_says([stated], width + (1 / form.block if form.block else 0))
+        assert ("masters" in of) == (name in masters)
+        assert ("moments" in of or "exp_avg" in of) == (name in MOMENTS)
 
 
 def test_what_does_not_exist_is_found():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
@@ -84,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- the step
 
-    @torch._disable_dynamo  # to trace a step takes torch.compile half a minute, and gains nothing
+    @_disable_dynamo  # to trace a step takes torch.compile half a minute, and gains nothing
     @torch.no_grad()
     def step(
         self,

@@ -50,7 +50,7 @@ class _Lines(Progress):
         super().__init__(console=console, auto_refresh=False, disable=True)
         self._began = self._told = time.monotonic()
 
-    def update(self, task_id: TaskID, **values: Any) -> None:  # type: ignore[override]
+    def update(self, task_id: TaskID, **values: Any) -> None:
         """As Progress."""
         super().update(task_id, **values)
         self._tell(task_id)

@@ -51,12 +51,12 @@ class _Lines(Progress):
         self._began = self._told = time.monotonic()
 
     def update(self, task_id: TaskID, **values: Any) -> None:
-        """As Progress."""
+        """Changes a task, and says how far it is."""
         super().update(task_id, **values)
         self._tell(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        """As Progress."""
+        """Counts steps of a task, and says how far it is."""
         super().advance(task_id, advance)
         self._tell(task_id)
 

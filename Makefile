@@ -61,6 +61,7 @@ package: $(READY)
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
+	@echo "the site is in build/site: open build/site/index.html, or mkdocs serve"
 
 shell: $(RUNS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}

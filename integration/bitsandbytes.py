@@ -56,7 +56,7 @@ class BitsandbytesOptions(DropInOptions, total=False):
             as state_device="cpu" does; bitsandbytes moves them there when the GPU's memory is full.
         percentile_clipping, block_wise: only 100, and True. `step(clip_norm=...)` clips by the norm
             of all gradients.
-        seed: of the random bits, from 0 to 2**64 - 1.
+        seed: of the random bits, from 0 to `2**64 - 1`.
 
     Raises:
         ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.

@@ -61,7 +61,7 @@ class FlashoptimOptions(DropInOptions, total=False):
         check_numerics: only False. What it looks for, updates below half of a weight's last place,
             loses nothing where weights or masters are rounded stochastically.
         fused: True: kernels where parameters are on a GPU; False: plain torch, to the same bits.
-        seed: of the random bits, from 0 to 2**64 - 1.
+        seed: of the random bits, from 0 to `2**64 - 1`.
 
     Raises:
         ValueError: as the optimizer of megaopt; an argument that has to have one value has another;

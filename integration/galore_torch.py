@@ -33,7 +33,7 @@ class GaLoreOptions(bitsandbytes.BitsandbytesOptions, total=False):
         percentile_clipping, block_wise: only 100, and True. `step(clip_norm=...)` clips by the norm
             of all gradients.
         is_paged: only False: GaLore's states are on the card.
-        seed: of the random bits, from 0 to 2**64 - 1.
+        seed: of the random bits, from 0 to `2**64 - 1`.
 
     Raises:
         ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.

@@ -45,7 +45,7 @@ class TorchaoOptions(DropInOptions, total=False):
             elements, less gives 64; 4 bits have blocks of 32.
         bf16_stochastic_round: rounds bf16 and fp16 weights stochastically. To nearest, updates
             below half of a weight's last place go lost.
-        seed: of the random bits, from 0 to 2**64 - 1.
+        seed: of the random bits, from 0 to `2**64 - 1`.
 
     Raises:
         ValueError: as megaopt.FusedAdam; block_size is too small.

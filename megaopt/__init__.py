@@ -1,6 +1,7 @@
 """The fused, sharded optimizer for Megatron-class training."""
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ MODULES = {"checkpoint": "megaopt.saving.checkpoint"}
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *MODULES})
+    own = {name for name, value in globals().items() if isinstance(value, ModuleType)}
+    return sorted({*own, *__all__, *MODULES})
 
 
 def __getattr__(name: str) -> Any:

@@ -107,7 +107,7 @@ class FusedAdam(FusedOptimizer):
             blocks. Stochastic formats do not go with contract torch, and in exp_avg_sq not with
             amsgrad.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
-        bias_correction: divides the moments by 1 - beta**step.
+        bias_correction: divides the moments by `1 - beta**step`.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.
         makes_states: whose state a step makes. "stepped": of parameters with a gradient, as torch.
             "trainable": also of those without one that require gradients, so that after any step

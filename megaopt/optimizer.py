@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
@@ -84,6 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- the step
 
+    @_disable_dynamo  # to trace a step takes torch.compile half a minute, and gains nothing
     @torch.no_grad()
     def step(
         self,
@@ -220,11 +222,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def master_weights(self) -> MasterWeights:
         """Whether weights have masters, or the list of external ones, as it was assigned.
 
-        A list has, in group order, one tensor for each parameter (None for an fp32 weight), or for
-        each that is not fp32. The tensors are used as they are: `state[p]["master_param"]` is the
-        entry itself; one replaced in the list counts from the next step on. Raises ValueError for a
-        list of another length, or an entry of wrong shape, dtype or device. Weights are compared
-        with entries where they had no master before.
+        May be assigned: True gives each weight that is not fp32 a master, also under another
+        library's names, whose arguments know none. A list has, in group order, one tensor for each
+        parameter (None for an fp32 weight), or for each that is not fp32. The tensors are used as
+        they are: `state[p]["master_param"]` is the entry itself; one replaced in the list counts
+        from the next step on. Raises ValueError for a list of another length, or an entry of wrong
+        shape, dtype or device. Weights are compared with entries where they had no master before.
         """
         return self.stepper.masters
 

@@ -5,7 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+from record_pages import assert_says, rows_of
 
+from megaopt.kernels.formats import MASTERS, MOMENTS
+
+INNER = ("none", "kahan_float16", "kahan_float16_stochastic")
+"""Formats that no user asks for by name."""
 REPOSITORY = Path(__file__).parents[1]
 NUMBERS = REPOSITORY / "docs" / "numbers.md"
 BENCHMARKS = REPOSITORY / "docs" / "benchmarks"
@@ -21,6 +26,10 @@ FILE = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 TEST = re.compile(r"(?P<file>tests/[\w./-]+\.py)(?:::(?P<name>\w+))?|(?<!\w)::(?P<alone>\w+)")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 RECORD = re.compile(r"(?<![\w/])[\w.-]+\.(?:json|png)\b")
+CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+POWER = re.compile(r"(?<=[\w)\]|])\*\*(?=[-(\w])")
+"""Two of these in a paragraph would make what is between them bold."""
+POWERS_LEFT = {"docs/how-to/megatron.md": 2}
 WITHOUT_A_TEST = ("unverified", "the same", "as above", "as the step", "elementwise", "no:")
 
 
@@ -83,6 +92,22 @@ def cells_without_a_proof(text):
     ]
 
 
+def powers(text):
+    """The powers that are written with ** outside of code."""
+    return POWER.findall(CODE.sub("", text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_no_power_is_printed_as_bold_text(page):
+    left = POWERS_LEFT.get(page.relative_to(REPOSITORY).as_posix(), 0)
+    assert len(powers(page.read_text(encoding="utf-8"))) == left
+
+
+def test_powers_are_found():
+    text = "2**-24 of it, `2**3`, **bold** and (x)**n\n\n    2**5\n\n```\n2**7\n```\n**bold**: 1"
+    assert len(powers(text)) == 2
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_names_exists(page):
     text = page.read_text(encoding="utf-8")
@@ -100,6 +125,20 @@ def test_the_page_of_records_names_those_that_are_there_and_no_other():
     assert missing_records(text) == []
     records = {path.name for path in BENCHMARKS.glob("*.json")}
     assert records - set(RECORD.findall(text)) == set()
+
+
+def test_the_table_of_formats_names_every_one_with_its_bytes():
+    rows = rows_of("docs/api.md", "| name | bytes | of |")
+    masters = {name: form for name, form in MASTERS.items() if name not in INNER}
+    expected = {**masters, **MOMENTS}
+    named = {name for name in expected if not name.endswith("_nearest")}
+    assert {row[0] for row in rows} == named
+    for name, stated, of in rows:
+        form = expected[name]
+        width = 0.5 if name.startswith("block32") else form.dtype.itemsize
+        assert_says([stated], width + (1 / form.block if form.block else 0))
+        assert ("masters" in of) == (name in masters)
+        assert ("moments" in of or "exp_avg" in of) == (name in MOMENTS)
 
 
 def test_what_does_not_exist_is_found():

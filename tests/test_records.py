@@ -434,6 +434,41 @@ def test_the_tables_of_galore_are_the_record():
         assert_says(row[1:], *times, case["galore_torch_ms"] / case["auto_ms"])
 
 
+# --- which format, which card
+
+LOSSES = ("fp32", "remainder16", "fp32, 8-bit moments", "24-bit, 8-bit moments")
+LOSSES += ("none, 8-bit moments", "none, 4-bit moments")
+
+
+def test_the_losses_of_small_moments_are_the_records():
+    seeds = read("h200-moments-gpt.json")["seeds"].values()
+    rows = rows_of("docs/how-to/formats.md", "| masters | moments | held-out loss |")
+    for row, kind in zip(rows, LOSSES, strict=True):
+        found = [own[kind]["held_out"] for own in seeds]
+        assert_says(row[2:], min(found), max(found))
+
+
+def test_what_fits_a_card_is_what_its_bytes_say():
+    heading = "| bytes | 24 GB | 40 GB | 80 GB | 141 GB | 24 GB, gradients released |"
+    rows = rows_of("docs/how-to/formats.md", heading)
+    for bytes_held, *row in rows:
+        held = float(bytes_held.partition(",")[0])
+        assert_says(row, *(size / (held + 2) for size in (24, 40, 80, 141)), 24 / held)
+
+
+def test_what_is_said_of_cards_is_the_records():
+    h200, h100 = cases("h200-bench.json")["B/bf16"], read("h100-digest.json")
+    rows = rows_of("docs/how-to/cards.md", "| card | a copy's bandwidth |")
+    copies = (h200["copy_bandwidth"] / 1e12, h100["copy"]["TB_s"])
+    times = (h200["step_ms"], h100["steps"]["none"]["ms"])
+    for row, *values in zip(rows, copies, times, strict=True):
+        assert_says(row[1:], *values)
+    text = (REPOSITORY / "docs/how-to/cards.md").read_text(encoding="utf-8")
+    share = 100 * 28 * h100["elements"] / (times[1] * 1e9 * copies[1])
+    for time, of_copy in zip(times, (h200["percent_of_copy"], share), strict=True):
+        assert f"in {time:.2f} ms, {of_copy:.0f}% of a copy's speed" in text
+
+
 # --- the first page
 
 CHOICES = [
@@ -469,6 +504,8 @@ def test_what_the_first_page_says_of_speed_is_the_record():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in text
     assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the\n  speed of copying" in text
+    index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
+    assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in index
     page = (REPOSITORY / PAGE).read_text(encoding="utf-8")
     steps = [case["step_ms"] for case in own]
     assert f"takes {min(steps):.1f} to {max(steps):.1f} ms" in page

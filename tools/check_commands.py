@@ -50,7 +50,12 @@ ELSEWHERE = {
 DIFFERS = "--perturb"
 """In a command that is to end with 1."""
 NEEDED = {"deepspeed": "deepspeed", "hugging_face": "transformers", "lightning": "lightning"}
-NEEDED |= {"torchtitan": "torchtitan", "megatron": "megatron", "--kernel": "triton"}
+NEEDED |= {
+    "accelerate": "accelerate",
+    "torchtitan": "torchtitan",
+    "megatron": "megatron",
+    "--kernel": "triton",
+}
 """Parts of commands, and the package that each needs."""
 
 

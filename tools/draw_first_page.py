@@ -45,7 +45,7 @@ GROUPS = {
 }
 """By heading: label, record and case of set B."""
 LONGEST = 18.5
-"""ms at which a bar is cut off; marked by >>."""
+"""ms at which a bar is cut off, which its label says."""
 
 
 def bars() -> list[tuple[str, str, float, float]]:
@@ -72,10 +72,10 @@ def draw(path: Path) -> None:
             axes.text(0.1, place, heading, fontsize=9, style="italic", color="#555555", va="center")
         before, place = heading, place + 1.0
         colour = "#3b6ea5" if label.startswith("megaopt") else "#b4b4b4"
-        cut = ">> " if time > LONGEST else ""
+        cut = ", beyond this picture" if time > LONGEST else ""
         axes.barh(place, min(time, LONGEST), color=colour, height=0.85)
         axes.plot([copy, copy], [place - 0.45, place + 0.45], color="#c04000", linewidth=2)
-        axes.text(min(time, LONGEST) + 0.15, place, f"{cut}{time:.1f} ms", fontsize=8, va="center")
+        axes.text(min(time, LONGEST) + 0.15, place, f"{time:.1f} ms{cut}", fontsize=8, va="center")
         places.append(place)
         labels.append(label)
     axes.set_yticks(places, labels, fontsize=8)

@@ -1,16 +1,17 @@
 """Hugging Face Trainer: bf16 weights, fp32 masters, a checkpoint to go on from.
 
-python docs/how-to/hugging_face.py --folder out [--resume out/checkpoint-3]
+python docs/how-to/hugging_face.py --folder out [--muon] [--resume out/checkpoint-3]
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon
 
 STEPS, WARMUP, BATCH, TOKENS = 6, 3, 4, 16
 
@@ -36,8 +37,18 @@ def examples() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def build_trainer(folder: Path) -> Trainer:
-    """A Trainer that makes a FusedAdam for its groups with and without weight decay."""
+def optimizer_for(model: LlamaForCausalLM, muon: bool) -> tuple[type, dict[str, Any]]:
+    """Class and arguments for the Trainer, which makes groups with and without weight decay."""
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "dtype": torch.float32}
+    if not muon:
+        return FusedAdam, options
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        layer.weight.use_muon = False  # AdamW steps these, and all that are no matrices
+    return FusedMuon, {**options, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def build_trainer(folder: Path, muon: bool = False) -> Trainer:
+    """A Trainer that makes a FusedAdam or a FusedMuon."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -52,12 +63,12 @@ def build_trainer(folder: Path) -> Trainer:
         disable_tqdm=True,
         use_cpu=True,
     )
-    options = {"lr": 1e-2, "betas": (0.9, 0.95), "dtype": torch.float32}
+    model = build_model()
     return Trainer(
-        build_model(),
+        model,
         arguments,
         train_dataset=examples(),
-        optimizer_cls_and_kwargs=(FusedAdam, options),
+        optimizer_cls_and_kwargs=optimizer_for(model, muon),
     )
 
 
@@ -66,8 +77,9 @@ def main(options: Sequence[str] | None = None) -> Trainer:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
     parser.add_argument("--resume", help="the checkpoint to go on from")
+    parser.add_argument("--muon", action="store_true", help="Muon for matrices")
     arguments = parser.parse_args(options)
-    trainer = build_trainer(arguments.folder)
+    trainer = build_trainer(arguments.folder, arguments.muon)
     trainer.train(resume_from_checkpoint=arguments.resume)
     for entry in trainer.state.log_history:
         if "loss" in entry:

@@ -1,6 +1,6 @@
 """Lightning: bf16 weights, fp32 masters, a checkpoint to go on from.
 
-python docs/how-to/lightning_trainer.py --folder out [--resume out/epoch=0.ckpt]
+python docs/how-to/lightning_trainer.py --folder out [--muon] [--resume out/epoch=0.ckpt]
 """
 
 import argparse
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon
 
 EPOCHS, BATCHES, BATCH, WARMUP = 2, 3, 8, 4
 
@@ -22,8 +22,9 @@ EPOCHS, BATCHES, BATCH, WARMUP = 2, 3, 8, 4
 class Model(LightningModule):
     """Gives its input back; how badly it does is its loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, muon: bool = False) -> None:
         super().__init__()
+        self.muon = muon
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
@@ -34,8 +35,15 @@ class Model(LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """FusedAdam with fp32 masters of the bf16 weights, and a warmup."""
-        optimizer = FusedAdam(self.parameters(), lr=1e-2, weight_decay=0.1, dtype=torch.float32)
+        """FusedAdam or FusedMuon with fp32 masters of the bf16 weights, and a warmup."""
+        options = {"lr": 1e-2, "weight_decay": 0.1, "dtype": torch.float32}
+        optimizer: torch.optim.Optimizer
+        if self.muon:
+            self.layers[2].weight.use_muon = False  # AdamW steps the output layer, and biases
+            options["adjust_lr_fn"] = "match_rms_adamw"
+            optimizer = FusedMuon(self.parameters(), **options)
+        else:
+            optimizer = FusedAdam(self.parameters(), **options)
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.25, 1.0, WARMUP)
         return {
             "optimizer": optimizer,
@@ -68,8 +76,9 @@ def main(options: Sequence[str] | None = None) -> Model:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
     parser.add_argument("--resume", help="the checkpoint to go on from")
+    parser.add_argument("--muon", action="store_true", help="Muon for matrices")
     arguments = parser.parse_args(options)
-    model = Model()
+    model = Model(arguments.muon)
     trainer = build_trainer(arguments.folder)
     trainer.fit(model, batches(), ckpt_path=arguments.resume)
     return model

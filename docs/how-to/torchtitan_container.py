@@ -1,6 +1,8 @@
-"""torchtitan: FusedAdam in its optimizer container, with its schedule and its checkpoints.
+"""torchtitan: FusedAdam or FusedMuon in its optimizer container, with its schedule and checkpoints.
 
-python docs/how-to/torchtitan_container.py --folder out   (run again, it goes on from there)
+python docs/how-to/torchtitan_container.py --folder out [--muon]
+
+Run again, it goes on from where it ended.
 """
 
 import argparse
@@ -19,13 +21,16 @@ from torchtitan.components.optimizer import (
     ParamGroupConfig,
 )
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon
 
 STEPS, WARMUP, BATCH = 6, 3, 8
 
 
-class FusedAdamContainer(OptimizersContainer[FusedAdam]):
-    """torchtitan's container, which knows FusedAdam beside its own optimizers."""
+OURS = {"FusedAdam": FusedAdam, "FusedMuon": FusedMuon}
+
+
+class MegaoptContainer(OptimizersContainer[torch.optim.Optimizer]):
+    """torchtitan's container, which knows these beside its own optimizers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -33,19 +38,17 @@ class FusedAdamContainer(OptimizersContainer[FusedAdam]):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        if name == "FusedAdam":
-            return FusedAdam
-        return OptimizersContainer._resolve_optimizer_factory(name)
+        return OURS.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
 
 
-def optimizer_config() -> FusedAdamContainer.Config:
+def optimizer_config() -> MegaoptContainer.Config:
     """What goes into a trainer's config as `optimizer`.
 
     What may differ from group to group stands with the group; what holds for all, as the masters,
     goes to FusedAdam itself.
     """
     decayed = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
-    return FusedAdamContainer.Config(
+    return MegaoptContainer.Config(
         param_groups=[
             ParamGroupConfig(
                 pattern="bias$",
@@ -55,6 +58,23 @@ def optimizer_config() -> FusedAdamContainer.Config:
             ParamGroupConfig(pattern=".*", optimizer_name="FusedAdam", optimizer_kwargs=decayed),
         ],
         optimizer_factory_kwargs_by_name={"FusedAdam": {"dtype": torch.float32}},
+    )
+
+
+def muon_config() -> MegaoptContainer.Config:
+    """Muon for the first layer, AdamW for the output layer and biases, in one optimizer."""
+    own = {"lr": 1e-2, "weight_decay": 0.1}
+    patterns = {r"^2\.|bias$": False, ".*": True}
+    return MegaoptContainer.Config(
+        param_groups=[
+            ParamGroupConfig(
+                pattern=pattern,
+                optimizer_name="FusedMuon",
+                optimizer_kwargs={**own, "use_muon": use_muon, "adjust_lr_fn": "match_rms_adamw"},
+            )
+            for pattern, use_muon in patterns.items()
+        ],
+        optimizer_factory_kwargs_by_name={"FusedMuon": {"dtype": torch.float32}},
     )
 
 
@@ -85,10 +105,10 @@ class Progress:
         self.step = int(state_dict["step"])
 
 
-def train(folder: Path) -> tuple[nn.Module, FusedAdamContainer]:
+def train(folder: Path, config: MegaoptContainer.Config) -> tuple[nn.Module, MegaoptContainer]:
     """Goes on from the last checkpoint in the folder, if there is one, up to step STEPS."""
     model, progress = build_model(), Progress()
-    optimizers = optimizer_config().build(model_parts=[model])
+    optimizers = config.build(model_parts=[model])
     schedule = LRSchedulersContainer.Config(warmup_steps=WARMUP, decay_type="cosine").build(
         optimizers=optimizers, training_steps=STEPS
     )
@@ -118,14 +138,15 @@ def train(folder: Path) -> tuple[nn.Module, FusedAdamContainer]:
     return model, optimizers
 
 
-def main(options: Sequence[str] | None = None) -> tuple[nn.Module, FusedAdamContainer]:
+def main(options: Sequence[str] | None = None) -> tuple[nn.Module, MegaoptContainer]:
     """Trains with these options instead of the command line's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for checkpoints")
+    parser.add_argument("--muon", action="store_true", help="Muon for matrices")
     arguments = parser.parse_args(options)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return train(arguments.folder)
+        return train(arguments.folder, muon_config() if arguments.muon else optimizer_config())
     finally:
         dist.destroy_process_group()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console, JustifyMethod
 from rich.measure import Measurement
@@ -11,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -19,6 +22,8 @@ from rich.table import Table
 
 UNLIMITED = 10_000
 """Columns of what is no terminal: more than any line has."""
+EVERY = 15.0
+"""Seconds between two lines of progress in a log."""
 
 
 class _Console(Console):
@@ -38,8 +43,40 @@ def make_console() -> Console:
     return console
 
 
+class _Lines(Progress):
+    """Progress where no bar can move, as in a log: a line now and then."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console=console, auto_refresh=False, disable=True)
+        self._began = self._told = time.monotonic()
+
+    def update(self, task_id: TaskID, **values: Any) -> None:
+        """Changes a task, and says how far it is."""
+        super().update(task_id, **values)
+        self._tell(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Counts steps of a task, and says how far it is."""
+        super().advance(task_id, advance)
+        self._tell(task_id)
+
+    def _tell(self, task_id: TaskID) -> None:
+        now = time.monotonic()
+        if now - self._told < EVERY:
+            return
+        self._told = now
+        task = next(each for each in self.tasks if each.id == task_id)
+        line = f"{now - self._began:5.0f} s  {task.description}: {task.completed:.0f}"
+        self.console.print(f"{line} of {task.total:.0f}", highlight=False, markup=False)
+
+
 def step_progress(console: Console) -> Progress:
-    """A progress bar over steps, with the time that has passed and the time left."""
+    """A progress bar over steps, with the time that has passed and the time left.
+
+    Where the console is no terminal, a line every 15 seconds.
+    """
+    if not console.is_terminal:
+        return _Lines(console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     # steps may take seconds: the estimate is of the last five minutes, not of thirty seconds

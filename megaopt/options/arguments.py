@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -49,7 +49,11 @@ def options_of(
     one_of("use_decoupled_grad", decoupled, FLAGS)
     optimizer.use_decoupled_grad = decoupled
     options = kind(**found)
-    return {n: given[n] for n in options.names_but_step if n in given}, options, masters
+    numbers = {n: given[n] for n in options.names_but_step if n in given}
+    betas = numbers.get("betas")
+    if isinstance(betas, Sequence) and not isinstance(betas, (list, tuple, str)):
+        numbers["betas"] = tuple(betas)  # a configuration library's list, such as Hydra's
+    return numbers, options, masters
 
 
 def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:

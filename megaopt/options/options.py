@@ -113,7 +113,7 @@ class SharedOptions(TypedDict, total=False):
             beside a bf16 weight, 16 beside an fp8 code), "kahan" (a bf16 beside a bf16 or fp16
             weight), and the last two rounded stochastically, "remainder8_stochastic" and
             "kahan_stochastic". Rounded to nearest, these two lose updates below half of their last
-            place (2**-17 and about as much of the weight). A name whose master does not fit a
+            place (`2**-17` and about as much of the weight). A name whose master does not fit a
             weight is refused.
         store_param_remainders: keeps, of an fp32 master, the 16 bits that its bf16 weight does not
             hold: exact, 2 bytes less per weight; weights then round ties away from zero. Needs
@@ -121,9 +121,9 @@ class SharedOptions(TypedDict, total=False):
         weight_rounding: "stochastic" rounds bf16, fp16 and fp8 weights so that they are in the mean
             the values that the rule gave; for weights without masters, fp32 ones may be among them.
             "nearest" loses updates below half a unit in a weight's last place.
-        seed: of the random bits of what is rounded stochastically, from 0 to 2**64 - 1; in the
+        seed: of the random bits of what is rounded stochastically, from 0 to `2**64 - 1`; in the
             groups, and saved with them, where there is such. A group's `param_numbers`, one number
-            from 0 to 2**32 - 1 for each parameter, tell parameters apart; without it they are
+            from 0 to `2**32 - 1` for each parameter, tell parameters apart; without it they are
             numbered in the order of the groups. Two optimizers with one seed draw the same bits for
             parameters of the same number: give each its own. docs/numbers.md says what a bit is
             made of, and what a load takes over.

@@ -24,9 +24,10 @@ def digest(
     """The digest of a tensor, or of a shard at its place in a whole one.
 
     Equal bits at equal places have equal digests, on every device. Digests of shards, however a
-    tensor is cut, add up to the whole tensor's, modulo 2**64 in each lane. A change of one element
-    is always seen; other changes are missed with a chance of about 2**-50. docs/numbers.md has the
-    definition. It is no cryptographic hash: whoever wants two tensors of one digest can make them.
+    tensor is cut, add up to the whole tensor's, modulo `2**64` in each lane. A change of one
+    element is always seen; other changes are missed with a chance of about `2**-50`.
+    docs/numbers.md has the definition. It is no cryptographic hash: whoever wants two tensors of
+    one digest can make them.
 
     Args:
         tensor: of any shape, of a dtype of 1, 2, 4 or 8 bytes, or complex; a DTensor stands for its

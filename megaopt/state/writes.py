@@ -81,8 +81,9 @@ class ExternalWrites:
                 f"{len(short)} parameters ({short[0]} the first) are 16-bit and have no fp32 "
                 "master: updates smaller than half a unit in a weight's last place are lost, and "
                 "at common learning rates weights stand still. Pass dtype=torch.float32 for fp32 "
-                "masters, weight_rounding='stochastic' to lose none in the mean, or "
-                "master_weights=False to train without",
+                "masters (or set optimizer.master_weights = True before the first step), "
+                "weight_rounding='stochastic' to lose none in the mean, or master_weights=False to "
+                "train without",
                 MissingMastersWarning,
             )
 

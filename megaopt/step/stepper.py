@@ -576,8 +576,8 @@ def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
     found = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
     if found and nonfinite == "error":
         raise FloatingPointError(
-            "an infinity or NaN is among the gradients (here, or on a rank that shares fp8 "
-            "weights), which nonfinite='error' does not allow"
+            "gradients must be finite with nonfinite='error', got an infinity or NaN (on this "
+            "rank, or on one that steps together with it)"
         )
     return found
 

@@ -2,6 +2,8 @@ import torch
 from how_to import everything, needs
 from runs import assert_same
 
+from megaopt import FusedMuon
+
 pytestmark = needs("transformers", "accelerate")
 
 OPTIONS = {"betas": (0.9, 0.95), "dtype": torch.float32}
@@ -21,7 +23,13 @@ def plain_loop(how_to, trainer):
     from transformers import get_scheduler
 
     model = how_to.build_model().train()
-    optimizer = how_to.FusedAdam(groups(trainer, model), lr=1e-2, **OPTIONS)
+    kind = type(trainer.optimizer.optimizer)
+    options = OPTIONS
+    if kind is FusedMuon:
+        options = {**OPTIONS, "adjust_lr_fn": "match_rms_adamw"}
+        for name in ("model.embed_tokens", "lm_head"):
+            model.get_submodule(name).weight.use_muon = False
+    optimizer = kind(groups(trainer, model), lr=1e-2, **options)
     schedule = get_scheduler("cosine", optimizer, how_to.WARMUP, how_to.STEPS)
     rows = [example["input_ids"] for example in how_to.examples()]
     for step in range(how_to.STEPS):
@@ -38,6 +46,14 @@ def plain_loop(how_to, trainer):
 
 def test_the_trainer_has_the_bits_of_a_plain_loop(how_to, straight):
     trainer, _ = straight
+    found = everything(trainer.model, trainer.optimizer)
+    assert_same(found, plain_loop(how_to, trainer))
+
+
+def test_the_trainer_steps_matrices_by_muon(how_to, tmp_path):
+    trainer = how_to.main(["--folder", str(tmp_path), "--muon"])
+    rules = {each.name: each.rule for each in trainer.optimizer.optimizer.describe()}
+    assert sorted(set(rules.values())) == ["adamw", "muon"]
     found = everything(trainer.model, trainer.optimizer)
     assert_same(found, plain_loop(how_to, trainer))
 

@@ -12,8 +12,8 @@ pytestmark = [
 ]
 
 
-def plain_loop(how_to):
-    model = how_to.Model().bfloat16()
+def plain_loop(how_to, muon=False):
+    model = how_to.Model(muon).bfloat16()
     made = model.configure_optimizers()
     optimizer, warmup = made["optimizer"], made["lr_scheduler"]["scheduler"]
     for _ in range(how_to.EPOCHS):
@@ -30,6 +30,13 @@ def plain_loop(how_to):
 def test_lightning_has_the_bits_of_a_plain_loop(how_to, straight):
     model, _ = straight
     assert_same(everything(model, model.optimizers().optimizer), plain_loop(how_to))
+
+
+def test_lightning_steps_matrices_by_muon(how_to, tmp_path):
+    model = how_to.main(["--folder", str(tmp_path), "--muon"])
+    optimizer = model.optimizers().optimizer
+    assert [each.rule for each in optimizer.describe()] == ["muon", "adamw", "adamw", "adamw"]
+    assert_same(everything(model, optimizer), plain_loop(how_to, muon=True))
 
 
 def test_resumed_is_straight(how_to, straight, tmp_path):

@@ -1,9 +1,14 @@
 """The code of pages that have no script beside them runs as it is printed."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from runs import assert_same
+from safetensors.torch import load_file, save_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -13,6 +18,7 @@ PAGES = {
     "audit.md": "",
     "how-to/formats.md": "",
     "how-to/clipping.md": "",
+    "how-to/external_masters.md": "",
     "how-to/float8.md": "",
     "how-to/muon.md": "",
     "how-to/weights.md": "## Three ways to refresh a master",
@@ -45,7 +51,28 @@ def test_the_code_of_a_page_runs(page, heading, tmp_path, monkeypatch):
 
 def test_what_the_pages_say_is_printed(capsys):
     run("how-to/formats.md")
-    assert capsys.readouterr().out.split() == ["7", "5.015625"]
+    assert capsys.readouterr().out.split() == ["7", "None", "3.06", "5.015625"]
     run("how-to/float8.md")
     line = "(0): Float8Linear(in_features=256, out_features=256, bias=True, fp8 weight="
     assert line in capsys.readouterr().out
+
+
+def test_what_the_page_hands_over_of_fp8_weights_is_saved_and_multiplies_back(tmp_path):
+    found = run("how-to/float8.md")
+    model, codes = found["model"], found["codes"]
+    for name in ("values", "codes"):
+        save_file(found[name], tmp_path / name)
+        assert_same(load_file(tmp_path / name), dict(found[name]))
+    weight = model[0].weight
+    assert {"0.weight", "0.weight_scale_inv", "0.bias"} == codes.keys()
+    product = codes["0.weight"].float() * codes["0.weight_scale_inv"]
+    assert torch.equal(product.bfloat16(), weight.dequantize())
+
+
+def test_a_saved_fp8_model_loads_where_float8_is_imported(tmp_path):
+    """In a new process, as the page says."""
+    torch.save(run("how-to/float8.md")["model"].state_dict(), tmp_path / "model.pt")
+    for line, code in (("import megaopt.float8, torch", 0), ("import torch", 1)):
+        command = f"{line}; torch.load('{tmp_path / 'model.pt'}')"
+        done = subprocess.run([sys.executable, "-c", command], capture_output=True, check=False)
+        assert done.returncode == code, done.stderr

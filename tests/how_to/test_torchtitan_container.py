@@ -8,7 +8,7 @@ from how_to import needs
 from runs import assert_same
 from torch.optim.lr_scheduler import LambdaLR
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon
 
 pytestmark = [
     needs("torchtitan"),
@@ -69,6 +69,35 @@ def test_the_container_has_the_bits_of_a_plain_loop(how_to, options, tmp_path):
     names = ("param_names", "fused", "foreach")  # torchtitan's own keys
     found["groups"] = [{k: v for k, v in g.items() if k not in names} for g in found["groups"]]
     assert_same(found, expected)
+
+
+def test_muon_goes_on_from_its_checkpoint_and_steps_as_a_plain_loop(how_to, tmp_path):
+    options = ["--folder", str(tmp_path), "--muon"]
+    model, container = how_to.main(options)
+    straight = everything(model, *container.optimizers)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-6")
+    model, container = how_to.main(options)
+    assert_same(everything(model, *container.optimizers), straight)
+    assert_same(dict(model.state_dict()), muon_loop(how_to))
+
+
+def muon_loop(how_to):
+    model = how_to.build_model()
+    first, _, last = model
+    groups = [
+        {"params": [first.bias, last.weight, last.bias], "use_muon": False},
+        {"params": [first.weight], "use_muon": True},
+    ]
+    options = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer = FusedMuon(groups, dtype=torch.float32, **options)
+    schedule = LambdaLR(optimizer, RATES.__getitem__)
+    for step in range(how_to.STEPS):
+        batch = how_to.batch_of(step)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch), batch).backward()
+        optimizer.step()
+        schedule.step()
+    return dict(model.state_dict())
 
 
 def test_what_holds_for_all_groups_is_refused_in_one(how_to):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_pinning import FakePinning
 from galore_peer import needs_galore_torch
-from runs import BF16, FP16, FP32, assert_same_run, parameters, train
+from runs import BF16, FP16, FP32, assert_same, assert_same_run, parameters, train
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
 from megaopt.integration import bitsandbytes, flashoptim, galore_torch, torchao
@@ -301,3 +301,19 @@ def test_flashoptim_refuses_its_default_for_fp32_weights(name, allowed, monkeypa
             continue
         with pytest.raises(ValueError, match="master_weight_bits"):
             getattr(library, name)(params)
+
+
+@pytest.mark.parametrize("kind", [bitsandbytes.AdamW8bit, torchao.AdamW8bit])
+def test_masters_are_had_as_the_warning_says(kind):
+    with pytest.warns(UserWarning, match=r"have no fp32 master.*optimizer\.master_weights = True"):
+        train(kind(parameters(LARGE), lr=1e-2), 1)
+    optimizer = kind(parameters(LARGE), lr=1e-2)
+    optimizer.master_weights = True
+    train(optimizer, 3)
+    own = {"lr": 1e-2, "weight_decay": 1e-2, "dtype": torch.float32}
+    moments = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
+    expected = FusedAdam(parameters(LARGE), **own, **moments)
+    train(expected, 3)
+    for found, other in zip(optimizer.state.values(), expected.state.values(), strict=True):
+        assert found["master_param"].dtype == torch.float32
+        assert_same(dict(found), dict(other))

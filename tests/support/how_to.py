@@ -61,10 +61,15 @@ def run_ranks(name, runs, world_size=2):
     torch.multiprocessing.spawn(_run_rank, arguments, nprocs=world_size)
 
 
+def as_rank(rank, port, world_size):
+    """The environment that torchrun gives a process."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
 def _run_rank(rank, name, runs, ports, world_size):
     main = script(name).main
     for options, port in zip(runs, ports, strict=True):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        os.environ.update({key: str(value) for key, value in place.items()})
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        as_rank(rank, port, world_size)
         main(options)

@@ -49,7 +49,7 @@ def test_all_that_is_checked_on_a_gpu_holds(capsys: pytest.CaptureFixture[str]) 
 def test_the_cases_are_of_the_record_and_of_every_contract() -> None:
     names = {case.name for cases in CASES.values() for case in cases}
     assert names >= {*doctor.CHECKED}
-    assert {name.split("/")[0] for name in doctor.EVERYWHERE} == {*CONTRACTS}
+    assert {name.split("/")[0] for name in doctor.QUICK} == {*CONTRACTS}
 
 
 def test_other_bits_than_the_records_are_found(
@@ -119,8 +119,10 @@ def test_broken_backend_is_found(
     optimizer: type[FusedAdam],
     message: str,
 ) -> None:
+    """On a CPU, where Triton's interpreter is stepped by --check alone."""
     monkeypatch.setattr(megaopt, "FusedAdam", optimizer)
-    assert doctor.main() == 1
+    monkeypatch.setattr(doctor, "CHECKED", doctor.QUICK[:1])
+    assert doctor.main(check=True) == 1
     verdict = capsys.readouterr().out.splitlines()[0]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert re.search(rf"NOT working: {device}(:0)?, triton, ieee: ", verdict)

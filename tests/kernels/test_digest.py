@@ -21,13 +21,13 @@ DTYPES = [*INTEGERS, torch.uint16, torch.uint32, torch.uint64, *NONFINITE]
 COMPLEX = [torch.complex64, torch.complex128]
 SMALL = Geometry(512, 3)
 CASES = [
-    *((count, Place(0)) for count in (0, 1, 511, 512, 513, 4000)),
+    *((count, Place(0)) for count in (0, 1, 511, 512, 513, 1700)),
     (700, Place(0, 505)),
     (700, Place(0, 2**34 + 1024)),
     (700, Place(0, LAST_PLACE // 2 - 699)),
     (5, Place(0, 3, 2, 1000)),
-    (2501, Place(0, 24, 40, 96)),
-    (2501, Place(0, 24, 41, 96)),
+    (1501, Place(0, 24, 40, 96)),
+    (1501, Place(0, 24, 41, 96)),
 ]
 """Whole tensors, shards that begin within a row or far behind, shards of columns."""
 
@@ -62,11 +62,11 @@ def launched(tensors, places, geometry=SMALL):
 def assert_all_agree(tensors, places, device):
     truth = [oracle(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     on_device = [tensor.to(device) for tensor in tensors]
-    for name, found in (
-        ("twin", twin_of(tensors, places)),
-        ("kernel", launched(on_device, places)),
+    for name, add in (
+        ("twin", lambda: twin_of(tensors, places)),
+        ("kernel", lambda: launched(on_device, places)),
     ):
-        lanes = [(one % 2**64, other % 2**64, count) for one, other, count in found.tolist()]
+        lanes = [(one % 2**64, other % 2**64, count) for one, other, count in add().tolist()]
         wrong = [case for case, own in enumerate(lanes) if own != truth[case]]
         assert not wrong, f"{name}: {len(wrong)} of {len(truth)} differ: {wrong}"
 

@@ -62,11 +62,11 @@ def launched(tensors, places, geometry=SMALL):
 def assert_all_agree(tensors, places, device):
     truth = [oracle(tensor, place) for tensor, place in zip(tensors, places, strict=True)]
     on_device = [tensor.to(device) for tensor in tensors]
-    for name, found in (
-        ("twin", twin_of(tensors, places)),
-        ("kernel", launched(on_device, places)),
+    for name, add in (
+        ("twin", lambda: twin_of(tensors, places)),
+        ("kernel", lambda: launched(on_device, places)),
     ):
-        lanes = [(one % 2**64, other % 2**64, count) for one, other, count in found.tolist()]
+        lanes = [(one % 2**64, other % 2**64, count) for one, other, count in add().tolist()]
         wrong = [case for case, own in enumerate(lanes) if own != truth[case]]
         assert not wrong, f"{name}: {len(wrong)} of {len(truth)} differ: {wrong}"
 

@@ -16,7 +16,7 @@ from megaopt import kernels
 from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import launched_plan
+from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 from megaopt.kernels.rules.galore import GALORE_ADAMW
@@ -24,6 +24,10 @@ from megaopt.kernels.step import controls as order
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
 """Several tiles, parts of some, and two slabs."""
+_PROJECT = ProjectTile(16, 128, 16, 4, 1)
+_BACK = {RIGHT: BackTile(16, 128, 16, 4, 1, strip=2), LEFT: BackTile(128, 16, 16, 4, 1, strip=2)}
+LONG = {side: Tiles(_PROJECT, back, _PROJECT, back) for side, back in _BACK.items()}
+"""Tiles as small as may be but for the side of a slab, of which SMALL ones would be 65."""
 KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
 
@@ -63,7 +67,7 @@ def steps(
 def assert_exact_steps_agree(side, device, grad="float32", rank=5):
     formats = formats_of(PLAIN, LowRank(side, rank), GRADS[grad])
     before, projections = whole_numbers(formats, SHAPES[side])
-    found, expected = steps(formats, SHAPES[side], before, projections, device)
+    found, expected = steps(formats, SHAPES[side], before, projections, device, LONG[side])
     assert_same_buffers(found, expected)
 
 
@@ -74,7 +78,7 @@ def test_the_step_is_the_twins_where_products_are_exact(side, grad, device):
 
 
 @pytest.mark.parametrize("kernel", ["grouped", "fused"])
-@pytest.mark.parametrize("tiles", [SMALL, None], ids=["small tiles", "tiles of their own"])
+@pytest.mark.parametrize("tiles", [LONG, {}], ids=["small tiles", "tiles of their own"])
 @pytest.mark.parametrize("rank", [5, 17])
 @pytest.mark.parametrize("grad", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -85,7 +89,7 @@ def test_the_step_is_the_twins(side, precision, grad, rank, tiles, kernel, devic
     formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
     shapes = SHAPES[side]
     own = buffers(formats, shapes, hard=False), projections_of(formats.matrix.how, shapes)
-    found, expected = steps(formats, shapes, *own, device, tiles, kernel)
+    found, expected = steps(formats, shapes, *own, device, tiles.get(side), kernel)
     assert_same_buffers(found, expected)
 
 
@@ -110,14 +114,14 @@ def fused_and_twin(side, device, moment="float32", precision="bf16", controls=No
     formats = dataclasses.replace(formats, **options)
     shapes = FUSED_SHAPES[side]
     own = formats, shapes, buffers(formats, shapes, hard=False), projections_of(low_rank, shapes)
-    return steps(*own, device, kernel="fused", rows=rows, controls=controls)
+    return steps(*own, device, LONG[side], "fused", rows, controls)
 
 
 @pytest.mark.parametrize("few", [0, 128], ids=["one program", "a program for each slab"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatch):
     monkeypatch.setattr(launch, "FEW", few)
-    monkeypatch.setattr(launch, "STEPPED", 64)
+    monkeypatch.setattr(launch, "STEPPED", 128)
     assert_same_buffers(*fused_and_twin(side, device))
 
 
@@ -140,14 +144,18 @@ def test_a_step_that_is_left_out_changes_nothing_and_the_next_one_is_whole(devic
     before, projections = buffers(formats, shapes, hard=False), projections_of(low_rank, shapes)
     own = {slot: [each.to(device) for each in own] for slot, own in copied(before).items()}
     sizes = [torch.Size(shape) for shape in shapes]
-    plan = launched_plan(formats, sizes, [0, 0], device, kernel="fused", tiles=SMALL)
+    plan = launched_plan(formats, sizes, [0, 0], device, kernel="fused", tiles=LONG[RIGHT])
     give(plan, [projection.to(device) for projection in projections])
     plan.look(own)
     plan.step([ROW], controls_of(skip=1.0).to(device))
     assert_same_buffers(own, before)
     plan.look(own)
     plan.step([ROW])
-    assert_same_buffers(own, steps(formats, shapes, before, projections, device)[1])
+    twin = MatrixPlan(formats, [0, 0])
+    give(twin, projections)
+    twin.look(before)
+    twin.step([ROW])
+    assert_same_buffers(own, before)
 
 
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
@@ -155,7 +163,7 @@ def test_fused_has_the_bits_of_grouped_of_ieee_products(side, device):
     """Numbers whose sums are not exact."""
     formats, shapes = formats_of(PLAIN, LowRank(side, 17)), FUSED_SHAPES[side]
     own = formats, shapes, buffers(formats, shapes), projections_of(formats.matrix.how, shapes)
-    found = [steps(*own, device, kernel=kernel)[0] for kernel in ("grouped", "fused")]
+    found = [steps(*own, device, LONG[side], kernel)[0] for kernel in ("grouped", "fused")]
     assert_same_buffers(*found)
 
 
@@ -232,7 +240,7 @@ def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monk
     """Numbers whose sums are not exact: the order of sums is the same."""
     formats, shapes = formats_of(PLAIN, LowRank(side, 5)), SHAPES[side]
     before, projections = buffers(formats, shapes), projections_of(formats.matrix.how, shapes)
-    own = (formats, shapes, before, projections, device)
+    own = (formats, shapes, before, projections, device, LONG[side])
     apart, _ = steps(*own)
     monkeypatch.setattr(launch, "ROOM", 1)
     monkeypatch.setattr(launch, "PART", 0.0)
@@ -259,7 +267,7 @@ FUSED_MUTANTS = {
 @pytest.mark.parametrize("change", FUSED_MUTANTS.values(), ids=FUSED_MUTANTS)
 def test_a_mutant_of_the_fused_step_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
-    monkeypatch.setattr(launch, "STEPPED", 64)
+    monkeypatch.setattr(launch, "STEPPED", 128)
     options = {"moment": "bfloat16_stochastic", "controls": controls_of()}
     with pytest.raises(AssertionError, match="differ"):
         assert_same_buffers(*fused_and_twin(RIGHT, device, **options))

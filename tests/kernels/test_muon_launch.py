@@ -24,6 +24,19 @@ MOST = pytest.mark.parametrize(
 )
 
 
+def short(form="standard bf16", **others):
+    """Three steps of an iteration instead of five, with a first, another and a last one.
+
+    In Gram's form a restart, and behind it a step that goes on, too.
+    """
+    return how_of(form, **{"coefficients": SIMPLE[:3], "restarts": (1,), **others})
+
+
+def shortest(form="standard bf16", **others):
+    """One step, where the iteration is not the question."""
+    return how_of(form, coefficients=SIMPLE[:1], **others)
+
+
 def assert_launches_are_the_twin(formats, shapes, device, hard=False, kept=None, **options):
     """Returns the buffers before and after."""
     before = buffers(formats, shapes, hard=hard)
@@ -41,13 +54,13 @@ def assert_launches_are_the_twin(formats, shapes, device, hard=False, kept=None,
 @pytest.mark.parametrize("form", FORMS)
 def test_the_launches_are_the_twin(form, device):
     formats = formats_of(how_of(form, adjust="spectral"), BF16, GRADS["bfloat16"])
-    assert_launches_are_the_twin(formats, SHAPES, device)
+    assert_launches_are_the_twin(formats, SHAPES, device, steps=1)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_step_of_a_matrix_of_many_numbers(form, device):
     """Its first product is its last; some of its numbers are whole blocks of a cast."""
-    how = how_of(form, coefficients=SIMPLE[:1], adjust="match_rms_adamw")
+    how = shortest(form, adjust="match_rms_adamw")
     shapes = [(130, 128), (7, 9)]
     assert_launches_are_the_twin(formats_of(how), shapes, device, steps=1)
 
@@ -56,7 +69,7 @@ def test_one_step_of_a_matrix_of_many_numbers(form, device):
 def test_second_moments(form, device):
     shapes = [*FEW[1:], (3, 300), (300, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows, _ in shapes]
-    formats = formats_of(how_of(form, second_moment="normuon", adjust="original"))
+    formats = formats_of(short(form, second_moment="normuon", adjust="original"))
     assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1)
 
 
@@ -64,7 +77,7 @@ def test_second_moments(form, device):
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(f.name for f in pair))
 def test_weights_and_masters_of_every_format(pair, device):
     """Hard values; masters with a scale for the whole tensor, too."""
-    formats = formats_of(how_of(), pair, GRADS["bfloat16"], MOMENTS["bfloat16_stochastic"])
+    formats = formats_of(shortest(), pair, GRADS["bfloat16"], MOMENTS["bfloat16_stochastic"])
     assert_launches_are_the_twin(formats, FEW[:2], device, hard=True, steps=1)
 
 
@@ -73,18 +86,20 @@ def test_weights_and_masters_of_every_format(pair, device):
 def test_momentum_of_every_format(moment, device):
     """Moments in blocks: of rows of whole blocks."""
     shapes = [(24, 128), (64, 64)] if moment.block else FEW
-    assert_launches_are_the_twin(formats_of(how_of(), BF16, moment=moment), shapes, device, steps=1)
+    formats = formats_of(shortest(), BF16, moment=moment)
+    assert_launches_are_the_twin(formats, shapes, device, steps=1)
 
 
 @pytest.mark.parametrize("grad", GRADS.values(), ids=lambda form: form.name)
 def test_gradients_of_every_format(grad, device):
-    assert_launches_are_the_twin(formats_of(how_of("standard fp16"), BF16, grad), FEW, device)
+    formats = formats_of(shortest("standard fp16"), BF16, grad)
+    assert_launches_are_the_twin(formats, FEW, device)
 
 
 @pytest.mark.parametrize("second_moment", [None, "normuon"])
 def test_parameters_of_several_matrices(second_moment, device):
     """Rows split, batches of matrices, convolutions: in launches as one by one."""
-    how = how_of(split_sizes=(6, 10), second_moment=second_moment, adjust="original")
+    how = short(split_sizes=(6, 10), second_moment=second_moment, adjust="original")
     shapes = [(16, 24), (3, 16, 8), (16, 2, 3, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows in (16, 48, 16)]
     assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
@@ -92,7 +107,7 @@ def test_parameters_of_several_matrices(second_moment, device):
 
 def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
     """Its moments in blocks of 8 and of 4 bits, and rounded by random bits."""
-    shapes, how = [(3, 8, 64), (4, 6), (2, 5, 64)], how_of(second_moment="normuon")
+    shapes, how = [(3, 8, 64), (4, 6), (2, 5, 64)], shortest(second_moment="normuon")
     kept = [{"variance_neuron": torch.rand(rows)} for rows in (24, 4, 10)]
     for name in ("block64_e4m3", "block32_e3m0", "bfloat16_stochastic"):
         formats = formats_of(how, BF16, moment=MOMENTS[name])
@@ -105,7 +120,7 @@ def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
 @MOST
 def test_company_order_and_workspace_show_in_no_bit(form, device):
     """Alone, among others, permuted, in waves of one parameter, of two and of all."""
-    formats = formats_of(how_of(form), BF16, GRADS["bfloat16"])
+    formats = formats_of(short(form), BF16, GRADS["bfloat16"])
     shapes = [*FEW[:2], (24, 40), (9, 1)]
     before = buffers(formats, shapes)
     places = [Place(number) for number in range(len(shapes))]
@@ -131,7 +146,7 @@ def test_company_order_and_workspace_show_in_no_bit(form, device):
 @MOST
 def test_alignment_and_padding_show_in_no_bit(form, device):
     """Buffers at odd addresses; a matrix of whole 16 bytes a row as a part of none."""
-    formats = formats_of(how_of(form))
+    formats = formats_of(short(form))
     before = buffers(formats, FEW)
     expected = stepped("triton", formats, FEW, before, device)
     moved = {}
@@ -150,7 +165,7 @@ def test_alignment_and_padding_show_in_no_bit(form, device):
 
 def test_a_workspace_that_moves_shows_in_no_bit(device, monkeypatch):
     """What was noted at the first step is of another place in memory at the next ones."""
-    formats = formats_of(how_of("gram fp16"))
+    formats = formats_of(short("gram fp16"))
     before = buffers(formats, FEW)
     expected = stepped("triton", formats, FEW, before, device, steps=3)
     places, empty = [], torch.empty
@@ -198,7 +213,7 @@ def test_clipped_and_unscaled_gradients_and_those_left_out(form, device):
     controls = torch.tensor(
         [controls_of(inverse=1 / 3, coefficient=0.7), controls_of(skip=1.0), controls_of()]
     )
-    formats = formats_of(how_of(form), BF16, GRADS["bfloat16"])
+    formats = formats_of(short(form), BF16, GRADS["bfloat16"])
     own = {"groups": [0, 1, 2], "rows": rows, "controls": controls}
     before, after = assert_launches_are_the_twin(formats, FEW, device, **own)
     for slot, each in after.items():
@@ -210,7 +225,7 @@ def test_clipped_and_unscaled_gradients_and_those_left_out(form, device):
 def test_a_step_left_out_leaves_second_moments(device):
     kept = [{"variance_neuron": torch.rand(rows)} for rows, _ in FEW]
     before = [each["variance_neuron"].clone() for each in kept]
-    formats = formats_of(how_of(second_moment="normuon"))
+    formats = formats_of(shortest(second_moment="normuon"))
     controls = torch.tensor([controls_of(skip=1.0), controls_of()])
     own = {"groups": [0, 1, 0], "rows": [ROW] * 2, "controls": controls, "kept": kept}
     assert_launches_are_the_twin(formats, FEW, device, **own)
@@ -220,7 +235,7 @@ def test_a_step_left_out_leaves_second_moments(device):
 
 @MOST
 def test_what_is_not_finite_stays_in_its_matrix(form, device):
-    formats, shapes = formats_of(how_of(form), BF16, GRADS["bfloat16"]), [*FEW[:2], (24, 40)]
+    formats, shapes = formats_of(short(form), BF16, GRADS["bfloat16"]), [*FEW[:2], (24, 40)]
     before = buffers(formats, shapes)
     plain = stepped("triton", formats, shapes, before, device)
     for value in (math.nan, math.inf):
@@ -237,7 +252,7 @@ def test_what_is_not_finite_stays_in_its_matrix(form, device):
 def test_zero_gradients_and_those_below_eps(device):
     """The weight decays, and else stays."""
     for form in FORMS:
-        formats, shapes = formats_of(how_of(form)), [(24, 40), (7, 5)]
+        formats, shapes = formats_of(short(form)), [(24, 40), (7, 5)]
         before = buffers(formats, shapes)
         for own in (before["grad"], before["momentum_buffer"]):
             for each in own:

@@ -121,10 +121,11 @@ def test_kernel_and_twin_take_the_same_steps(options, capturable):
     for backend in ("triton", "reference"):
         params = parameters(LARGE, dtype)
         groups = [
-            {"params": params[:1], "momentum": 0.5, "nesterov": False, "split_sizes": (11, 22)},
+            {"params": params[:1], "momentum": 0.5, "nesterov": False, "split_sizes": (11, 22),
+             "ns_steps": 2},
             {"params": params[1:2], "use_muon": False, "betas": (0.5, 0.75)},
-            {"params": params[2:], "ns_steps": 3, "ns_coefficients": "quintic"},
-        ]
+            {"params": params[2:], "ns_steps": 1, "ns_coefficients": "quintic"},
+        ]  # fmt: skip
         own = {"backend": backend, "capturable": capturable, **options}
         optimizer = FusedMuon(groups, 0.02, adjust_lr_fn="match_rms_adamw", **own)
         for step in range(2):

@@ -87,7 +87,8 @@ def muon_plan(
     """
     assert formats.matrix is not None
     how, places = formats.matrix.how, places or in_order(len(shapes))
-    is_launched, launches = backend == BACKENDS["triton"].name, None
+    is_launched = backend == BACKENDS["triton"].name
+    launches: Any = None
     making: Any = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
     if how.contract != OWN:
         launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)

@@ -174,13 +174,13 @@ class PeerPlan:
                 row = None if controls is None else controls[group]
                 (self._direct if self._rule.moments else self._update)(own, numbers, row)
 
-    def _direct(self, own: dict[str, torch.Tensor], numbers: Numbers, row: Any) -> None:
+    def _direct(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
         grad, buffer = _gradient(own["grad"], row, self.formats, self._rule), own["momentum_buffer"]
         momentum, nesterov, _, _ = numbers
         buffer.lerp_(grad, 1 - momentum)
         own["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
 
-    def _update(self, own: dict[str, torch.Tensor], numbers: Numbers, row: Any) -> None:
+    def _update(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
         param, (_, _, weight_decay, lr) = own.get("master", own["weight"]), numbers
         if weight_decay:
             param.add_(param, alpha=-weight_decay * lr)

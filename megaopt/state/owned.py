@@ -106,7 +106,7 @@ class Owned:
         found = []
         for param, index in zip(self.params, self.group_numbers, strict=True):
             with contextlib.suppress(ValueError):
-                found.append(self._view(param, self.groups[index]))
+                found.append(self._view(param, index))
         return [view for view in found if view.split is not None or view.group is not None]
 
     @cached_property

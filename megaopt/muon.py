@@ -37,6 +37,7 @@ from megaopt.options.placement import StateDevice
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, is_flat_part
+from megaopt.params.float8 import Float8View
 from megaopt.params.view import STEP
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
@@ -158,6 +159,10 @@ class MuonOptions(Options):
 
     def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
         """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
+        is_fp32 = masters and MASTERS[self._master_key] is MASTERS[torch.float32]
+        if view.weight is not None and not is_fp32:
+            kind = self.master_weight_dtype if masters else None
+            refuse("master_weight_dtype", f"torch.float32, of whole masters, for {where}", kind)
         if self.contract == "ieee":
             return
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
@@ -249,11 +254,12 @@ class MuonOptions(Options):
             if wanted:
                 refuse(name, f"None or False beside {which}, as {reason}", wanted)
             return
-        if type(view_of(param)) not in (ParamView, DTensorView):
+        if type(view_of(param)) not in (ParamView, DTensorView, Float8View):
             kind = type(param).__name__
             refuse(
                 name,
-                f"False beside {which}, a {kind}: Muon steps plain tensors and DTensors",
+                f"False beside {which}, a {kind}: Muon steps plain tensors, DTensors and whole fp8 "
+                "weights",
                 wanted,
             )
         try:
@@ -318,7 +324,7 @@ class FusedMuon(FusedOptimizer):
     a matrix, of the parts that all send it; docs/how-to/muon.md tells more.
 
     Args:
-        params: as for FusedAdam; fp8 weights only in groups with use_muon=False.
+        params: as for FusedAdam; fp8 weights that Muon steps need whole fp32 masters.
         lr: step size, of Muon and AdamW alike, where a group does not say another; at least 0.
         weight_decay: decoupled: the part of a weight that goes per step of size one, times lr, of
             both. At least 0.

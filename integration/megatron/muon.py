@@ -190,11 +190,6 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
     if not sharing:
         return {}
     if recipe.tp_mode == DUPLICATED:
-        if choices.contract != "ieee":
-            raise ValueError(
-                "contract must be 'ieee' with config.muon_tp_mode='duplicated' and tensor "
-                f"parallelism, got {choices.contract!r}, which steps no parts of matrices"
-            )
         kind = params[0].device.type
         return {key: DeviceMesh.from_group(group, kind) for key, group in sharing.items()}
     sizes = [get_pg_size(group) for group in sharing.values()]

@@ -87,6 +87,18 @@ def apply_reference(
     return param * kept - grad * lr, ()
 
 
+@helper
+def keep(param, moments, grad, scalars):
+    return param, ()
+
+
+def keep_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
+    """The parameter as it is: fp8 codes are made of it."""
+    return param, ()
+
+
 def peer_scalars(group: Mapping[str, Any]) -> Scalars:
     """momentum, nesterov, weight_decay and lr, fp64."""
     return (*hyper(group), float(group["lr"]))

@@ -15,9 +15,10 @@ from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.float8_drawn import encode_pair_reference, remainder_of
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
+from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options
 from megaopt.params.codes import decoded_joined
-from megaopt.params.view import ParamView
+from megaopt.params.view import MatrixView, ParamView
 
 
 class Float8View(ParamView):
@@ -130,6 +131,14 @@ class Float8View(ParamView):
                 f"{where}: a weight with columnwise data must be whole, got {count} of {whole} "
                 "elements"
             )
+
+
+class Float8MatrixView(MatrixView, Float8View):
+    """A whole fp8 weight that is stepped as a matrix: its master is."""
+
+    def __init__(self, param: Any, weight: Any, matrix: Matrix) -> None:
+        Float8View.__init__(self, param, weight)
+        self.matrix = matrix
 
 
 class Float8ShardView(Float8View):

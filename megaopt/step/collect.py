@@ -11,6 +11,7 @@ import torch
 from megaopt.float8.convert import REPLACED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory
@@ -177,14 +178,24 @@ def _batch(
 
 def _batch_of(owned: Owned, source: Source, counts: StepRows, backend: Any) -> Batch:
     formats, places = source.formats, source.positions
-    if formats.matrix is not None:
+    views = [owned.views[place] for place in places]
+    if formats.matrix is not None and formats.cast is None:
         matrices = matrices_of(owned, formats, places, source.states)
         return Batch(source, matrices.plan, matrices=matrices)
-    views = [owned.views[place] for place in places]
     numels = [view.local.numel() for view in views]
     rows = [counts.row(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
     own: Any = (owned.rule, numels, rows, views[0].param.device)
+    if formats.matrix is not None:
+        matrices = matrices_of(owned, master_formats(formats), places, source.states)
+        extents = [view.extent for view in views]
+
+        def make(planned: Formats, rule: Any) -> Any:
+            return backend.plan(planned, rule, *own[1:], extents, spots)
+
+        plan: Any = CastMatrixPlan(formats, matrices.plan, make)
+        float8 = Float8(formats, places, source.params, source.states)
+        return Batch(source, plan, float8, matrices)
     if formats.cast is None:
         return Batch(source, backend.plan(formats, *own, None, spots))
     planned = plan_formats(formats, views[0], backend.steps_codes)

@@ -51,6 +51,8 @@ SETTINGS = {
     "pipeline": {"pipeline": 2},
     "virtual pipeline": {"pipeline": 2, "virtual": 2},
     "tensor parallel": {"tensor_parallel": 2},
+    "duplicated": {"tensor_parallel": 2, **DUPLICATED},
+    "duplicated, query groups": {"tensor_parallel": 2, "heads": 4, "groups": 2, **DUPLICATED},
     "on owners": ON_OWNERS,
     "on owners, bf16 gradients": {"fp32_grads": False, "counts_zeros": True, **ON_OWNERS},
     "experts on owners": {"experts": 2, **ON_OWNERS},
@@ -81,6 +83,7 @@ QUICK = (
     "experts",
     "pipeline",
     "tensor parallel",
+    "duplicated",
     "on owners, bf16 gradients",
     "in buffers of owners",
 )
@@ -231,11 +234,6 @@ def test_what_is_refused(pools, settings, message):
     ((error, left),) = pools(1)(error_of, case_of(**{**settings, "plug": plug}))
     assert error.startswith(f"ValueError: {message}")
     assert left == []
-
-
-def test_contract_eo_of_parts_is_refused(pools):
-    for error, _ in pools(2)(error_of, case_of("main_shards", tensor_parallel=2, **DUPLICATED)):
-        assert error.startswith("ValueError: contract must be 'ieee' with config.muon_tp_mode='dup")
 
 
 def test_parts_of_tensor_parallel_ranks_are_told_of(pools):

@@ -341,7 +341,7 @@ REFUSED = {
     "no embedding": ([torch.ones(3), marked("is_embedding_or_output_parameter", "yes")], {},
                      "its parameter 1: its attribute is_embedding_or_output_parameter must be"),
     "use_muon": ([], {"use_muon": 1}, "use_muon must be one of None, True, False, got 1"),
-    "fp8": ([FLOAT8], {}, "use_muon must be False beside its parameter 0, a Float8Weight"),
+    "fp8": ([FLOAT8], {}, "master_weight_dtype must be torch.float32, of whole masters, for param"),
     "part of fp8": ([Float8Shard(FLOAT8, 0, 512)], {}, "use_muon must be False beside its param"
                     "eter 0, a flat part of a matrix"),
     "flat": ([marked("megaopt_whole_shape", (8, 3))], {}, "a flat part of a matrix"),

@@ -1,0 +1,78 @@
+"""Steps the masters of fp8 weights as matrices, and makes codes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.formats import NONE, WEIGHTS
+from megaopt.kernels.rules import Rule
+from megaopt.kernels.rules.muon import keep, keep_reference
+
+FLOAT32 = WEIGHTS["float32"]
+
+
+def master_formats(formats: Formats) -> Formats:
+    """The formats of a step of the fp32 masters, in the weights' place."""
+    return replace(formats, weight=FLOAT32, master=NONE, cast=None)
+
+
+def cast_formats(formats: Formats) -> Formats:
+    """The formats of a pass that stores masters as they are, and codes of them."""
+    return replace(
+        formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, rounds_grad=False,
+        matrix=None,
+    )  # fmt: skip
+
+
+def keeping(rule: Rule) -> Rule:
+    """An elementwise rule's row, and a step that leaves the parameter as it is."""
+    own = {"update": keep, "update_reference": keep_reference}
+    return replace(rule, name=f"{rule.name}_keep", reads_param=True, **own)
+
+
+class CastMatrixPlan:
+    """A plan of matrices steps fp32 masters; a plan of fp8 weights makes codes of them.
+
+    Args:
+        formats: of every buffer, with a cast.
+        matrices: the plan of the masters, of `master_formats`.
+        make: the plan of fp8 weights: of formats and a rule.
+    """
+
+    fills = False
+
+    def __init__(self, formats: Formats, matrices: Any, make: Callable[..., Any]) -> None:
+        assert formats.matrix is not None
+        self.formats, self.stale = formats, True
+        self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
+        self._matrices = matrices
+        self._casts = make(cast_formats(formats), keeping(formats.matrix.rule.apply))
+        self.accumulate = matrices.accumulate
+        self.cast, self.move_scales = self._casts.cast, self._casts.move_scales
+
+    @property
+    def many_calls(self) -> bool:
+        """A step is many calls on the host, as Plan has it."""
+        return bool(self._matrices.many_calls or self._casts.many_calls)
+
+    def look(self, buffers: Buffers) -> None:
+        """Notes the buffers for the step."""
+        masters, slots = buffers["master"], self._matrices.formats.slots
+        self._matrices.look({slot: {**buffers, "weight": masters}[slot] for slot in slots})
+        self._casts.look({**buffers, "grad": masters})
+
+    def ready(self, scalars: Any) -> Any:
+        """Takes the memory of the codes' pass; returns the rows."""
+        self._casts.ready(scalars)
+        return self._matrices.ready(scalars)
+
+    def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
+        """One step of the masters, and the amaxes of what they become."""
+        self._matrices.step(scalars, controls)
+        self._casts.step(scalars, controls)

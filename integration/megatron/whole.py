@@ -22,6 +22,7 @@ from megaopt.integration.megatron.checkpoints import align_steps
 from megaopt.integration.megatron.distributed import Chained
 from megaopt.integration.megatron.gradients import Clipping, Norm, norm_group_of
 from megaopt.muon import SPLIT_SIZES
+from megaopt.params import view_of
 from megaopt.params.dtensor import locals_of
 
 Meshes = dict[bool, DeviceMesh]
@@ -41,19 +42,12 @@ def as_part(local: torch.Tensor, meshes: Meshes) -> torch.Tensor:
     return part
 
 
-def like(local: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor of the local shape of a weight, split among ranks as the weight is."""
-    if not isinstance(weight, DTensor):
-        return local
-    return DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
-
-
 class WholeAdapter(MainShardsAdapter):
     """Shows Megatron a fused optimizer of whole weights, with state dicts as torch's are."""
 
     def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """As MainShardsAdapter, split among ranks as the weight is."""
-        return None if main.dtype == weight.dtype else like(main, weight)
+        """Its fp32 values, split among ranks as it is; None for a weight of fp32."""
+        return None if main.dtype == weight.dtype else view_of(weight).wrap(main)
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups alone: what else ours tells is of one rank's weights.
@@ -77,7 +71,7 @@ class WholeAdapter(MainShardsAdapter):
             groups = [{**group, "step": max(steps)} for group in groups]
         weights = [weight for group in self.fused.param_groups for weight in group["params"]]
         parts = {
-            place: {name: like(value, weights[place]) for name, value in own.items()}
+            place: {name: view_of(weights[place]).wrap(value) for name, value in own.items()}
             for place, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": parts, "param_groups": groups})
@@ -126,7 +120,7 @@ class Whole(Clipping):
         found_inf, params = bool(super().prepare_grads()), self.get_parameters()
         for (model, weight), param in zip(self.shards.items(), params, strict=True):
             grad = param.grad if self._clips_in_place else model.main_grad
-            weight.decoupled_grad = like(grad, weight)
+            weight.decoupled_grad = view_of(weight).wrap(grad)
         return found_inf
 
     def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:

@@ -6,9 +6,10 @@ import torch
 from fsdp2_ranks import assert_same_on_all, trained
 from interpreted import interpreted
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
+from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 
-from megaopt import FusedMuon
+from megaopt import FusedMuon, GaLoreAdamW
 
 FP16 = {"precision": "fp16"}
 NORMUON = {"second_moment": "normuon"}
@@ -119,6 +120,7 @@ DIFFER = "ranks that hold parts of the same parameters must step the same"
 FAILED = "another rank that steps the same parameters failed in this step"
 WRONG = {
     "gradient": (DIFFER, DIFFER, SHAPES),
+    "dtype": (DIFFER, DIFFER, SHAPES),
     "coefficients": (DIFFER, DIFFER, SHAPES),
     "lr": (DIFFER, "lr must be a finite number", SHAPES),
     "exchange": (FAILED, "RuntimeError: no memory", SHAPES),
@@ -177,3 +179,24 @@ def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable)
         assert_same(after, before)
         with pytest.raises(AssertionError):
             assert_same(then["states"], before["states"])
+
+
+RANKED = {"rank": 3, "update_proj_gap": 2, "proj_type": "auto", "refresh": "svd"}
+OTHERWISE = {"muon": {"optimizer": FusedMuon}, "galore": {"optimizer": GaLoreAdamW, **RANKED}}
+
+
+@pytest.mark.parametrize("options", OTHERWISE.values(), ids=OTHERWISE)
+def test_ranks_whose_gradients_lie_otherwise_in_memory_have_the_same_bits(on_ranks, options):
+    """As columns do in a shard of several rows, and not in one of a single row."""
+    shapes = [(9, 4), (5, 4), (12, 8), (10, 6)]
+    straight = on_ranks(4, muon_ranks.lying_otherwise, options, 3, False, shapes)
+    for found in on_ranks(4, muon_ranks.lying_otherwise, options, 3, True, shapes):
+        assert_same(found, straight[0])
+
+
+def test_a_group_that_begins_anew_is_another(tmp_path):
+    """Its meshes equal those from before, whose groups are gone."""
+    ranks, one = Ranks(2, tmp_path), placed({}, 2, shapes=LARGE)
+    for found in ranks(muon_ranks.in_a_world_anew, tmp_path, LARGE):
+        assert_same(found, [one, one])
+    ranks.close()

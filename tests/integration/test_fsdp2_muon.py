@@ -200,3 +200,10 @@ def test_a_group_that_begins_anew_is_another(tmp_path):
     for found in ranks(muon_ranks.in_a_world_anew, tmp_path, LARGE):
         assert_same(found, [one, one])
     ranks.close()
+
+
+def test_momenta_in_blocks_of_two_matrices_are_refused(on_ranks):
+    """One process steps them; of ranks each would send a part of a block."""
+    for text in on_ranks(2, muon_ranks.said_of_parts_of_blocks, "block_e4m3"):
+        assert "momentum_buffer_dtype='block_e4m3' must find whole blocks of 128" in text
+        assert "got matrices of [(4, 600), (12, 600)]" in text

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, give, gradients, snapshot, train, trained
+from fsdp2_ranks import Bare, build, give, gradients, said, snapshot, train, trained
 from runs import FP32
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -182,6 +182,14 @@ def in_a_world_anew(folder, shapes):
         meeting = f"file://{folder}/{number}"
         dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
     return found
+
+
+def said_of_parts_of_blocks(momentum):
+    """What the constructor says of experts whose matrices, unlike rows, are no whole blocks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 16, 600), mesh, [Shard(0)]))
+    group = {"params": [experts], "split_sizes": [4, 12]}
+    return said(lambda: FusedMuon([group], momentum_buffer_dtype=momentum))
 
 
 def by_small_tiles(options, steps, replicas, shapes):

@@ -29,6 +29,7 @@ PLACEMENTS = {
 MESHES = {
     "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
     "rows twice": lambda shape: [Shard(0), Shard(0)],
+    "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
     "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
     "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
 }

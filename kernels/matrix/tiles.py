@@ -88,10 +88,13 @@ class Tiles:
                 square = target[begin:end, begin:end]
                 symmetric_products([rows], [square], right=[second[:, begin:end]], **own)
 
+        def mirror() -> None:
+            upper = torch.ones_like(target, dtype=torch.bool).triu_(1)
+            target.copy_(torch.where(upper, target.mT, target))
+
         self._make(make)
         self._exchange(cut)
-        upper = torch.ones_like(target, dtype=torch.bool).triu_(1)
-        target.copy_(torch.where(upper, target.mT, target))
+        self._make(mirror)
 
     def _make(self, make: Callable[[], Any]) -> None:
         """Does this rank's part, unless it has failed."""

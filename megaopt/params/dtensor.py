@@ -302,6 +302,19 @@ class MatrixDTensorView(MatrixView, DTensorView):
         """The scales of the moments' blocks, likewise."""
         return super().wrap_scales(local) if self._keeps_shape else self.wrap(local)
 
+    def _check_blocks(self, where: str, name: str, form: Format) -> None:
+        """Also where ranks would exchange parts of blocks: each matrix goes to its owner alone."""
+        super()._check_blocks(where, name, form)
+        rule, how = self.matrix.rule, self.matrix.how
+        if not form.block or rule.meets != WHOLE or self.split is None:
+            return
+        pieces = [tuple(piece) for piece in rule.pieces(how, self.whole_shape)]
+        if self.keeps_blocks(form) and any(math.prod(piece) % form.block for piece in pieces):
+            raise ValueError(
+                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
+                f"each of a DTensor's matrices, got matrices of {sorted(set(pieces))}"
+            )
+
     @property
     def _keeps_shape(self) -> bool:
         return self.matrix.low_shape(self.local.shape) == tuple(self.local.shape)

@@ -28,7 +28,8 @@ from megaopt.step.source import Source
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """What the parameters of a batch have in common: device, formats, whether copies are stepped, and
-what their views say."""
+what their views say. Ranks that meet for matrices have the same batches, whatever lies how in
+memory: there some may be copies."""
 Check = Callable[[Owned, Iterable[int]], None]
 """Raises for parameters, by their places, that the caller cannot step."""
 
@@ -41,6 +42,8 @@ class Collected:
     """Places of parameters by the kind of their batch."""
     states: dict[torch.Tensor, State]
     """The state that each parameter gets, complete."""
+    staged: set[int]
+    """Places of parameters of which copies are stepped."""
 
     @property
     def places(self) -> list[int]:
@@ -81,7 +84,7 @@ def collect(
 def _collected(
     owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, chosen: Sequence[int]
 ) -> Collected:
-    found = Collected({}, {})
+    found = Collected({}, {}, set())
     for place in chosen:
         view, grad = owned.views[place], grads[place]
         own = state.get(view.param, {})
@@ -91,7 +94,10 @@ def _collected(
         made.update(first_count(owned, own))
         found.states[view.param] = made
         if grad is not None:
-            staged = _is_staged(owned, view, grad, formats, made)
+            if _is_staged(owned, view, grad, formats, made):
+                found.staged.add(place)
+            meets = view.matrix is not None and view.split is not None
+            staged = place in found.staged and not meets
             placement = None if view.home is None else view.home.placement
             kind = (view.param.device, formats, staged, (view.batch_key, placement))
             found.kinds.setdefault(kind, []).append(place)
@@ -156,16 +162,17 @@ def make_batches(
 ) -> Batches:
     """The batches of what was collected; the states are complete."""
     counts = rows_of(owned, state, found.places)
-    batches = [_batch(owned, state, kind, places, counts) for kind, places in found.kinds.items()]
+    batches = [_batch(owned, state, found, kind, counts) for kind in found.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     keys = owned.options.MATRIX_KEYS
     return Batches(batches, owned.groups, state, versions, counts, masters, keys)
 
 
 def _batch(
-    owned: Owned, state: Mapping[Any, State], kind: Kind, places: list[int], counts: StepRows
+    owned: Owned, state: Mapping[Any, State], found: Collected, kind: Kind, counts: StepRows
 ) -> Batch:
-    device, formats, staged, _ = kind
+    (device, formats, *_), places = kind, found.kinds[kind]
+    staged = not found.staged.isdisjoint(places)
     views = [owned.views[place] for place in places]
     params, states = [view.param for view in views], [state[view.param] for view in views]
     source = Source(formats, places, params, states, any(v.is_sharded for v in views), staged)

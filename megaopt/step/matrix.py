@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.matrix.shared import Making, SharedSteps
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import ALONE, WHOLE, Parts
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
@@ -146,7 +147,9 @@ def matrices_of(
     """The matrices at these places, with a plan by the optimizer's options."""
     views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
-    spots, device = [owned.place(place) for place in places], views[0].param.device
+    spots, device = [Place(owned.numbers[place]) for place in places], views[0].param.device
+    if formats.draws or formats.block or not is_exchanged(views[0]):
+        spots = [owned.place(place) for place in places]
     tables = ([view.local.shape for view in views], groups, spots, device)
     backend = owned.backend(device)
     plan = owned.options.matrix_plan(backend, formats, *tables)

@@ -6,9 +6,10 @@ import torch
 from fsdp2_ranks import assert_same_on_all, split_muon, trained
 from interpreted import interpreted
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
+from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 
-from megaopt import FusedMuon
+from megaopt import FusedMuon, GaLoreAdamW
 
 FP16 = {"precision": "fp16"}
 NORMUON = {"second_moment": "normuon"}
@@ -29,17 +30,31 @@ STEPS = 10
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
-def test_fully_shard_has_the_bits_of_one_process(on_ranks, layout, options):
+def slow_but(cases, quick):
+    """Cases by their names, as parameters; all but the quick ones are slow."""
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name in cases}
+    return [pytest.param(*case, id=name, marks=marks[name]) for name, case in cases.items()]
+
+
+SHARDED = {
+    f"{layout}-{kind}": (*sizes, options)
+    for layout, sizes in LAYOUTS.items()
+    for kind, options in KINDS.items()
+}
+QUICK = ["1-fp32", "2x2-drawn", "2x2-masters, fp16", *(f"{n}-{k}" for k in KINDS for n in "23")]
+
+
+@pytest.mark.parametrize(("world", "replicas", "options"), slow_but(SHARDED, QUICK))
+def test_fully_shard_has_the_bits_of_one_process(on_ranks, world, replicas, options):
     """Weights, masters, momenta, second moments."""
-    world, replicas = layout
     own = ({**options, "optimizer": FusedMuon}, STEPS)
     expected = trained(*own, shapes=SHAPES)
     assert_same_on_all(on_ranks(world, trained, *own, replicas, shapes=SHAPES), expected)
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    "options", slow_but({k: (o,) for k, o in KINDS.items()}, ["drawn", "kahan, normuon"])
+)
 def test_eight_ranks_of_which_some_have_nothing(on_ranks, options):
     own = ({**options, "optimizer": FusedMuon}, 2)
     expected = trained(*own, shapes=SHAPES, clip_norm=1.0)
@@ -47,11 +62,13 @@ def test_eight_ranks_of_which_some_have_nothing(on_ranks, options):
     assert_same_on_all(found, expected)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("split", slow_but({"whole": (False,), "split": (True,)}, ["split"]))
 @pytest.mark.parametrize("placements", [*PLACEMENTS, *MESHES])
 def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, split):
     """Also of two dimensions of a mesh, and of matrices that lie one below another."""
-    options = {**KINDS["drawn"], **FP16}
+    # random bits go by places, which these do not have
+    kind = "masters, fp16" if placements == "the last two" else "drawn"
+    options = {**KINDS[kind], **FP16}
     sizes = (2, 2) if placements in MESHES else (3,)
     expected = placed(options, 3, split=split, clip_norm=1.0)
     named = {"placements": placements, "sizes": sizes, "split": split, "clip_norm": 1.0}
@@ -104,7 +121,9 @@ def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 1), (3, 1)), ((4, 2), (2, 1)), ((3, 1), (4, 2))]
 )
-@pytest.mark.parametrize("kind", ["masters, fp16", "kahan, normuon"])
+@pytest.mark.parametrize(
+    "kind", slow_but({k: (k,) for k in ("masters, fp16", "kahan, normuon")}, ["kahan, normuon"])
+)
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
     options, folder = KINDS[kind], str(tmp_path / "saved")
     (world, copies), (others, their_copies) = before, after
@@ -119,6 +138,7 @@ DIFFER = "ranks that hold parts of the same parameters must step the same"
 FAILED = "another rank that steps the same parameters failed in this step"
 WRONG = {
     "gradient": (DIFFER, DIFFER, SHAPES),
+    "dtype": (DIFFER, DIFFER, SHAPES),
     "coefficients": (DIFFER, DIFFER, SHAPES),
     "lr": (DIFFER, "lr must be a finite number", SHAPES),
     "exchange": (FAILED, "RuntimeError: no memory", SHAPES),
@@ -140,7 +160,9 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
 
 @pytest.mark.parametrize("form", ["standard", "gram"])
 @pytest.mark.parametrize("shapes", [LARGE, [(90, 40)]], ids=["wide", "tall"])
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "replicas"), slow_but({"2": (2, 1), "3": (3, 1), "2x2": (4, 2)}, ["3", "2x2"])
+)
 def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes, world, replicas):
     """Each rank makes tiles of it; the bits are those of one process."""
     options = {**MASTER, "weights": BF16, **FP16, **NORMUON, "method": form, "optimizer": FusedMuon}
@@ -153,7 +175,9 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     assert max(works) < 0.75 * alone
 
 
-@pytest.mark.parametrize("momentum", ["block_e4m3", "block32_e3m0"])
+@pytest.mark.parametrize(
+    "momentum", slow_but({k: (k,) for k in ("block_e4m3", "block32_e3m0")}, ["block_e4m3"])
+)
 @pytest.mark.parametrize("placements", ["rows", "columns", "rows and columns"])
 def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, momentum):
     """Of shards of whole blocks: a row is of one or two, uneven rows go to ranks."""
@@ -198,3 +222,31 @@ def test_sizes_that_come_again_are_split_over_ranks_too(on_ranks):
     for backend in ("reference", "triton"):
         found = on_ranks(3, trained, {**options, "backend": backend}, 2, shapes=shapes)
         assert_same_on_all(found, expected)
+
+
+RANKED = {"rank": 3, "update_proj_gap": 2, "proj_type": "auto", "refresh": "svd"}
+OTHERWISE = {"muon": {"optimizer": FusedMuon}, "galore": {"optimizer": GaLoreAdamW, **RANKED}}
+
+
+@pytest.mark.parametrize("options", OTHERWISE.values(), ids=OTHERWISE)
+def test_ranks_whose_gradients_lie_otherwise_in_memory_have_the_same_bits(on_ranks, options):
+    """As columns do in a shard of several rows, and not in one of a single row."""
+    shapes = [(9, 4), (5, 4), (12, 8), (10, 6)]
+    straight = on_ranks(4, muon_ranks.lying_otherwise, options, 3, False, shapes)
+    for found in on_ranks(4, muon_ranks.lying_otherwise, options, 3, True, shapes):
+        assert_same(found, straight[0])
+
+
+def test_a_group_that_begins_anew_is_another(tmp_path):
+    """Its meshes equal those from before, whose groups are gone."""
+    ranks, one = Ranks(2, tmp_path), placed({}, 2, shapes=LARGE)
+    for found in ranks(muon_ranks.in_a_world_anew, tmp_path, LARGE):
+        assert_same(found, [one, one])
+    ranks.close()
+
+
+def test_momenta_in_blocks_of_two_matrices_are_refused(on_ranks):
+    """One process steps them; of ranks each would send a part of a block."""
+    for text in on_ranks(2, muon_ranks.said_of_parts_of_blocks, "block_e4m3"):
+        assert "momentum_buffer_dtype='block_e4m3' must find whole blocks of 128" in text
+        assert "got matrices of [(4, 600), (12, 600)]" in text

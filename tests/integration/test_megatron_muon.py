@@ -77,12 +77,9 @@ if HAS_KEYS:
 
 QUICK = (
     "bf16 gradients",
-    "fp32",
     "query groups",
-    "other numbers",
     "experts",
     "pipeline",
-    "tensor parallel",
     "duplicated",
     "on owners, bf16 gradients",
     "in buffers of owners",

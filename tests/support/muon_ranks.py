@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, give, gradients, snapshot, train, trained
+from fsdp2_ranks import Bare, build, give, gradients, said, snapshot, train, trained
 from runs import FP32
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -29,6 +29,7 @@ PLACEMENTS = {
 MESHES = {
     "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
     "rows twice": lambda shape: [Shard(0), Shard(0)],
+    "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
     "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
     "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
 }
@@ -124,8 +125,8 @@ def resumed(options, folder, steps, first, replicas=1, saves=False):
 def said_of(kind, options, shapes=SHAPES):
     """The error of a step in which the last rank does something else, and what was before and is.
 
-    kind: it lacks a "gradient", has other "coefficients", an "lr" that is none, or fails in the
-        exchange or in the "tiles" of a product.
+    kind: it lacks a "gradient", has one of another "dtype" or other "coefficients", an "lr" that is
+        none, or fails in the exchange or in the "tiles" of a product.
     """
     model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
@@ -135,6 +136,9 @@ def said_of(kind, options, shapes=SHAPES):
     with contextlib.ExitStack() as stack:
         if is_last and kind == "gradient":
             params[1].grad = None
+        elif is_last and kind == "dtype":
+            params[1].grad_dtype = None
+            params[1].grad = params[1].grad.float()
         elif is_last and kind in ("coefficients", "lr"):
             group.update({"coefficients": {"ns_steps": 3}, "lr": {"lr": "much"}}[kind])
         elif is_last:
@@ -151,6 +155,42 @@ def said_of(kind, options, shapes=SHAPES):
     give(params, gradients(2, shapes, params[0].dtype))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
+
+
+def lying_otherwise(options, steps, turns, shapes):
+    """What an optimizer has after steps in which local gradients lie in columns.
+
+    turns: of the second matrix on all ranks, of which some have a row, and of the third on the
+        first rank alone; otherwise none does.
+    """
+    model, optimizer = build(options, shapes=shapes)
+    params = list(model.parameters())
+    for step in range(steps):
+        give(params, gradients(step, shapes, params[0].dtype))
+        for param in params[1 : 1 + turns * (1 if dist.get_rank() else 2)]:
+            local = param.grad._local_tensor
+            param.grad._local_tensor = local.t().contiguous().t()
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def in_a_world_anew(folder, shapes):
+    """What two optimizers have after steps, of equal meshes before and after a group ends."""
+    found, (rank, world) = [], (dist.get_rank(), dist.get_world_size())
+    for number in range(2):
+        found.append(placed({}, 2, "rows and columns", (1, world), shapes))
+        dist.destroy_process_group()
+        meeting = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
+    return found
+
+
+def said_of_parts_of_blocks(momentum):
+    """What the constructor says of experts whose matrices, unlike rows, are no whole blocks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 16, 600), mesh, [Shard(0)]))
+    group = {"params": [experts], "split_sizes": [4, 12]}
+    return said(lambda: FusedMuon([group], momentum_buffer_dtype=momentum))
 
 
 def by_small_tiles(options, steps, replicas, shapes):

@@ -251,7 +251,9 @@ def meeting_of(
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
     """The facts of a parameter that ranks must have alike; own: its formats, with a gradient."""
-    kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix)
+    # ranks meet in batches of matrices, and another dtype makes another batch
+    grad = own and own.matrix and own.grad.name
+    kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix, grad)
     weight = None if view.weight is None else (view.weight.recipe, view.weight.dtype)
     return view.whole_shape, view.param.dtype, view.sharding, weight, kept
 

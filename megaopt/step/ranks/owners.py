@@ -111,14 +111,18 @@ def cost_of(shape: Sequence[int]) -> float:
     return float(short * short * (2 * long + short))
 
 
-@cache
 def group_of(mesh: Any) -> Any:
     """The group of all ranks of a mesh; the first call meets them, where it has many dimensions."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
+    # a mesh made after destroy_process_group may equal one from before it
+    return mesh.get_group() if mesh.ndim == 1 else _group_of(mesh, dist.group.WORLD)
+
+
+@cache
+def _group_of(mesh: Any, world: Any) -> Any:
+    """The group of a mesh among those of the world."""
     ranks = sorted(mesh.mesh.flatten().tolist())
     if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
+        return world
     return dist.new_group(ranks, use_local_synchronization=True)
 
 

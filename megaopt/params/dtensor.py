@@ -308,11 +308,13 @@ class MatrixDTensorView(MatrixView, DTensorView):
         rule, how = self.matrix.rule, self.matrix.how
         if not form.block or rule.meets != WHOLE or self.split is None:
             return
-        pieces = [tuple(piece) for piece in rule.pieces(how, self.whole_shape)]
-        if self.keeps_blocks(form) and any(math.prod(piece) % form.block for piece in pieces):
+        cuts = rule.cut(how, self.whole_shape)
+        sizes = [size for cut in cuts for _, size in cut.runs]
+        if self.keeps_blocks(form) and any(size % form.block for size in sizes):
+            shapes = sorted({tuple(cut.shape) for cut in cuts})
             raise ValueError(
                 f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
-                f"each of a DTensor's matrices, got matrices of {sorted(set(pieces))}"
+                f"each of a DTensor's matrices, got matrices of {shapes}"
             )
 
     @property

@@ -406,7 +406,7 @@ class FusedMuon(FusedOptimizer):
         is_adams = isinstance(param_group, dict) and param_group.get("use_muon") is False
         lacks_eps = is_adams and "eps" not in param_group
         if lacks_eps:
-            param_group["eps"] = self.defaults["adam_eps"]
+            param_group["eps"] = param_group.get("adam_eps", self.defaults["adam_eps"])
         try:
             super().add_param_group(param_group)
         except BaseException:

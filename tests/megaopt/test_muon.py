@@ -466,3 +466,18 @@ def test_a_graph_captures_what_is_made(capturing):
     reason = "the state of parameter 0 of group 0 is not made yet: take one step before"
     with refused(optimizer, reason, RuntimeError):
         optimizer.step()
+
+
+def test_adam_eps_of_a_group_without_muon_is_its_eps():
+    """Unless it says eps; then that counts."""
+    steps = {}
+    for name, given in {
+        "adam_eps": {"adam_eps": 1.0},
+        "eps": {"eps": 1.0, "adam_eps": 2.0},
+    }.items():
+        param = torch.nn.Parameter(torch.zeros(3))
+        param.grad = torch.ones(3)
+        FusedMuon([{"params": [param], "use_muon": False, **given}], lr=1.0).step()
+        steps[name] = param.detach()
+    assert_same(steps["adam_eps"], torch.full((3,), -0.5))
+    assert_same(steps["eps"], torch.full((3,), -0.5))

@@ -819,6 +819,8 @@ def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         for name, value in beside.items()
         if not name.startswith("_") and isinstance(value, (bool, int, float, str))
     }
+    if isinstance(getattr(optimizer, "master_weights", None), (list, tuple)):
+        plain["are_masters_given"] = True  # which are no casts of the weights
     return {name: option(value) for name, value in {**plain, **optimizer.defaults}.items()}
 
 

@@ -145,6 +145,11 @@ class Twin:
     def param(self, when: str) -> torch.Tensor:
         """The fp32 numbers that the step updates."""
         master, names = self.master, {"weight": when + "weight"}
+        is_made = master.present and when and not self.has_old_master
+        if is_made and self.given.options.get("are_masters_given"):
+            raise Unknown(
+                "masters that an optimizer is given are not recorded before its first step"
+            )
         if master.scaled and when and not self.has_old_master:
             raise Unknown("the scale of the master that the first step made is not recorded")
         if master.present and (not when or self.has_old_master):

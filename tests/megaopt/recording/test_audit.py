@@ -128,6 +128,18 @@ def test_steps_that_our_optimizers_leave_out_accuse_nobody(tmp_path, kind):
     assert "not skipped" in {each.explanation for each in report.findings if each.step == 6}
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedMuon])
+def test_masters_that_are_given_accuse_nobody(tmp_path, kind):
+    """Their values before the first step are no casts of the weights, and are not recorded."""
+    model = Model()
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.bfloat16()
+    made = kind(model.parameters(), lr=1e-3, master_weights=masters)
+    report = audited(tmp_path, model, made, 4)
+    assert report.obeys is True, str(report.findings[0])
+    assert any("masters that an optimizer is given" in reason for reason in report.not_checked)
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_obey(tmp_path):
     model = Model()

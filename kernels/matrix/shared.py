@@ -62,7 +62,7 @@ class Bucket(Protocol):
     own: Sequence[int]
     """Which of the matrices this rank makes."""
     owner: int | None
-    """Of one matrix, which all ranks make together, the rank to whom its parts go; else None."""
+    """The rank to which the parts of the only matrix go, where all ranks make it together."""
 
 
 class Exchange(Protocol):

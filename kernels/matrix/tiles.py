@@ -46,7 +46,7 @@ class Tiles:
     ) -> None:
         self._rank, self._ranks, self._spread, self._unit = rank, ranks, spread, unit
         self.error = error
-        """Of what failed on this rank."""
+        """What failed on this rank."""
 
     def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
         """Makes S X of a symmetric matrix S, or of a tall matrix X S, by parts of the longer side.

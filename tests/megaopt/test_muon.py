@@ -110,9 +110,18 @@ def test_others_take_fused_adams_steps(options):
         assert_same(snapshot(found)[key], snapshot(expected)[key])
 
 
+STEPPED = [  # each kind once in the quick tests, by turns with capturable and without
+    pytest.param(
+        options, capturable, id=f"{kind}-{capturable}",
+        marks=[] if capturable == bool(number % 2) else [pytest.mark.slow],
+    )
+    for number, (kind, options) in enumerate(KINDS.items())
+    for capturable in (False, True)
+]  # fmt: skip
+
+
 @interpreted
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("options", "capturable"), STEPPED)
 def test_kernel_and_twin_take_the_same_steps(options, capturable):
     """With numbers that groups say each for itself; clipped."""
     options, dtype = dict(options), options["weights"]

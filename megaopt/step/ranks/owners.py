@@ -72,7 +72,7 @@ def common(one: Box, other: Box) -> Box:
 
 
 def sizes_of(box: Box) -> tuple[int, ...]:
-    """Of each dimension."""
+    """The size of a box in each dimension."""
     return tuple(end - begin for begin, end in box)
 
 

@@ -502,10 +502,10 @@ def test_what_the_first_page_says_of_speed_is_the_record():
     times = [case["times_faster_than"][0]["step"] for case in own]
     of_copy = [case["percent_of_copy"] for case in own]
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in text
+    assert f"is {min(times):.1f} to {max(times):.1f} times as fast as" in text
     assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the\n  speed of copying" in text
     index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
-    assert f"takes {min(times):.1f} to {max(times):.1f} times less time than" in index
+    assert f"is {min(times):.1f} to {max(times):.1f} times as fast as" in index
     page = (REPOSITORY / PAGE).read_text(encoding="utf-8")
     steps = [case["step_ms"] for case in own]
     assert f"takes {min(steps):.1f} to {max(steps):.1f} ms" in page

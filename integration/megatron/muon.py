@@ -234,7 +234,7 @@ def make_muon(
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of Megatron's functions that make states: ours makes its own."""
+    """Does nothing, in the place of Megatron's functions that make states: ours makes its own."""
 
 
 @contextlib.contextmanager

@@ -314,10 +314,7 @@ class Orthogonal:
         each of `repeats` parts. Raises ValueError for fewer dimensions, and for sizes that do not
         add up to the rows or a part of them.
         """
-        count, rows, columns = _batch_of(shape)
-        again = self.repeats(shape)
-        sizes = (rows,) if self.split_sizes is None else self.split_sizes
-        return [(again * size, columns) for size in sizes] * count
+        return [(rows, columns) for (rows, columns), _ in self.cuts(shape)]
 
     def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The matrices of a parameter's tensor: views, or copies where there are `repeats`."""
@@ -344,8 +341,8 @@ class Orthogonal:
             first = batch * rows
             for size in sizes:
                 starts = [(first + part * (rows // again)) * columns for part in range(again)]
-                shape = (again * size, columns)
-                found.append(Cut(shape, [(start, size * columns) for start in starts]))
+                runs = [(start, size * columns) for start in starts]
+                found.append(Cut((again * size, columns), runs))
                 first += size
         return found
 

@@ -191,6 +191,8 @@ class Stepper:
         self._stages: dict[bool, list[tuple[bool, list[Stage]]]] = {}
         self._is_shared = False
         """Other ranks hold parts of the same parameters."""
+        self._is_exchanged = False
+        """Ranks send each other parts of matrices in every step."""
         self._is_elsewhere = True
         """A weight lies elsewhere than its master knows."""
         self._can_capture: bool | None = None
@@ -332,7 +334,7 @@ class Stepper:
     def _meeting_for(self, run: Run) -> Meeting | None:
         """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it."""
         batches = run.batches
-        measures = run.request.needs_norm or any(map(is_exchanged, run.owned.views))
+        measures = run.request.needs_norm or self._is_exchanged
         if measures not in batches.meetings:
             views, labels = run.owned.views, run.owned.labels
             given = (views, labels, batches.batches, measures, self._meeting)
@@ -398,6 +400,7 @@ class Stepper:
             made = [BatchDigests(batch, owned, *asked) for batch in batches.batches]
             batches.digests = [each for each in made if each.names]
         self._is_shared = any(v.split is not None or v.group is not None for v in owned.views)
+        self._is_exchanged = any(map(is_exchanged, owned.views))
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches

@@ -153,7 +153,7 @@ class Bucket:
         self.own = [index for index, owner in enumerate(owners) if owner == rank]
         order = sorted(range(len(matrices)), key=lambda i: (not gives[owners[i]], owners[i]))
         returned = dict.fromkeys(ranks, 0)
-        found, self._parts_of = [], dict.fromkeys(ranks, 0)
+        found = []
         for index in order:
             own = boxes[rank][matrices[index].piece.param]
             for whole, _ in matrices[index].runs:

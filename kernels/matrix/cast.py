@@ -10,11 +10,10 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.formats import NONE, WEIGHTS
+from megaopt.kernels.formats import NONE
+from megaopt.kernels.matrix.plan import FLOAT32
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.muon import keep, keep_reference
-
-FLOAT32 = WEIGHTS["float32"]
 
 
 def master_formats(formats: Formats) -> Formats:

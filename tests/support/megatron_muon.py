@@ -17,6 +17,7 @@ from megatron_gpt import (
     megatron,
     optimizer_config,
     random_gradients,
+    seen,
     whole,
 )
 from unfused_torch import UnfusedAdam, UnfusedAdamW
@@ -154,10 +155,6 @@ def flat_copies(tensors):
 
 def keys_of(parts):
     return next(iter(parts.values())).keys()
-
-
-def seen(trainer):
-    return {"weights": trainer.weights(), "states": trainer.states()}
 
 
 def train(case, steps=3):

@@ -38,7 +38,7 @@ FORMATS = {
 def regressed(folder, variants):
     """Stock and these variants, in one run of the command, by name."""
     (folder / "tiny.toml").write_text(STOCK + variants, encoding="utf-8")
-    regress(folder / "tiny.toml", folder / "out", None)
+    regress(folder / "tiny.toml", out=folder / "out")
     record = json.loads((folder / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
     return record["variants"]
 

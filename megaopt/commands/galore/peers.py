@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -85,7 +86,9 @@ class Compiled:
     @torch.no_grad()
     def step(self) -> None:
         """One step of every matrix."""
-        with _tf32(self._setup.precision == TF32):
+        with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
+            # the compiler advises TF32 where fp32 was asked for
+            warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
             for param, own in self.state.items():
                 weight = param.detach()
                 projection, master = own["projection"], own["master_param"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -12,6 +13,9 @@ from megaopt.kernels.optional_triton import INTERPRETED, CompiledKernel
 # By everything that Triton specialised a kernel for: what it compiled, and the constants that go
 # behind the arguments. Its own way to find it takes 0.16 ms of each launch on an H200's host.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+MOST_CAPTURES = 8
+"""Graphs that a `Replayed` makes: one takes as long as some ten steps, and keeps its tables."""
 
 
 def call(
@@ -66,6 +70,54 @@ class Again:
 
     def _is_elsewhere(self) -> bool:
         return self._device is not None and self._device != torch.cuda.current_device()
+
+
+class Replayed:
+    """Many launches that are the same in each step: from the third on one launch of a CUDA graph.
+
+    On an H200's host a launch takes 33 us, those of 28 of Llama-3-8B's matrices 10 ms.
+
+    A step that a graph of the user's captures, launches them one by one, and so does another GPU
+    than NVIDIA's. Triton's launch hooks do not hear of replays.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._left = device, 0
+        if device.type == "cuda" and torch.version.hip is None:
+            self._left, self._stream = MOST_CAPTURES, torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._told: object = None
+
+    def __call__(self, told: object, launches: Callable[[], None]) -> None:
+        """Makes the launches.
+
+        told: all that they depend on, which `==` compares: addresses, and the current stream. Among
+        them are those of all memory that they take from outside and do not keep.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._graph, self._told = None, None
+            launches()
+        elif told != self._told:
+            self._graph, self._told = None, told
+            launches()
+        elif self._graph is None and not self._left:
+            launches()
+        else:
+            if self._graph is None:
+                self._left -= 1
+                self._graph = self._captured(launches)
+            self._graph.replay()
+
+    def _captured(self, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # torch.cuda.graph would wait for the device and give its unused memory back
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                launches()
+            finally:
+                graph.capture_end()
+        return graph
 
 
 def _key(

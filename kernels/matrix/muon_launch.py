@@ -16,11 +16,11 @@ import numpy
 import torch
 
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Replayed, call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
-from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, stream_of, to_device
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS
 from megaopt.kernels.matrix import muon_kernel, shared
 from megaopt.kernels.matrix.muon import (
@@ -306,7 +306,7 @@ class MuonLaunches:
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
-        self._rows = DeviceTable(device)
+        self._rows, self._replayed = DeviceTable(device), Replayed(device)
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
 
@@ -328,8 +328,15 @@ class MuonLaunches:
         addresses = {slot: _addresses_of(each) for slot, each in buffers.items()}
         if self._waves and self._waves[0].how.second_moment:
             addresses[SECOND_MOMENT] = _addresses_of([work.kept[SECOND_MOMENT] for work in works])
-        for wave in self._waves:
-            wave.step(addresses, workspace, scalars, controls, left_out)
+        others = (workspace, scalars, controls, left_out)
+
+        def launches() -> None:
+            for wave in self._waves:
+                wave.step(addresses, *others)
+
+        told = [own.tobytes() for own in addresses.values()]
+        places = [None if each is None else each.data_ptr() for each in others]
+        self._replayed((stream_of(self._device), told, places), launches)
 
 
 def _waves(

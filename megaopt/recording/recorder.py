@@ -365,8 +365,11 @@ class Recorder:
     # --- CUDA graphs, whose replays run no hooks
 
     def _begin_capture(self, args: tuple[Any, ...], _: Any) -> None:
-        """Hears that a graph is captured from now on: what follows is noted within it."""
-        if not self._is_here():
+        """Hears that a graph is captured from now on: what follows is noted within it.
+
+        One that a step captures is its optimizer's own.
+        """
+        if not self._is_here() or any(True for _ in running()):
             return
         for source in self._sources:
             self._finish(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,7 @@ class Replayed:
         them are those of all memory that they take from outside and do not keep.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._graph, self._told = None, None
+            self._told = None  # the graph stays until later: dropped here it would end the capture
             launches()
         elif told != self._told:
             self._graph, self._told = None, told
@@ -109,14 +110,19 @@ class Replayed:
             self._graph.replay()
 
     def _captured(self, launches: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # torch.cuda.graph would wait for the device and give its unused memory back
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                launches()
-            finally:
-                graph.capture_end()
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # what is collected within a capture, as another graph, may end the process
+        try:
+            with torch.cuda.stream(self._stream):
+                # torch.cuda.graph would wait for the device and give its unused memory back
+                graph.capture_begin(capture_error_mode="relaxed")
+                try:
+                    launches()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return graph
 
 

@@ -1,6 +1,7 @@
 """FusedMuon's launches on a GPU become one of a CUDA graph; the bits stay those of launches."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def fill(optimizer, step, moved=False):
 def graph_launches(run):
     """How many CUDA graphs a call launches, and how many kernels beside them."""
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as seen:
+    with torch.profiler.profile(activities=[activity.CPU, activity.CUDA], acc_events=True) as seen:
         run()
         torch.cuda.synchronize()
     names = [event.name for event in seen.events()]
@@ -97,6 +98,27 @@ def test_a_step_that_the_user_captures_comes_between():
     for step in [graph.replay, optimizer.step, optimizer.step, optimizer.step] * 2:
         both(step)
         assert_same(snapshot(optimizer), snapshot(other))
+
+
+def test_other_graphs_that_are_garbage_do_not_end_a_capture():
+    optimizer, other = made(), made()
+    gc.collect()
+    thresholds = gc.get_threshold()
+    try:
+        for step in range(6):
+            fill(optimizer, step), fill(other, step, moved=True)
+            other.step()
+            garbage = [torch.cuda.CUDAGraph(), torch.ones(1, device="cuda")]
+            with torch.cuda.graph(garbage[0]):
+                garbage[1].mul_(2)
+            garbage.append(garbage)
+            del garbage
+            gc.set_threshold(1)
+            optimizer.step()
+            gc.set_threshold(*thresholds)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert_same(snapshot(optimizer), snapshot(other))
 
 
 def test_another_stream_follows():

@@ -18,6 +18,9 @@ from megaopt.recording.table import Rows, Samples
 
 WAITING = 64
 """Steps that may wait for their device; the next one then waits for the first of them."""
+LATE = 0.02
+"""Seconds for which the thread lets steps come together: at each by itself it would take Python's
+lock from the loop, which a step of 300 tensors then waits for as long as it takes itself."""
 Number = torch.Tensor | float
 """A float, or a tensor of one on the host, which is there when the device gets to it."""
 
@@ -109,6 +112,8 @@ class Sink:
         self._writer = writer
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        """Set where somebody waits for what is on its way."""
         self._error: BaseException | None = None
         self._is_told = False
 
@@ -138,11 +143,14 @@ class Sink:
 
     def wait(self) -> None:
         """Returns when no step waits for its device."""
+        self._hurry.set()
         self._queue.join()
+        self._hurry.clear()
 
     def close(self) -> None:
         """Waits for what is on its way, and closes the files."""
         if self._thread is not None:
+            self._hurry.set()
             self._queue.put(None)
             self._thread.join()
         self._writer.close()
@@ -150,6 +158,8 @@ class Sink:
 
     def _run(self) -> None:
         while (write := self._queue.get()) is not None:
+            if self._queue.empty():
+                self._hurry.wait(LATE)
             try:
                 if self._error is None:  # whole steps alone, without one left out
                     write()

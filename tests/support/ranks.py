@@ -99,6 +99,13 @@ def _nothing():
     pass
 
 
+def forking():
+    """Starts processes in milliseconds: forked from one that has torch and no threads yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
 class Ranks:
     """`world` processes that call functions of modules which they can import.
 
@@ -107,10 +114,7 @@ class Ranks:
     """
 
     def __init__(self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE):
-        # forked from a process that has torch and no threads yet: started in milliseconds
-        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn") if fresh else forking()
         self._patience = patience
         self._processes, self._connections = [], []
         for rank in range(world):

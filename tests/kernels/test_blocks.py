@@ -257,6 +257,7 @@ HARD = {
 }
 
 
+@pytest.mark.halved
 @each_of(EVERY)
 def test_hard_blocks_leave_their_neighbours_alone(form, device):
     """Between ordinary ones, whose codes and scales are what they are by themselves."""

@@ -106,6 +106,12 @@ def forking():
     return context
 
 
+def start_ranks(function, arguments, world):
+    """Calls it with the rank and the arguments in so many processes, and waits for their ends."""
+    forking()
+    torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
+
+
 class Ranks:
     """`world` processes that call functions of modules which they can import.
 

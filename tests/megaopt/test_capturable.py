@@ -168,6 +168,7 @@ def test_without_parameters_steps_are_counted(backend):
     assert int(optimizer.param_groups[0]["step"]) == 1
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize(("backend", "backend_after"), [BACKENDS, BACKENDS[::-1]])
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("name", ["remainders", "fp16_master_bf16_fp16"])

@@ -88,6 +88,7 @@ def test_a_clipped_step_is_a_plain_one_with_clipped_gradients(options, backend, 
     assert_clips(options, 0.3, grads_of(1), backend=backend, capturable=capturable)
 
 
+@pytest.mark.halved
 @both_backends
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", ["no_masters", "remainders", "fp8_moments"])
@@ -95,6 +96,7 @@ def test_gradients_of_16_bits(name, dtype, backend):
     assert_clips(FORMATS[name], 0.3, grads_of(1, dtype), backend=backend)
 
 
+@pytest.mark.halved
 @both_backends
 @both_modes
 @pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
@@ -115,6 +117,7 @@ HARD = {
 }
 
 
+@pytest.mark.halved
 @both_backends
 @pytest.mark.parametrize(("factor", "clip_norm"), HARD.values(), ids=HARD)
 def test_norms_of_all_sizes(factor, clip_norm, backend):
@@ -311,13 +314,13 @@ ROUNDED = ["no_masters", "remainders", "fp16_moments", "fp8_moments"]
 KINDS = list(itertools.product(ROUNDED, [BF16, FP16, FP32]))
 
 
+@pytest.mark.sample(4)
 @both_backends
 @both_modes
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [pytest.param(*kind, marks=[pytest.mark.slow] * (i % 2)) for i, kind in enumerate(KINDS)],
 )
-@pytest.mark.sample(2)
 @pytest.mark.thirds
 def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturable):
     """As torch's in-place products leave them, of which a plain step makes the same."""

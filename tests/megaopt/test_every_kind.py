@@ -35,7 +35,7 @@ MODES = [False, True]
 
 
 def some_of_each_kind(but=(), **others):
-    """Of each kind one case, with the others' values in turn; all others are slow, and those but."""
+    """Of each kind one case, with the others' values in turn; the rest, and but, are slow."""
     values, cases = list(itertools.product(*others.values())), []
     for place, kind in enumerate(KINDS):
         # 7 and their number, a product of 2s and 5s, have no factor in common

@@ -77,7 +77,7 @@ def test_the_step_is_the_twins_where_products_are_exact(side, grad, device):
     assert_exact_steps_agree(side, device, grad=grad)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kernel", ["grouped", "fused"])
 @pytest.mark.parametrize("tiles", [LONG, {}], ids=["small tiles", "tiles of their own"])
 @pytest.mark.parametrize("rank", [5, 17])
@@ -291,7 +291,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.halved
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))

@@ -109,6 +109,7 @@ def test_the_top_bin_is_the_one_that_the_largest_square_reaches(edge, device):
     assert_all_agree([torch.tensor([edge, edge * 2.0**-13, edge * 2.0**-26], device=device)])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", GRADS.allowed, ids=str)
 @pytest.mark.parametrize("sigma", [0, 4, 12])
 def test_spread_values_in_every_format(dtype, sigma, device):
@@ -365,7 +366,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.halved
 @pytest.mark.parametrize(("source", "check", "change"), each_of(MUTANTS))
 def test_the_check_notices_a_mutant(source, check, change, tmp_path, monkeypatch, device):
     changed = mutant(Path(kernels.__file__).parent / "norm" / f"{source}.py", change, tmp_path)

@@ -98,6 +98,7 @@ def test_every_rule_agrees(rule, number, device):
         assert_hard_tensors_agree(formats, rule, device)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @each_rule
 def test_twin_is_the_oracle(rule, maximize):
@@ -180,7 +181,7 @@ def take_steps(take, formats, rule, device):
 
 
 # a format does not know the rule: all rules on one of them
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [(ADAMW, formats) for formats in (*CURATED, *FEW_BLOCKED)]

@@ -200,6 +200,7 @@ CHANGES = {
 TORCH_REFUSES = ["device", "layout", "no_tensor", "none"]  # for the data of a parameter
 
 
+@pytest.mark.sample(3)
 @each_slot
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "any"])
@@ -337,6 +338,7 @@ def test_gradients_are_those_of_the_parameters(module, decoupled):
 # --- what a look leaves behind
 
 
+@pytest.mark.halved
 @both_grads
 def test_looks_leave_no_references(module, decoupled):
     optimizer = looked(module, decoupled)

@@ -48,6 +48,7 @@ def some_of_each_kind(but=(), **others):
 
 
 # their formats have tests of the launches alone: tests/kernels/test_muon_launch.py
+@pytest.mark.halved
 @some_of_each_kind({"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES)
 @pytest.mark.thirds
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):

@@ -437,6 +437,7 @@ def test_ranks_split_the_whole_matrix(on_ranks, backend):
             assert_same(found, expected, f"rank {rank}")
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("options", [{}, {"second_moment": "normuon"}, {"contract": "torch"}])
 def test_matrices_without_elements_leave_the_others(backend, options):

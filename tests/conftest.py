@@ -1,5 +1,6 @@
 """Runs the kernels on Triton's interpreter where there is no GPU, before megaopt is imported."""
 
+import gc
 import os
 import signal
 import zlib
@@ -56,6 +57,14 @@ def long_ones_apart(items):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def young_heap():
+    """For modules that collect garbage: only what they have made, as all there is takes a while."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ OF_FOUR = {
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("plug", [None, "main_shards", "precision_aware"])
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_FOUR, marks=pytest.mark.slow)])
 def test_layouts(pools, tmp_path, plug, layouts):

@@ -181,7 +181,7 @@ def take_steps(take, formats, rule, device):
 
 
 # a format does not know the rule: all rules on one of them
-@pytest.mark.sample(6)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [(ADAMW, formats) for formats in (*CURATED, *FEW_BLOCKED)]
@@ -205,7 +205,7 @@ GEOMETRIES = [Geometry(32, 1), Geometry(64, 3), Geometry(256, 1), Geometry(16, 1
 OF_BLOCKS = [Geometry(128, 1), Geometry(256, 3, span=1), Geometry(1024, 2), Geometry(2048, 1, 8)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("index", range(4))
 @each_of([*CURATED[::3], *FEW_BLOCKED])
 @pytest.mark.thirds

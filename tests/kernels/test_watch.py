@@ -11,6 +11,7 @@ import torch
 from megaopt.kernels import native
 from megaopt.state.watch import Guards, Watch
 
+pytestmark = pytest.mark.usefixtures("young_heap")
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ["first", "second", "second_scale"]
 SLOTS = ["grad", "weight", *NAMES]

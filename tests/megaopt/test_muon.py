@@ -120,6 +120,7 @@ STEPPED = [  # each kind once in the quick tests, by turns with capturable and w
 ]  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @interpreted
 @pytest.mark.parametrize(("options", "capturable"), STEPPED)
 def test_kernel_and_twin_take_the_same_steps(options, capturable):

@@ -67,7 +67,6 @@ def test_eight_ranks_of_which_some_have_nothing(on_ranks, options):
     assert_same_on_all(found, expected)
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("split", slow_but({"whole": (False,), "split": (True,)}, ["split"]))
 @pytest.mark.parametrize("placements", [*PLACEMENTS, *MESHES])
 def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, split):

@@ -77,16 +77,15 @@ def pair(recipe, backend, **options):
     )
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("backend", "direct"), [("reference", None), ("triton", None), ("reference", True)]
 )
+@pytest.mark.halved
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):
     assert_steps_are_ours(name, backend, dtype=torch.float32, direct_cast=direct)
 
 
-@pytest.mark.halved
 @pytest.mark.parametrize("name", ["blocks", "mxfp8"])
 def test_padded_scales_that_are_stored_apart(name):
     """The kernels find blocks' scales in a pass of its own beside moments with a scale."""

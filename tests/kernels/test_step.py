@@ -181,7 +181,7 @@ def take_steps(take, formats, rule, device):
 
 
 # a format does not know the rule: all rules on one of them
-@pytest.mark.sample(8)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [(ADAMW, formats) for formats in (*CURATED, *FEW_BLOCKED)]

@@ -167,7 +167,6 @@ def every_case():
             yield pytest.param(*case, backend, marks=marks)
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "kept", "moments", "backend"), [*every_case()])
 @pytest.mark.thirds
 def test_steps_are_the_oracles(name, kept, moments, backend, device):

@@ -52,7 +52,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize(("world", "replicas", "options"), RUNS)
 def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
     """Weights, masters, moments; of a clipped step, too."""

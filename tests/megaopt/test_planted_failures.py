@@ -96,7 +96,6 @@ def weights_of(optimizer):
     return [weights, counts, grads]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "first"),
     [*((name, 1) for name in QUICK), pytest.param("galore", 0, marks=pytest.mark.slow)],

@@ -33,7 +33,7 @@ def counted(recording, step=2):
     return {quantity: each.digest.nonfinite is not None for (_, quantity), each in found}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", KINDS)
 @interpreted
 def test_rows_are_the_same(kind, tmp_path):

@@ -8,11 +8,13 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
+from faster_interpreter import make_faster
 from one_rank import group_of_one
 from ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    make_faster()
 # torch's pool of compilers once kept pytest from ending for 5 minutes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # two threads that share small products wait for each other: a step of GaLoreAdamW took 40 times as

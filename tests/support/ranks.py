@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 import psutil
 import torch
 import torch.distributed as dist
+from faster_interpreter import make_faster
 from torch.distributed import distributed_c10d
 
 PATIENCE = 120
@@ -61,6 +62,7 @@ def _packed(value):
 def _serve(rank, world, meeting, parent, prepare, patience):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    make_faster()
     prepare()
     waits = timedelta(seconds=patience)
     distributed_c10d.ProcessGroupGloo = _OnOneDevice

@@ -34,22 +34,24 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 MODES = [False, True]
 
 
-def some_of_each_kind(but=(), **others):
-    """Of each kind one case, with the others' values in turn; the rest, and but, are slow."""
+def some_of_each_kind(times=1, but=(), **others):
+    """Of each kind so many cases, with the others' values in turn; the rest, and but, are slow."""
     values, cases = list(itertools.product(*others.values())), []
     for place, kind in enumerate(KINDS):
         # 7 and their number, a product of 2s and 5s, have no factor in common
-        quick = 7 * place % len(values) if kind not in but else None
+        places = (7 * (times * place + k) for k in range(0 if kind in but else times))
+        quick = {each % len(values) for each in places}
         cases += [
-            pytest.param(kind, *own, marks=[] if number == quick else pytest.mark.slow)
+            pytest.param(kind, *own, marks=[] if number in quick else pytest.mark.slow)
             for number, own in enumerate(values)
         ]
     return pytest.mark.parametrize(("kind", *others), cases)
 
 
 # their formats have tests of the launches alone: tests/kernels/test_muon_launch.py
-@pytest.mark.halved
-@some_of_each_kind({"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES)
+@some_of_each_kind(
+    but={"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES
+)
 @pytest.mark.thirds
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):
     """Clipped and not, with lr and step on the device and not."""
@@ -130,7 +132,7 @@ WAYS = {
 }
 
 
-@some_of_each_kind(way=WAYS, done=[0, 2], capturable=MODES)
+@some_of_each_kind(2, way=WAYS, done=[0, 2], capturable=MODES)
 @pytest.mark.thirds
 def test_a_run_goes_on_elsewhere_as_here(kind, way, done, capturable):
     """Before the first step and after some; the two share no memory."""

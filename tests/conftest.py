@@ -1,5 +1,6 @@
 """Runs the kernels on Triton's interpreter where there is no GPU, before megaopt is imported."""
 
+import gc
 import os
 import signal
 import zlib
@@ -7,11 +8,13 @@ import zlib
 import pytest
 import torch
 import torch.distributed as dist
+from faster_interpreter import make_faster
 from one_rank import group_of_one
 from ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    make_faster()
 # torch's pool of compilers once kept pytest from ending for 5 minutes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # two threads that share small products wait for each other: a step of GaLoreAdamW took 40 times as
@@ -56,6 +59,14 @@ def long_ones_apart(items):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def young_heap():
+    """For modules that collect garbage: only what they have made, as all there is takes a while."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

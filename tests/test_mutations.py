@@ -625,6 +625,7 @@ def here(device, monkeypatch, tmp_path):
     return Here(device, monkeypatch, tmp_path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("file", "check", "change"), EVERY)
 def test_the_check_notices_a_mutant(file, check, change, here):
     old, new, *more = change

@@ -13,6 +13,7 @@ that is no arrow.
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,12 +71,17 @@ def package_of(module: str, modules: dict[str, Path]) -> str:
     return module if is_package else module.rpartition(".")[0]
 
 
-def imports_of(path: Path, typed: bool = False) -> Iterator[str]:
-    """Give the dotted names that a file imports, typed: those under TYPE_CHECKING too.
+@functools.cache
+def imports_of(text: str, typed: bool = False) -> tuple[str, ...]:
+    """Return the dotted names that a source imports, typed: those under TYPE_CHECKING too.
 
     Of `from a import b` it is "a.b".
     """
-    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    return tuple(_imports(text, typed))
+
+
+def _imports(text: str, typed: bool) -> Iterator[str]:
+    waiting: list[ast.AST] = [ast.parse(text)]
     while waiting:
         node = waiting.pop()
         if not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -95,7 +101,7 @@ def arrows(modules: dict[str, Path], typed: bool = False) -> networkx.DiGraph:
     graph = networkx.DiGraph()
     graph.add_nodes_from(modules)
     for module, path in modules.items():
-        for name in imports_of(path, typed):
+        for name in imports_of(path.read_text(encoding="utf-8"), typed):
             # of "megaopt.adam.FusedAdam" the module is "megaopt.adam"
             target = name if name in modules else name.rpartition(".")[0]
             if target in modules and target != module:
@@ -171,10 +177,14 @@ def kinds_asked_for(modules: dict[str, Path]) -> list[str]:
         # commands have models of their own, as users do
         if module.startswith("megaopt.params") or part_of(module) == "commands":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _asks(node):
-                found.append(f"{module}, line {node.lineno}: {ast.unparse(node)}")
+        found += [f"{module}, line {each}" for each in _askers(path.read_text(encoding="utf-8"))]
     return sorted(found)
+
+
+@functools.cache
+def _askers(text: str) -> list[str]:
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return [f"{node.lineno}: {ast.unparse(node)}" for node in calls if _asks(node)]
 
 
 def _asks(call: ast.Call) -> bool:

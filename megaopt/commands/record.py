@@ -13,7 +13,7 @@ from typing import Literal
 
 from megaopt.commands.compared import read_names
 from megaopt.commands.toml_tables import ConfigError, require
-from megaopt.recording.runner import VARIABLE
+from megaopt.recording.preload import VARIABLE
 
 PRELOAD = Path(__file__).parents[1] / "recording" / "preload"
 """The folder that goes on PYTHONPATH."""

@@ -16,8 +16,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from megaopt.options.checks import shown
-
 # the standard library has it since Python 3.11; before, the extra `cli` brings it along
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
@@ -45,6 +43,14 @@ Threads = Annotated[int, Field(ge=1, le=1024)]
 Number = Annotated[float, Field(ge=0, le=3.4028234663852886e38, allow_inf_nan=False)]
 # a TOML file has a list
 Several = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it."""
+    # imports torch, for which `megaopt record` does not wait
+    from megaopt.options.checks import shown as shown_by_options
+
+    return shown_by_options(value)
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:

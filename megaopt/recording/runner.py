@@ -11,10 +11,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from megaopt.recording.preload import VARIABLE
 from megaopt.recording.recorder import Recorder, inner_optimizers, running
-
-VARIABLE = "MEGAOPT_RECORD"
-"""The environment variable with a recorder's options, as JSON; `megaopt record` sets it."""
 
 
 class Runner:

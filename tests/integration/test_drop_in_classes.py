@@ -174,6 +174,7 @@ def test_the_bits_are_those_of_the_optimizer_that_it_stands_for(kind, given, bas
     assert_same_run(found, expected)
 
 
+@pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("asked", ["class", "argument"])
 @pytest.mark.parametrize("name", NAMES[bitsandbytes])
 def test_paged_states_are_in_host_memory_with_the_same_bits(name, asked):

@@ -75,10 +75,10 @@ def test_codes_and_scales_are_sharded_as_their_parameter(on_ranks, kind, block, 
                 assert shard == (*whole[:-1], whole[-1] // last)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("worlds", [(1, 2), (2, 3), (3, 1)], ids=lambda w: f"{w[0]}to{w[1]}")
 @pytest.mark.parametrize("kind", ["stochastic", "4 bits"])
-@pytest.mark.halved
 @pytest.mark.thirds
 def test_saved_on_some_ranks_loads_on_others(on_ranks, tmp_path, kind, worlds, flat):
     options, folder = KINDS[kind], str(tmp_path / "checkpoint")

@@ -104,6 +104,7 @@ def test_weights_are_off_by_no_more_than_twice_what_one_process_is(
             assert_same(run, runs[0])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("stagger", [False, True])
 def test_svds_are_those_of_whole_gradients(on_ranks, world, replicas, stagger):
@@ -173,6 +174,7 @@ SAYING = {  # what a gradient becomes, and whether it says enough to move the pr
 }
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("before", [0, GAP], ids=["first", "later"])
 @pytest.mark.parametrize(("change", "moves"), SAYING.values(), ids=SAYING)
 def test_all_ranks_decide_alike_what_a_gradient_says(on_ranks, change, moves, before):

@@ -22,8 +22,24 @@ OF_FOUR = {
 }
 
 
-@pytest.mark.parametrize("plug", [None, "main_shards", "precision_aware"])
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(OF_FOUR, marks=pytest.mark.slow)])
+QUICK = {
+    None: ["data parallel", "tensor parallel"],
+    "main_shards": ["three ranks", "pipeline"],
+    "precision_aware": ["data parallel", "pipeline"],
+}
+"""Each layout and each way to plug in, where not all pairs are."""
+
+
+def layouts_of(plug):
+    """Of one way: its quick layouts; the others and those of four ranks are slow."""
+    quick = {name: LAYOUTS[name] for name in QUICK[plug]}
+    others = {name: LAYOUTS[name] for name in LAYOUTS if name not in quick}
+    yield pytest.param(plug, quick, id=f"{plug}")
+    for name, own in (("others", others), ("four", OF_FOUR)):
+        yield pytest.param(plug, own, id=f"{plug}-{name}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("plug", "layouts"), [each for p in QUICK for each in layouts_of(p)])
 def test_layouts(pools, tmp_path, plug, layouts):
     pools(1)(recorded, tmp_path / "one", {"plug": plug})
     expected = rows(tmp_path / "one")

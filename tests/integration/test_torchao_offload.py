@@ -12,6 +12,7 @@ from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
 from megaopt.integration import bitsandbytes, torchao
 from megaopt.kernels.host_memory import held_bytes, pinned_by
 
+pytestmark = pytest.mark.usefixtures("young_heap")
 SHAPES = [(5,), (64, 80), (63, 65)]
 """The second alone has 4,096 elements or more."""
 EMPTY = inspect.Parameter.empty

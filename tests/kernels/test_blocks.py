@@ -267,8 +267,6 @@ def test_hard_blocks_leave_their_neighbours_alone(form, device):
     mixed = torch.empty(2 * len(rows) + 1, block)
     mixed[::2], mixed[1::2] = ordinary, torch.stack(rows)
     assert_stored(form, mixed.view(-1), device)
-    for hard in HARD.values():  # shorter than a block
-        assert_stored(form, torch.tensor(hard), device)
     given = bits if form.draws else None
     own = bits.view(-1, block)[::2].reshape(-1) if form.draws else None
     alone = stored_by_twin(form, ordinary.reshape(-1), own)
@@ -278,6 +276,13 @@ def test_hard_blocks_leave_their_neighbours_alone(form, device):
     ):
         assert_same_bits(codes.view(-1, block // form.packed)[::2].reshape(-1), alone[0])
         assert_same_bits(scales[::2], alone[1])
+
+
+@pytest.mark.sample(5)
+@each_of(EVERY)
+@pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
+def test_hard_blocks_that_are_shorter(hard, form, device):
+    assert_stored(form, torch.tensor(hard), device)
 
 
 @each_of(EVERY)

@@ -96,10 +96,10 @@ def shifted(tensors, slot, elements):
     return tensors
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("slot", [None, "grad", "weight", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("geometry", [None, Geometry(2048, 4)], ids=["own", "small"])
-@pytest.mark.halved
 def test_kernel_and_twin_find_the_lanes_of_torchs_loops(dtype, slot, geometry, device):
     formats = formats_of(dtype)
     numels = [4, 1024, 1025, 66_000]

@@ -105,6 +105,7 @@ def _gap(matrix):
 """
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "change"), MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(name, change, tmp_path):
     paths = {"rules": "rules/galore.py", "matrix": "matrix/galore.py"}

@@ -24,8 +24,8 @@ from megaopt.kernels.step import controls as order
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
 """Several tiles, parts of some, and two slabs."""
-_PROJECT = ProjectTile(16, 128, 16, 4, 1)
-_BACK = {RIGHT: BackTile(16, 128, 16, 4, 1, strip=2), LEFT: BackTile(128, 16, 16, 4, 1, strip=2)}
+_PROJECT = ProjectTile(16, 512, 16, 4, 1)
+_BACK = {RIGHT: BackTile(16, 512, 16, 4, 1, strip=2), LEFT: BackTile(512, 16, 16, 4, 1, strip=2)}
 LONG = {side: Tiles(_PROJECT, back, _PROJECT, back) for side, back in _BACK.items()}
 """Tiles as small as may be but for the side of a slab, of which SMALL ones would be 65."""
 KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
@@ -77,13 +77,13 @@ def test_the_step_is_the_twins_where_products_are_exact(side, grad, device):
     assert_exact_steps_agree(side, device, grad=grad)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kernel", ["grouped", "fused"])
 @pytest.mark.parametrize("tiles", [LONG, {}], ids=["small tiles", "tiles of their own"])
 @pytest.mark.parametrize("rank", [5, 17])
 @pytest.mark.parametrize("grad", ["float32", "bfloat16"])
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
-@pytest.mark.halved
 def test_the_step_is_the_twins(side, precision, grad, rank, tiles, kernel, device):
     """Of any numbers: tensor cores have a specification."""
     formats = formats_of(PLAIN, LowRank(side, rank, precision), GRADS[grad])
@@ -117,6 +117,7 @@ def fused_and_twin(side, device, moment="float32", precision="bf16", controls=No
     return steps(*own, device, LONG[side], "fused", rows, controls)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("few", [0, 128], ids=["one program", "a program for each slab"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatch):
@@ -125,6 +126,7 @@ def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatc
     assert_same_buffers(*fused_and_twin(side, device))
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("moment", ["bfloat16", "bfloat16_stochastic"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_other_formats(side, moment, device):
@@ -264,6 +266,7 @@ FUSED_MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", FUSED_MUTANTS.values(), ids=FUSED_MUTANTS)
 def test_a_mutant_of_the_fused_step_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
@@ -288,6 +291,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))

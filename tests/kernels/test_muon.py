@@ -44,6 +44,7 @@ def updated(matrix, how, kept=None):
 # --- bits
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_twin_is_the_oracle(form, shape):
@@ -206,6 +207,7 @@ def relative_square(found, wanted):
     return float((found.double() - wanted).square().sum() / wanted.square().sum())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("decades", "count"), [(None, 40), (4, 10)], ids=["random", "decaying"])
 @pytest.mark.parametrize("form", FORMS)
 def test_errors_against_fp64(form, decades, count):

@@ -19,9 +19,14 @@ from megaopt.kernels.step.controls import COEFFICIENT, COUNT, INVERSE_SCALE, SKI
 
 BF16 = WEIGHTS["bfloat16"], MASTERS["float32"]
 FEW = [(24, 40), (40, 24), (17, 33)]
-MOST = pytest.mark.parametrize(
-    "form", ["standard bf16", pytest.param("standard fp16", marks=pytest.mark.slow), "gram fp16"]
+_SLOW = pytest.mark.slow
+STANDARD, GRAM = (
+    pytest.mark.parametrize(
+        "form", [each if each == quick else pytest.param(each, marks=_SLOW) for each in FORMS]
+    )
+    for quick in ("standard bf16", "gram fp16")
 )
+"""All forms, of which one is not slow: each of the two in half of the tests."""
 
 
 def short(form="standard bf16", **others):
@@ -65,7 +70,7 @@ def test_one_step_of_a_matrix_of_many_numbers(form, device):
     assert_launches_are_the_twin(formats_of(how), shapes, device, steps=1)
 
 
-@MOST
+@STANDARD
 def test_second_moments(form, device):
     shapes = [*FEW[1:], (3, 300), (300, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows, _ in shapes]
@@ -117,7 +122,7 @@ def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
 # --- what shows in no bit
 
 
-@MOST
+@GRAM
 def test_company_order_and_workspace_show_in_no_bit(form, device):
     """Alone, among others, permuted, in waves of one parameter, of two and of all."""
     formats = formats_of(short(form), BF16, GRADS["bfloat16"])
@@ -143,7 +148,7 @@ def test_company_order_and_workspace_show_in_no_bit(form, device):
         assert_same_buffers(found, {slot: [each[index]] for slot, each in together.items()})
 
 
-@MOST
+@STANDARD
 def test_alignment_and_padding_show_in_no_bit(form, device):
     """Buffers at odd addresses; a matrix of whole 16 bytes a row as a part of none."""
     formats = formats_of(short(form))
@@ -233,7 +238,7 @@ def test_a_step_left_out_leaves_second_moments(device):
     assert same == [True, False, True]
 
 
-@MOST
+@GRAM
 def test_what_is_not_finite_stays_in_its_matrix(form, device):
     formats, shapes = formats_of(short(form), BF16, GRADS["bfloat16"]), [*FEW[:2], (24, 40)]
     before = buffers(formats, shapes)

@@ -109,6 +109,7 @@ def test_the_top_bin_is_the_one_that_the_largest_square_reaches(edge, device):
     assert_all_agree([torch.tensor([edge, edge * 2.0**-13, edge * 2.0**-26], device=device)])
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", GRADS.allowed, ids=str)
 @pytest.mark.parametrize("sigma", [0, 4, 12])
 def test_spread_values_in_every_format(dtype, sigma, device):
@@ -127,6 +128,7 @@ def test_the_format_does_not_show(dtype, device):
 GEOMETRIES = [Geometry(16, 16), Geometry(64, 3), Geometry(1024, 1), Geometry(512, 4)]
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("programs", [None, 1, 3, 37], ids=lambda count: f"{count} programs")
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_geometry_shows_in_no_bit(geometry, programs, device):
@@ -233,6 +235,7 @@ def test_a_second_launch_adds_to_the_first(device):
     assert_same_bits(bins, before)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("where", [0, 64, 130])
 @pytest.mark.parametrize(
     "values",
@@ -363,6 +366,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize(("source", "check", "change"), each_of(MUTANTS))
 def test_the_check_notices_a_mutant(source, check, change, tmp_path, monkeypatch, device):
     changed = mutant(Path(kernels.__file__).parent / "norm" / f"{source}.py", change, tmp_path)

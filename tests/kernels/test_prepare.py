@@ -52,6 +52,7 @@ def assert_scalars_agree(rule, groups, device):
     assert [int(g["step"]) for g in groups] == steps
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("rule", "bias_correction"),
     [
@@ -62,7 +63,6 @@ def assert_scalars_agree(rule, groups, device):
     ],
 )
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.halved
 def test_scalars_made_on_the_device_are_the_hosts(rule, beta, bias_correction, device):
     others = BETAS[1:] + BETAS[:1]
     groups = [
@@ -224,6 +224,7 @@ CLIPPED = [
 ]
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("scale", [None, 1024.0, 3.0])
 @pytest.mark.parametrize("name", PREPARATIONS)
 @pytest.mark.parametrize(("values", "clip_norm"), CLIPPED, ids=str)

@@ -98,6 +98,7 @@ def test_every_rule_agrees(rule, number, device):
         assert_hard_tensors_agree(formats, rule, device)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @each_rule
 def test_twin_is_the_oracle(rule, maximize):
@@ -113,6 +114,7 @@ def test_twin_is_the_oracle(rule, maximize):
 @pytest.mark.parametrize(
     "remainder", [0, *(pytest.param(other, marks=pytest.mark.exhaustive) for other in range(1, 15))]
 )
+@pytest.mark.slow
 def test_each_two_formats_of_any_two_slots_agree(remainder, device):
     for formats in one_in_15(remainder):
         assert_all_agree(formats, ADAMW, GROUP, [1, 65], device, SMALL)
@@ -179,13 +181,13 @@ def take_steps(take, formats, rule, device):
 
 
 # a format does not know the rule: all rules on one of them
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(
     ("rule", "formats"),
     [(ADAMW, formats) for formats in (*CURATED, *FEW_BLOCKED)]
     + [(rule, with_rule(CURATED[1], rule)) for rule in EVERY_RULE if rule is not ADAMW],
     ids=lambda value: value.name if value in EVERY_RULE else name_of(value),
 )
-@pytest.mark.sample(4)
 @pytest.mark.thirds
 def test_many_steps(rule, formats, device):
     """Errors would compound: nothing is synchronised in between. The run is repeated: equal too."""
@@ -203,9 +205,9 @@ GEOMETRIES = [Geometry(32, 1), Geometry(64, 3), Geometry(256, 1), Geometry(16, 1
 OF_BLOCKS = [Geometry(128, 1), Geometry(256, 3, span=1), Geometry(1024, 2), Geometry(2048, 1, 8)]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("index", range(4))
 @each_of([*CURATED[::3], *FEW_BLOCKED])
-@pytest.mark.sample(3)
 @pytest.mark.thirds
 def test_geometry_changes_no_bit(formats, index, device):
     """Several chunks, blocks that go unmasked and such that do not; beside the oracle."""
@@ -220,8 +222,8 @@ def test_geometry_changes_no_bit(formats, index, device):
     assert_same_buffers(found, expected)
 
 
+@pytest.mark.sample(4)
 @each_of(UNSCALED)
-@pytest.mark.sample(2)
 @pytest.mark.thirds
 def test_unaligned_views_change_no_bit(formats, device):
     """Each slot one element further off alignment, so that no two share a path by chance."""

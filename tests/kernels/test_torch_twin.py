@@ -65,6 +65,7 @@ def drawn(count, hard):
     return [param, exp_avg, torch.rand(count, generator=generator), grad]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("hard", [False, True], ids=["ordinary", "hard"])
 @pytest.mark.parametrize("betas", BETAS, ids=str)

@@ -46,6 +46,7 @@ def test_a_pair_is_no_nan_where_its_weight_is_none(name):
     assert unlike == 2 * below + 2 * above
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_external_write", ["refresh", "ignore"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", ["remainder16", "remainder8", "remainder8_stochastic"])

@@ -11,6 +11,7 @@ import torch
 from megaopt.kernels import native
 from megaopt.state.watch import Guards, Watch
 
+pytestmark = pytest.mark.usefixtures("young_heap")
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES = ["first", "second", "second_scale"]
 SLOTS = ["grad", "weight", *NAMES]
@@ -200,6 +201,7 @@ CHANGES = {
 TORCH_REFUSES = ["device", "layout", "no_tensor", "none"]  # for the data of a parameter
 
 
+@pytest.mark.sample(3)
 @each_slot
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "any"])
@@ -337,6 +339,7 @@ def test_gradients_are_those_of_the_parameters(module, decoupled):
 # --- what a look leaves behind
 
 
+@pytest.mark.halved
 @both_grads
 def test_looks_leave_no_references(module, decoupled):
     optimizer = looked(module, decoupled)

@@ -1,5 +1,3 @@
-import gc
-
 import pytest
 
 from megaopt import galore
@@ -7,14 +5,6 @@ from megaopt.kernels import native
 from megaopt.kernels.chunks import table
 from megaopt.kernels.step import preparation
 from megaopt.step import stepper
-
-
-@pytest.fixture(scope="module")
-def young_heap():
-    """For modules that collect garbage: only what they have made, as all there is takes a while."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=["python", "native"])

@@ -51,6 +51,7 @@ def test_lr_and_step_are_tensors_of_the_documented_kind():
     assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == 3
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -100,6 +101,7 @@ def test_another_number_for_lr_becomes_such_a_tensor(lr):
     assert optimizer.defaults["lr"] is lr
 
 
+@pytest.mark.halved
 @both_backends
 @pytest.mark.parametrize(
     ("name", "value", "message"),
@@ -168,6 +170,7 @@ def test_without_parameters_steps_are_counted(backend):
     assert int(optimizer.param_groups[0]["step"]) == 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("backend", "backend_after"), [BACKENDS, BACKENDS[::-1]])
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("name", ["remainders", "fp16_master_bf16_fp16"])

@@ -88,6 +88,7 @@ def test_a_clipped_step_is_a_plain_one_with_clipped_gradients(options, backend, 
     assert_clips(options, 0.3, grads_of(1), backend=backend, capturable=capturable)
 
 
+@pytest.mark.sample(5)
 @both_backends
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", ["no_masters", "remainders", "fp8_moments"])
@@ -95,6 +96,7 @@ def test_gradients_of_16_bits(name, dtype, backend):
     assert_clips(FORMATS[name], 0.3, grads_of(1, dtype), backend=backend)
 
 
+@pytest.mark.sample(5)
 @both_backends
 @both_modes
 @pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
@@ -121,6 +123,7 @@ def test_norms_of_all_sizes(factor, clip_norm, backend):
     assert_clips(MASTER, clip_norm, grads_of(1, factor=factor), backend=backend)
 
 
+@pytest.mark.sample(3)
 @both_backends
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["fp32_masters", "fp16_master_bf16_fp16"])
@@ -160,12 +163,12 @@ def test_the_coefficient_is_of_all_batches_groups_and_dtypes_together(backend):
     assert_same_run(found, expected)
 
 
+@pytest.mark.sample(5)
 @both_backends
 @pytest.mark.parametrize(
     "options", [{}, MASTER, REMAINDERS, FORMATS["bf16_moments"]], ids=["no", "fp32", "16", "bf16"]
 )
 @pytest.mark.parametrize("cut", [[300], [1, 299], [128, 129, 43], [299, 0, 1]], ids=str)
-@pytest.mark.sample(3)
 @pytest.mark.thirds
 def test_the_cutting_of_parameters_shows_in_no_bit(cut, options, backend):
     """One tensor, its pieces, in reversed order and in a group each."""
@@ -198,6 +201,7 @@ def test_clipping_agrees_with_torchs_function_on_an_exact_norm(backend):
     assert_same_bits(params_of(found)[0].grad, torch.tensor([3.0, 4.0]))
 
 
+@pytest.mark.sample(5)
 @both_backends
 @both_modes
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
@@ -311,13 +315,13 @@ ROUNDED = ["no_masters", "remainders", "fp16_moments", "fp8_moments"]
 KINDS = list(itertools.product(ROUNDED, [BF16, FP16, FP32]))
 
 
+@pytest.mark.sample(4)
 @both_backends
 @both_modes
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [pytest.param(*kind, marks=[pytest.mark.slow] * (i % 2)) for i, kind in enumerate(KINDS)],
 )
-@pytest.mark.sample(2)
 @pytest.mark.thirds
 def test_scaled_gradients_rounded_to_their_dtype(name, dtype, backend, capturable):
     """As torch's in-place products leave them, of which a plain step makes the same."""

@@ -34,12 +34,13 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 MODES = [False, True]
 
 
-def some_of_each_kind(times=1, **others):
-    """Of each kind so many cases, with the others' values in turn; all others are slow."""
+def some_of_each_kind(times=1, but=(), **others):
+    """Of each kind so many cases, with the others' values in turn; the rest, and but, are slow."""
     values, cases = list(itertools.product(*others.values())), []
     for place, kind in enumerate(KINDS):
         # 7 and their number, a product of 2s and 5s, have no factor in common
-        quick = {7 * (times * place + k) % len(values) for k in range(times)}
+        places = (7 * (times * place + k) for k in range(0 if kind in but else times))
+        quick = {each % len(values) for each in places}
         cases += [
             pytest.param(kind, *own, marks=[] if number in quick else pytest.mark.slow)
             for number, own in enumerate(values)
@@ -47,7 +48,10 @@ def some_of_each_kind(times=1, **others):
     return pytest.mark.parametrize(("kind", *others), cases)
 
 
-@some_of_each_kind(capturable=MODES)
+# their formats have tests of the launches alone: tests/kernels/test_muon_launch.py
+@some_of_each_kind(
+    but={"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES
+)
 @pytest.mark.thirds
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):
     """Clipped and not, with lr and step on the device and not."""

@@ -1,6 +1,5 @@
 """fp8 weights on several processes: what each rank writes is what the whole weight would get."""
 
-import multiprocessing
 import re
 
 import float8_ranks
@@ -9,7 +8,7 @@ import torch
 from bits import assert_same_bits
 from float8_ranks import BOUNDS, Case
 from handling import both_backends
-from ranks import PRELOADED
+from ranks import start_ranks
 from runs import assert_same
 
 from megaopt import FusedAdam
@@ -86,13 +85,8 @@ def saved(request, tmp_path_factory):
 
 def in_processes(function, folder, *arguments):
     """Forked from one that has torch already; what each rank has saved in the folder."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    torch.multiprocessing.start_processes(
-        function,
-        (str(folder / "meeting"), *arguments, str(folder)),
-        nprocs=float8_ranks.WORLD,
-        start_method="forkserver",
-    )
+    given = (str(folder / "meeting"), *arguments, str(folder))
+    start_ranks(function, given, float8_ranks.WORLD)
     return [torch.load(folder / str(rank)) for rank in range(float8_ranks.WORLD)]
 
 

@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("makes_states", [None, "all"])
 @pytest.mark.parametrize("target", ["fresh", "started", "running"])
 @pytest.mark.parametrize("way", WAYS)

@@ -338,6 +338,7 @@ def test_gradients_that_say_nothing_leave_projections(value):
     assert_same_bits(state["captured_energy"], energy)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernel", ["torch", pytest.param("hybrid", marks=interpreted)])
 @pytest.mark.parametrize("refresh", ["subspace", "svd"])
 @pytest.mark.parametrize("capturable", [False, True], ids=str)

@@ -22,11 +22,11 @@ def copy_of(optimizer):
     return {**found, "step": optimizer.param_groups[0]["step"]}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("kernel", ["grouped", "fused"])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
 @pytest.mark.parametrize("shape", [(517, 33), (33, 300)], ids=str)
-@pytest.mark.halved
 def test_kernels_have_the_same_bits_or_differ_as_sums_of_ieee_may(
     shape, precision, steps, kernel, device
 ):

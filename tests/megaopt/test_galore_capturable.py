@@ -71,7 +71,7 @@ def scaled(optimizer, step):
 def test_a_refresh_and_a_step_are_a_plain_step(options):
     """Under a loss scale and a norm too."""
     found, expected = made(options), made(options, capturable=False)
-    for step in range(2 * GAP + 2):
+    for step in range(GAP + 2):
         for optimizer in (found, expected):
             give_gradients(params_of(optimizer), step)
         steps = None if step % 2 else step
@@ -110,6 +110,7 @@ SKIPPED = {  # what the second matrix's gradient has, under which nonfinite, and
 }
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("refreshes", [True, False], ids=["refresh", "step"])
 @pytest.mark.parametrize("kind", ["fp32", pytest.param("hybrid", marks=interpreted)])
 @pytest.mark.parametrize(("value", "nonfinite", "found_inf"), SKIPPED.values(), ids=SKIPPED)

@@ -83,6 +83,7 @@ def stepped_at(offset, precision, rows, rank, device, dtype):
     return param.detach().clone()
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def assert_stepped_as_alone(make):
     "backend",
     [
         pytest.param("reference", marks=pytest.mark.sample(3)),
-        pytest.param("triton", marks=pytest.mark.sample(12)),
+        pytest.param("triton", marks=pytest.mark.sample(18)),
     ],
 )
 @pytest.mark.thirds

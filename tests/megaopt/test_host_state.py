@@ -79,9 +79,14 @@ def made(kind=FusedAdam, asked=ALL, shapes=SHAPES, **options):
 # --- bits and places
 
 
-@both_backends
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("reference", marks=pytest.mark.sample(3)),
+        pytest.param("triton", marks=pytest.mark.sample(7)),
+    ],
+)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.sample(3)
 def test_the_bits_are_those_beside_the_weights(pinning, name, backend):
     """Of fp8 weights too."""
     if backend == "triton" and torch.cuda.is_available():

@@ -54,6 +54,7 @@ LAID_OUT = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CONTROLS)
 @pytest.mark.parametrize("kind", LAID_OUT)
 @both_backends

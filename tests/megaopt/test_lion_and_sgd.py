@@ -113,6 +113,7 @@ def test_groups_may_differ_in_momentum_but_not_have_one_without_a_buffer():
         plain.add_param_group({"params": parameters([(3,)]), "momentum": 0.5})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("other", KINDS)
 @each_kind
 def test_another_optimizers_state_is_refused(kind, other):

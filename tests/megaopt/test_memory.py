@@ -69,6 +69,7 @@ UNWRITABLE = {
 }
 
 
+@pytest.mark.halved
 @both_backends
 @pytest.mark.parametrize(("name", "change", "message"), UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_state_that_cannot_be_written(backend, name, change, message):
@@ -141,7 +142,9 @@ def run_within(which, kind, options, arguments):
     return optimizer
 
 
-@both_backends
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=pytest.mark.sample(3))]
+)
 @pytest.mark.parametrize(("kind", "options", "arguments"), KEPT.values(), ids=KEPT)
 def test_what_is_made_within_inference_mode_may_be_written_later(kind, options, arguments, backend):
     if kind is not torchao.AdamW8bit:  # which has no such argument
@@ -152,6 +155,7 @@ def test_what_is_made_within_inference_mode_may_be_written_later(kind, options, 
         assert_same_run(run_within(which, kind, options, arguments), expected)
 
 
+@pytest.mark.sample(6)
 @both_backends
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_so_may_what_fp8_weights_need(recipe, backend):

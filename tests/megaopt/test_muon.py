@@ -120,6 +120,7 @@ STEPPED = [  # each kind once in the quick tests, by turns with capturable and w
 ]  # fmt: skip
 
 
+@pytest.mark.sample(5)
 @interpreted
 @pytest.mark.parametrize(("options", "capturable"), STEPPED)
 def test_kernel_and_twin_take_the_same_steps(options, capturable):
@@ -437,6 +438,7 @@ def test_ranks_split_the_whole_matrix(on_ranks, backend):
             assert_same(found, expected, f"rank {rank}")
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("options", [{}, {"second_moment": "normuon"}, {"contract": "torch"}])
 def test_matrices_without_elements_leave_the_others(backend, options):

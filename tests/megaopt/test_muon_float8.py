@@ -59,6 +59,7 @@ def steps_are_those_of_fp32(recipe, options, shapes=SHAPES, steps=3, **own):
         assert_same([*map(codes_of, params)], [*map(codes_of, float8(recipe, shapes))])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_masters_are_stepped_as_fp32_weights(recipe, options):
@@ -70,8 +71,14 @@ def test_a_batch_of_matrices_in_one_weight():
 
 
 @interpreted
-@pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "capturable"),
+    [
+        pytest.param(recipe, own, marks=[pytest.mark.slow] * ((place + own) % 2))
+        for place, recipe in enumerate(RECIPES)
+        for own in (False, True)
+    ],
+)
 def test_launches_take_the_same_steps(recipe, capturable):
     own = {"backend": "triton", "capturable": capturable}
     steps_are_those_of_fp32(recipe, {}, [(128, 128)], 2, **own)

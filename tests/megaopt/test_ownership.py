@@ -69,6 +69,7 @@ def write(param, how, value):
 # --- the written elements, and no others
 
 
+@pytest.mark.halved
 @both_backends
 @pytest.mark.parametrize("how", ["load_state_dict", "copy_", "fill_", "detach", "data"])
 def test_a_written_weight_sets_its_master_where_it_was_written(looks, backend, how):
@@ -86,6 +87,7 @@ def test_a_written_weight_sets_its_master_where_it_was_written(looks, backend, h
     assert_same_run(found, expected)
 
 
+@pytest.mark.sample(6)
 @both_backends
 @pytest.mark.parametrize("policy", ["refresh", "error", "ignore"])
 @pytest.mark.parametrize("how", ["in place", "other memory"])
@@ -93,7 +95,6 @@ def test_a_written_weight_sets_its_master_where_it_was_written(looks, backend, h
     ("kind", "dtype"),
     [*((kind, BF16) for kind in KINDS), *((kind, FP16) for kind in ("fp32", "fp16", "kahan"))],
 )
-@pytest.mark.sample(3)
 def test_what_is_written_back_unchanged_loses_no_bit(backend, kind, dtype, how, policy):
     """Of scaled fp16 masters the weight is often no cast of what is stored."""
     found, expected = (
@@ -227,6 +228,7 @@ def test_an_optimizer_that_was_copied_notices_writes():
 # --- by choice, by hand
 
 
+@pytest.mark.sample(3)
 @both_backends
 @pytest.mark.parametrize("how", ["fill_", "data"])
 def test_error_refuses_and_changes_nothing(looks, backend, how):
@@ -244,6 +246,7 @@ def test_error_refuses_and_changes_nothing(looks, backend, how):
     assert found.param_groups[0]["step"] == 3
 
 
+@pytest.mark.sample(5)
 @both_backends
 @pytest.mark.parametrize("how", ["fill_", "data"])
 def test_ignore_goes_on_from_the_masters(looks, backend, how):

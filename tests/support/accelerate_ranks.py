@@ -1,13 +1,13 @@
 """Accelerate's way with FSDP2 on CPUs, which Accelerate itself takes on GPUs alone."""
 
-import torch
 from how_to import as_rank, free_port, script
+from ranks import start_ranks
 
 
 def run_sharded(runs):
     """Runs docs/how-to/accelerate_fsdp2.py on two ranks, once for each list of options."""
     ports = [free_port() for _ in runs]
-    torch.multiprocessing.spawn(_run_rank, (runs, ports), nprocs=2)
+    start_ranks(_run_rank, (runs, ports), 2)
 
 
 def _run_rank(rank, runs, ports):

@@ -5,8 +5,8 @@ import os
 import socket
 
 import pytest
-import torch
 from modules import loaded
+from ranks import start_ranks
 
 
 def needs(*packages):
@@ -58,7 +58,7 @@ def run_ranks(name, runs, world_size=2):
     """Runs a script's main as torchrun starts it; each process once for each list of options."""
     ports = [free_port() for _ in runs]
     arguments = (name, runs, ports, world_size)
-    torch.multiprocessing.spawn(_run_rank, arguments, nprocs=world_size)
+    start_ranks(_run_rank, arguments, world_size)
 
 
 def as_rank(rank, port, world_size):

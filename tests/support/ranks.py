@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 import psutil
 import torch
 import torch.distributed as dist
+from faster_interpreter import make_faster
 from torch.distributed import distributed_c10d
 
 PATIENCE = 120
@@ -61,6 +62,7 @@ def _packed(value):
 def _serve(rank, world, meeting, parent, prepare, patience):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    make_faster()
     prepare()
     waits = timedelta(seconds=patience)
     distributed_c10d.ProcessGroupGloo = _OnOneDevice
@@ -99,6 +101,19 @@ def _nothing():
     pass
 
 
+def forking():
+    """Starts processes in milliseconds: forked from one that has torch and no threads yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def start_ranks(function, arguments, world):
+    """Calls it with the rank and the arguments in so many processes, and waits for their ends."""
+    forking()
+    torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
+
+
 class Ranks:
     """`world` processes that call functions of modules which they can import.
 
@@ -107,10 +122,7 @@ class Ranks:
     """
 
     def __init__(self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE):
-        # forked from a process that has torch and no threads yet: started in milliseconds
-        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            context.set_forkserver_preload(PRELOADED)
+        context = multiprocessing.get_context("spawn") if fresh else forking()
         self._patience = patience
         self._processes, self._connections = [], []
         for rank in range(world):

@@ -24,6 +24,7 @@ FEW = ((1, 1, 1), (33, 70, 40), (64, 64, 32), (24, 40, 72))
 """As SHAPES, of fewer tiles."""
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernel_is_the_twin(dtype, out_dtype, device):
@@ -158,6 +159,7 @@ def test_a_diagonal_and_a_factor_of_each_product(out_dtype, device):
 # --- symmetric ones
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("tile", [SQUARE, SMALL], ids=["square", "two squares"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_symmetric_products_are_products(dtype, tile, device):

@@ -52,6 +52,7 @@ def odd(step, param, grad):
     return grad.to(param.dtype)
 
 
+@pytest.mark.halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "options"), KINDS)
 def test_torchs_optimizers_obey(tmp_path, name, options, dtype):

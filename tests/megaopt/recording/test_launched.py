@@ -33,8 +33,8 @@ def counted(recording, step=2):
     return {quantity: each.digest.nonfinite is not None for (_, quantity), each in found}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sample(3)
 @interpreted
 def test_rows_are_the_same(kind, tmp_path):
     launched = made(kind, backend="triton")

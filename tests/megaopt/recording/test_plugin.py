@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from forked import forked
 
 TESTS = """
 import sys
@@ -47,24 +48,21 @@ def test_golden_of_nothing():
 """
 
 
+def pytest_alone(arguments):
+    # as if it were installed: found by name here, whatever the machine's pytest would find
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return pytest.main(arguments)
+
+
 @pytest.fixture
 def tried(tmp_path):
     """Runs some of the tests with an lr: the status, and what pytest printed."""
 
     def run(name, *options, lr=0.1):
         (tmp_path / "test_runs.py").write_text(TESTS.replace("LR", str(lr)))
-        command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", name, *options]
+        command = ["-q", "-p", "no:cacheprovider", "-k", name, *options]
         plugin = ["-p", "megaopt.recording.plugin", "--strict-markers", "-W", "error"]
-        # as if it were installed: found by name here, whatever the machine's pytest would find
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(
-            [sys.executable, *command, *plugin],
-            cwd=tmp_path,
-            env=environment,
-            text=True,
-            capture_output=True,
-        )
-        return done.returncode, done.stdout + done.stderr
+        return forked(pytest_alone, [*command, *plugin], folder=tmp_path)
 
     return run
 
@@ -111,18 +109,19 @@ def test_a_golden_test_records_a_run(tried):
 
 
 def test_the_plugin_imports_nothing_before_it_is_used():
-    code = (
-        "import sys, megaopt.recording.plugin; "
-        "print([n for n in ('torch', 'numpy', 'triton') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-def test_comparing_needs_numpy_alone():
-    code = (
-        "import sys, megaopt.recording.golden, megaopt.recording.compare; "
-        "print([n for n in ('torch', 'rich', 'matplotlib') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    """Comparing needs numpy alone, and `megaopt record` begins without torch."""
+    modules = {
+        "plugin": "torch numpy triton",
+        "golden": "torch rich matplotlib",
+        "compare": "torch rich matplotlib",
+    }
+    code = f"""
+import importlib, sys
+for name, unwanted in {modules}.items():
+    importlib.import_module(f"megaopt.recording.{{name}}")
+    assert not sys.modules.keys() & {{*unwanted.split()}}, name
+import megaopt.commands.record
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

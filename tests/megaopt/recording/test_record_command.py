@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from megaopt.commands import cli
 from megaopt.recording.files import Recording
 
 SCRIPT = """
@@ -51,10 +52,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Has the script, and one that imports megaopt first; starts of Python are most of the time."""
+    found = tmp_path_factory.mktemp("scripts")
+    (found / "train.py").write_text(SCRIPT)
+    (found / "ours.py").write_text(f"from megaopt import FusedAdam\n{SCRIPT}")
+    return found
 
 
 def command(*arguments):
@@ -68,12 +72,26 @@ def run(folder, *arguments, **more):
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_script_is_recorded_and_prints_what_it_did(folder):
+@pytest.fixture(scope="module")
+def recorded(folder):
+    """What a script does alone, and recorded into "a"; "b" and "c" are of other ways to start."""
     script = [sys.executable, "train.py", "0.01", "0"]
-    alone = run(folder, *script)
-    beside = run(folder, *command("--out", "a", "--level", "blocks", "--", *script))
+    level = ["--level", "blocks"]
+    both = [script, command("--out", "a", *level, "--", *script)]
+    (folder / "sitecustomize.py").write_text("print('the one that was there')")
+    ways = [sys.executable, "-m", "train", "0.01", "7"]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = [run(folder, *each) for each in both]
+    done.append(run(folder, *command("--out", "b", *level, "--", *ways), env=environment))
+    ours = [sys.executable, "ours.py", "0.02", "0"]
+    done.append(run(folder, *command("--out", "c", *level, "--", *ours)))
+    return done, {name: Recording(folder / name) for name in "abc"}
+
+
+def test_a_script_is_recorded_and_prints_what_it_did(recorded):
+    (alone, beside, *_), found = recorded
     assert beside == alone
-    found = Recording(folder / "a")
+    found = found["a"]
     assert found.steps == [1, 2, 3]
     (optimizer,) = found.ranks[0].optimizers
     names = [f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")]
@@ -88,21 +106,21 @@ def test_a_script_is_recorded_and_prints_what_it_did(folder):
     }
 
 
-def test_python_m_and_its_exit_status(folder):
-    (folder / "sitecustomize.py").write_text("print('the one that was there')")
-    ways = [sys.executable, "-m", "train", "0.01", "7"]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    status, out, _ = run(folder, *command("--out", "a", "--", *ways), env=environment)
+def test_python_m_and_its_exit_status(recorded):
+    (*_, (status, out, _), _), found = recorded
     assert status == 7
     assert out.count("the one that was there") >= 1
-    assert Recording(folder / "a").steps == [1, 2, 3]
+    assert found["b"].steps == [1, 2, 3]
 
 
-def test_two_runs_are_equal_and_another_lr_is_not(folder):
-    for name, lr in (("a", "0.01"), ("b", "0.01"), ("c", "0.02")):
-        script = [sys.executable, "train.py", lr, "0"]
-        assert run(folder, *command("--out", name, "--", *script))[0] == 0
-    a, b, c = (Recording(folder / name) for name in "abc")
+def test_a_script_that_imports_megaopt_first(recorded):
+    (*_, (status, _, error)), found = recorded
+    assert status == 0, error
+    assert found["c"].steps == [1, 2, 3]
+
+
+def test_two_runs_are_equal_and_another_lr_is_not(recorded):
+    a, b, c = recorded[1].values()
     assert [a.digests(step) for step in a.steps] == [b.digests(step) for step in b.steps]
     first, other = a.digests(1), c.digests(1)
     unlike = {
@@ -114,27 +132,21 @@ def test_two_runs_are_equal_and_another_lr_is_not(folder):
 def test_torchrun_records_each_rank(folder):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = [*launch, "--master-port", "29531", "train.py", "0.01", "0"]
-    status, _, error = run(folder, *command("--out", "a", "--level", "blocks", "--", *script))
+    status, _, error = run(
+        folder, *command("--out", "torchrun", "--level", "blocks", "--", *script)
+    )
     assert status == 0, error
-    found = Recording(folder / "a")
+    found = Recording(folder / "torchrun")
     assert [rank.number for rank in found.ranks] == [0, 1]
     assert found.ranks[1].run["world"] == 2
     assert all(summed.replicas == () for summed in found.digests(3).values())
     assert (1, "layers.0.weight", "local grad") in found.own(1)
 
 
-def test_a_script_that_imports_megaopt_first(folder):
-    (folder / "ours.py").write_text(f"from megaopt import FusedAdam\n{SCRIPT}")
-    script = [sys.executable, "ours.py", "0.01", "0"]
-    status, _, error = run(folder, *command("--out", "a", "--", *script))
-    assert status == 0, error
-    assert Recording(folder / "a").steps == [1, 2, 3]
-
-
 def test_ctrl_c_reaches_the_script(folder, hears_interrupts):
     script = [sys.executable, "train.py", "0.01", "wait"]
     process = subprocess.Popen(
-        command("--out", "a", "--", *script),
+        command("--out", "interrupted", "--", *script),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -146,29 +158,34 @@ def test_ctrl_c_reaches_the_script(folder, hears_interrupts):
     _, error = process.communicate(timeout=240)
     assert process.returncode == 130, error
     assert "KeyboardInterrupt" in error
-    assert Recording(folder / "a").steps == [1, 2, 3]
+    assert Recording(folder / "interrupted").steps == [1, 2, 3]
 
 
-def test_what_cannot_be_recorded_is_refused(folder):
-    script = [sys.executable, "train.py", "0.01", "0"]
-    assert run(folder, *command("--out", "a", "--", *script))[0] == 0
-    status, _, error = run(folder, *command("--out", "a", "--", *script))
-    assert (status, "out must be a folder without a recording" in error) == (2, True)
-    status, _, error = run(folder, *command("--out", "b", "--keep", "x", "--", *script))
-    assert (status, "keep must be steps from 1 on, as 100,200-210, got 'x'" in error) == (2, True)
-    for option, value in (("--keep", "0"), ("--keep", "5-2"), ("--every", "0"), ("--samples", "0")):
-        status, _, error = run(folder, *command("--out", "b", option, value, "--", *script))
-        assert (status, f"{option[2:]} must be" in error) == (2, True)
-    status, _, error = run(folder, *command("--out", "b", "python", "-c", "pass"))
-    words = "command must stand behind --, as in -- python train.py, got --out b python -c pass"
-    assert (status, error) == (2, f"megaopt: {words}\n")
+def test_what_cannot_be_recorded_is_refused(folder, recorded, capsys, monkeypatch):
+    """In this process, since no other is started."""
+    monkeypatch.chdir(folder)
+    refused = {
+        "--out a": "out must be a folder without a recording",
+        "--out d --keep x": "keep must be steps from 1 on, as 100,200-210, got 'x'",
+        "--out d --keep 0": "keep must be",
+        "--out d --keep 5-2": "keep must be",
+        "--out d --every 0": "every must be",
+        "--out d --samples 0": "samples must be",
+    }
+    for options, words in refused.items():
+        status = cli.main(["record", *options.split(), "--", sys.executable, "train.py"])
+        assert (status, words in capsys.readouterr().err) == (2, True)
+    status = cli.main(["record", "--out", "d", "python", "-c", "pass"])
+    words = "command must stand behind --, as in -- python train.py, got --out d python -c pass"
+    assert (status, capsys.readouterr().err) == (2, f"megaopt: {words}\n")
     (folder / "map.json").write_text("[1]")
-    status, _, error = run(folder, *command("--map", "map.json", "--", *script))
+    status = cli.main(["record", "--out", "d", "--map", "map.json", "--", "python", "train.py"])
     words = "map must be a dict of texts, as {'b': 'a'}, got 'map.json'"
-    assert (status, error) == (2, f"megaopt: {words}\n")
+    assert (status, capsys.readouterr().err) == (2, f"megaopt: {words}\n")
+    assert not (folder / "d").exists()
 
 
 def test_a_command_without_an_optimizer_is_told_of(folder):
     script = [sys.executable, "-c", "pass", "--mode", "an option of the script's own"]
-    status, _, error = run(folder, *command("--out", "c", "--", *script))
+    status, _, error = run(folder, *command("--out", "nothing", "--", *script))
     assert (status, "nothing was recorded" in error) == (0, True)

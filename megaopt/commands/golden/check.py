@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
     """What became of the steps of a case."""
 
     digests: Mapping[str, str]
-    """By quantity; none where a step raised an error."""
+    """The digest of each quantity; none where a step raised an error."""
     different: str | None
     """The quantities that are not those of the record, or the error; None where all is well."""
 

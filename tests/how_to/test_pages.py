@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import how_to_ranks
 import pytest
 import torch
 from runs import assert_same
@@ -20,7 +21,6 @@ PAGES = {
     "how-to/clipping.md": "",
     "how-to/external_masters.md": "",
     "how-to/float8.md": "",
-    "how-to/muon.md": "",
     "how-to/weights.md": "## Three ways to refresh a master",
 }
 """The heading from which on, up to the next one, a page's code stands alone."""
@@ -47,6 +47,13 @@ def test_the_code_of_a_page_runs(page, heading, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert blocks(page, heading)
     run(page, heading)
+
+
+def test_the_code_of_muons_page_has_the_bits_of_one_rank_on_two(on_ranks):
+    """Means of two equal gradients are exact."""
+    (expected,) = on_ranks(1, how_to_ranks.trained_by, blocks("how-to/muon.md"))
+    for found in on_ranks(2, how_to_ranks.trained_by, blocks("how-to/muon.md")):
+        assert_same(found, expected)
 
 
 def test_what_the_pages_say_is_printed(capsys):

@@ -11,6 +11,8 @@ import torch
 from runs import assert_same
 from safetensors.torch import load_file, save_file
 
+from megaopt import FusedMuon
+
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = {
@@ -58,10 +60,41 @@ def test_the_code_of_muons_page_has_the_bits_of_one_rank_on_two(on_ranks):
 
 def test_what_the_pages_say_is_printed(capsys):
     run("how-to/formats.md")
-    assert capsys.readouterr().out.split() == ["7", "None", "3.06", "5.015625"]
+    worked = ["107.8", "67.4", "20.6", "81.9", "47.5"]
+    assert capsys.readouterr().out.split() == ["7", "None", "3.06", *worked, "5.015625"]
     run("how-to/float8.md")
     line = "(0): Float8Linear(in_features=256, out_features=256, bias=True, fp8 weight="
     assert line in capsys.readouterr().out
+
+
+def held(optimizer):
+    """Bytes a parameter of each weight with its states."""
+    optimizer.initialize_states()
+    for param, state in optimizer.state.items():
+        own = [param, *(each for each in state.values() if isinstance(each, torch.Tensor))]
+        yield round(sum(each.nbytes for each in own) / param.numel(), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dtype": torch.float32}, [10, 14]),
+        (
+            {
+                "dtype": torch.float32,
+                "store_param_remainders": True,
+                "momentum_buffer_dtype": "block_e4m3",
+                "exp_avg_dtype": "block_e4m3",
+                "exp_avg_sq_dtype": "block_e5m3",
+            },
+            [5.01, 6.02],
+        ),
+    ],
+)
+def test_muon_holds_what_the_page_counts(options, expected):
+    matrix, other = (torch.nn.Parameter(torch.zeros(512, 1024).bfloat16()) for _ in range(2))
+    groups = [{"params": [matrix]}, {"params": [other], "use_muon": False}]
+    assert [*held(FusedMuon(groups, **options))] == expected
 
 
 def test_what_the_page_hands_over_of_fp8_weights_is_saved_and_multiplies_back(tmp_path):

@@ -279,8 +279,8 @@ def bars_of(results: Sequence[Result]) -> list[Bar]:
     """A bar for each case; without a round it has no time."""
     times = [(r.middle.figures.step_ms, r.floor_ms) if r.middle else (None, None) for r in results]
     return [
-        Bar(each.tensors, each.subject, *time, each.problem)
-        for each, time in zip(results, times, strict=True)
+        Bar(each.tensors, each.subject, ms, floor_ms, each.problem)
+        for each, (ms, floor_ms) in zip(results, times, strict=True)
     ]
 
 

@@ -61,7 +61,8 @@ package: $(READY)
 
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
-	@echo "the site is in build/site: open build/site/index.html, or mkdocs serve"
+	@echo "the site is in build/site: python3 -m http.server -d build/site serves it at http://localhost:8000"
+	@echo "(opened as files pages have no search, and links lead to folders)"
 
 shell: $(RUNS)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}

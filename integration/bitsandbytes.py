@@ -1,4 +1,4 @@
-"""bitsandbytes 0.50's Adam, AdamW and Lion under their names, over this package's.
+"""bitsandbytes 0.50's Adam, AdamW, Lion and SGD under their names, over this package's.
 
 Changing the import keeps a script; the bits are this package's, and not bitsandbytes': 8-bit
 moments are rounded stochastically, and one launch steps all parameters, where bitsandbytes waits
@@ -9,6 +9,7 @@ parameters for which it asks for 32 bits go to an optimizer of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from inspect import Parameter
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -28,6 +29,9 @@ LAST |= {"percentile_clipping": 100, "block_wise": True, "seed": 0}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
 ADAMW = {**ADAM, "weight_decay": 1e-2}
 LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
+MOMENTUM = {"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0}
+MOMENTUM |= {"nesterov": False}
+UNPAGED = {name: LAST[name] for name in LAST if name != "is_paged"}
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """How bitsandbytes' names of each moment's tensors end."""
 INNER = "__bnb_optimizer_quant_state__"
@@ -47,9 +51,11 @@ class BitsandbytesOptions(DropInOptions, total=False):
 
     Args:
         params, lr, betas, eps: as megaopt.FusedAdam takes them; Lion, as megaopt.FusedLion.
-        weight_decay: decoupled, also of Adam, as in bitsandbytes; at least 0.
+        weight_decay: decoupled, also of Adam, as in bitsandbytes; of SGD L2. At least 0.
+        momentum: of SGD, as megaopt.FusedSGD; bitsandbytes refuses 0.
+        dampening, nesterov: as megaopt.FusedSGD; bitsandbytes ignores them in silence.
         amsgrad, args: only False, and None; bitsandbytes ignores them in silence.
-        optim_bits: of a moment, 32 or 8; only 32, and not used, where the name says 8bit.
+        optim_bits: of a moment, 32 or 8; only 32, and not used, where the name says 8bit or 32bit.
         min_8bit_size: parameters with fewer elements keep moments in fp32. Refused where that is
             more than what a parameter has that would get 8 bits here.
         is_paged: True, and the Paged optimizers, keep moments in pinned host memory all the time,
@@ -63,6 +69,9 @@ class BitsandbytesOptions(DropInOptions, total=False):
     """
 
     amsgrad: bool
+    momentum: float
+    dampening: float
+    nesterov: bool
     optim_bits: int
     args: Any
     min_8bit_size: int
@@ -76,7 +85,10 @@ class _Base(DropIn):
     _keywords: ClassVar[tuple[str, ...]] = ("percentile_clipping", "block_wise", "seed")
     _only: ClassVar = {"amsgrad": (False,), "args": (None,), "is_paged": (False, True)}
     _only |= {"percentile_clipping": (100,), "block_wise": (True,)}
-    _is_8bit = _is_paged = False
+    _bits: ClassVar[int | None] = None
+    """Bits of moments, where the name says them."""
+    _moment: ClassVar[str] = "exp_avg"
+    _is_paged = False
     _min_8bit_size = 0
 
     def __init__(
@@ -86,16 +98,17 @@ class _Base(DropIn):
 
     def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
         least, bits = given["min_8bit_size"], given.get("optim_bits", 32)
-        one_of("optim_bits", bits, (32,) if self._is_8bit else (32, 8))
+        one_of("optim_bits", bits, (32,) if self._bits else (32, 8))
         if type(least) is not int or least < 0:
             refuse("min_8bit_size", "a whole number >= 0", least)
         self._min_8bit_size = least
-        home = {"state_device": "cpu"} if given["is_paged"] or self._is_paged else {}
-        return {**home, **(IN_BLOCKS if self._is_8bit or bits == 8 else {})}
+        is_paged = given.get("is_paged") or self._is_paged
+        home = {"state_device": "cpu"} if is_paged else {}
+        return {**home, **(IN_BLOCKS if 8 in (self._bits, bits) else {})}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
-        numel, form = param.numel(), self.options.moment_format("exp_avg")
+        numel, form = param.numel(), self.options.moment_format(self._moment)
         if form.block and numel < self._min_8bit_size and view_of(param).keeps_blocks(form):
             allowed = f"at most {numel}, its number of elements, as it would have 8-bit moments"
             refuse(f"{label}: min_8bit_size", allowed, self._min_8bit_size)
@@ -160,22 +173,75 @@ class Lion(_Base, megaopt.FusedLion, takes={**LION, **BITS, **LAST}):
     """bitsandbytes' Lion: megaopt.FusedLion."""
 
 
+class SGD(_Base, megaopt.FusedSGD, takes={**MOMENTUM, **BITS, **UNPAGED}):
+    """bitsandbytes' SGD: megaopt.FusedSGD, with L2 weight decay."""
+
+    _moment = "momentum_buffer"
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as megaopt.FusedSGD, also state dicts of bitsandbytes, by their values.
+
+        Raises ValueError for codes without their map or amaxes; nothing has changed then.
+        """
+        unpacked = unpacked_state_dict(state_dict)
+        super().load_state_dict(state_dict if unpacked is state_dict else _as_sgd(unpacked))
+
+
+def _as_sgd(unpacked: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the names of torch.optim.SGD, which has momentum for the first beta."""
+    groups = [dict(each) for each in unpacked["param_groups"]]
+    for each in groups:
+        each["momentum"], _ = each.pop("betas")
+    buffers = {key: {"momentum_buffer": own["exp_avg"]} for key, own in unpacked["state"].items()}
+    return {"state": buffers, "param_groups": groups}
+
+
 class Adam8bit(Adam):
     """bitsandbytes' Adam8bit: Adam with moments of 8 bits."""
 
-    _is_8bit = True
+    _bits = 8
 
 
 class AdamW8bit(AdamW):
     """bitsandbytes' AdamW8bit: AdamW with moments of 8 bits."""
 
-    _is_8bit = True
+    _bits = 8
 
 
 class Lion8bit(Lion, takes={**LION, **LAST}):
     """bitsandbytes' Lion8bit: Lion with a moment of 8 bits."""
 
-    _is_8bit = True
+    _bits = 8
+
+
+class SGD8bit(SGD, takes={**MOMENTUM, **UNPAGED}):
+    """bitsandbytes' SGD8bit: SGD with a momentum buffer of 8 bits."""
+
+    _bits = 8
+
+
+class Adam32bit(Adam):
+    """bitsandbytes' Adam32bit: Adam with fp32 moments."""
+
+    _bits = 32
+
+
+class AdamW32bit(AdamW):
+    """bitsandbytes' AdamW32bit: AdamW with fp32 moments."""
+
+    _bits = 32
+
+
+class Lion32bit(Lion, takes={**LION, **LAST}):
+    """bitsandbytes' Lion32bit: Lion with an fp32 moment."""
+
+    _bits = 32
+
+
+class SGD32bit(SGD, takes={**MOMENTUM, **UNPAGED}):
+    """bitsandbytes' SGD32bit: SGD with an fp32 momentum buffer."""
+
+    _bits = 32
 
 
 def _paged(base: Class) -> Class:
@@ -188,3 +254,5 @@ def _paged(base: Class) -> Class:
 PagedAdam, PagedAdam8bit = _paged(Adam), _paged(Adam8bit)
 PagedAdamW, PagedAdamW8bit = _paged(AdamW), _paged(AdamW8bit)
 PagedLion, PagedLion8bit = _paged(Lion), _paged(Lion8bit)
+PagedAdam32bit, PagedAdamW32bit = _paged(Adam32bit), _paged(AdamW32bit)
+PagedLion32bit = _paged(Lion32bit)

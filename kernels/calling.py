@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import INTERPRETED, CompiledKernel
+from megaopt.kernels.optional_triton import INTERPRETED, CompiledKernel, cache_folder
+
+PATIENCE = 2.0
+"""Seconds of compiling a kernel after which a line tells of it, once for each card."""
 
 # By everything that Triton specialised a kernel for: what it compiled, and the constants that go
-# behind the arguments. Its own way to find it takes 0.16 ms of each launch on an H200's host.
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+# behind the arguments; None where Triton has to look at values. Its own way to find it takes
+# 0.16 ms of each launch on an H200's host.
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]] | None] = {}
 
 MOST_CAPTURES = 8
 """Graphs that a `Replayed` makes: one takes as long as some ten steps, and keeps its tables."""
@@ -139,19 +146,34 @@ def _launch(
     options: dict[str, object],
     device: int | None,
 ) -> None:
-    # on AMD's GPUs Triton also looks at how much memory lies behind a pointer
-    if function.pre_run_hooks or torch.version.hip is not None:
-        function[(programs,)](*arguments, **options, enable_fp_fusion=False)
-        return
     key = _key(function, device, options, arguments)
     known = _compiled.get(key)
+    # on AMD's GPUs Triton also looks at how much memory lies behind a pointer
+    if function.pre_run_hooks or torch.version.hip is not None or (not known and key in _compiled):
+        function[(programs,)](*arguments, **options, enable_fp_fusion=False)
+        return
     if known is not None:
         kernel, constants = known
         kernel[programs, 1, 1](*arguments, *constants)
         return
-    kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
-    if isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments):
-        _compiled[key] = kernel, _constants(function, len(arguments), options)
+    timer = threading.Timer(PATIENCE, _tell, (device,))
+    timer.daemon = True
+    timer.start()
+    try:
+        kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
+    finally:
+        timer.cancel()
+    is_known = isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments)
+    constants = _constants(function, len(arguments), options) if is_known else ()
+    _compiled[key] = (kernel, constants) if is_known else None
+
+
+@functools.cache
+def _tell(device: int | None) -> None:
+    """Says what a first step waits for."""
+    card = "the CPU" if device is None else torch.cuda.get_device_name(device)
+    words = "compiling kernels for %s, cached in %s for later processes"
+    logging.getLogger("megaopt").warning(words, card, cache_folder())
 
 
 def _kinds(arguments: tuple[object, ...]) -> list[object]:

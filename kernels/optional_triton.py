@@ -39,6 +39,10 @@ except ImportError as error:
         """There is no GPU to speak of."""
         return False
 
+    def cache_folder() -> str:
+        """No one compiles."""
+        return ""
+
     def set_allocator(allocator: Callable[..., Any]) -> None:
         """No one launches what would need memory."""
 
@@ -53,6 +57,11 @@ else:
     MISSING = None
     INTERPRETED = bool(triton.knobs.runtime.interpret)
     jit = triton.jit
+
+    def cache_folder() -> str:
+        """Where Triton keeps what it has compiled."""
+        return str(triton.knobs.cache.dir)
+
     set_allocator = triton.set_allocator
 
     def helper(function: Callable[..., Any]) -> Any:
@@ -85,6 +94,7 @@ __all__ = [
     "INTERPRETED",
     "MISSING",
     "CompiledKernel",
+    "cache_folder",
     "cuda_capability_geq",
     "helper",
     "jit",

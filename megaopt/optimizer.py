@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
@@ -16,6 +16,7 @@ from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
+from megaopt.options.untraced import untraced
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
@@ -27,6 +28,12 @@ from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
+
+# torch's own without its decorator, which imports its compiler
+add_group, clear, packed_by_torch = (
+    inspect.unwrap(getattr(torch.optim.Optimizer, name))
+    for name in ("add_param_group", "zero_grad", "state_dict")
+)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -85,7 +92,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- the step
 
-    @_disable_dynamo  # to trace a step takes torch.compile half a minute, and gains nothing
+    @untraced  # to trace a step takes torch.compile half a minute, and gains nothing
     @torch.no_grad()
     def step(
         self,
@@ -133,9 +140,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper.step(self.param_groups, self.state, Asked(*given), self._check)
         return loss
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
-        super().zero_grad(set_to_none)
+        clear(self, set_to_none)
         for param in self._owned.params if self.use_decoupled_grad else ():
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
@@ -196,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             placement = taken_from(group, self.options, f"group {index}")
-            super().add_param_group(group)
+            add_group(self, group)
             self.stepper.homes.put(group["params"], placement)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
@@ -336,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self.stepper.hear(self.param_groups)
         owned = self._owned.checked()
-        packed, sized = super().state_dict(), is_asked_by_torch()
+        packed, sized = packed_by_torch(self), is_asked_by_torch()
         return state_dicts.mark(packed, owned, self.stepper.writes.versions, sized)
 
     @torch.no_grad()

@@ -523,3 +523,29 @@ def test_the_picture_of_the_first_page_is_of_the_records(monkeypatch):
     for rows in drawn.GROUPS.values():
         for label, record, name in rows:
             assert cases(record)[f"B/{name}"].get("equal", label != drawn.SAME) is True
+
+
+def test_the_picture_of_muon_has_the_times_of_its_page(monkeypatch):
+    drawn = tool("draw_muon", monkeypatch)
+    assert drawn.PICTURE.is_file()
+    page = (REPOSITORY / "docs/how-to/muon.md").read_text(encoding="utf-8")
+    for name, line in (("L", "| 28 of Llama-3-8B |"), ("G", "| 48 of a GPT of 124M |")):
+        (row,) = (each for each in page.splitlines() if each.startswith(line))
+        shown = sorted(filter(str.strip, row.split("|")[2:-1]), key=float)
+        times = sorted(bar.ms for bar in drawn.bars() if bar.tensors == name)
+        assert_says(shown, *times)
+
+
+def test_the_picture_of_two_runs_shows_what_its_page_says(monkeypatch, tmp_path):
+    drawn = tool("draw_diff", monkeypatch)
+    assert drawn.PICTURE.is_file()
+    found = drawn.compared(tmp_path)
+    assert (found.blame.step, found.blame.kind) == (6, "optimizer")
+    assert found.blame.tensors == (("embed.weight", "weight"),)
+    differ = {each.quantity for each in found.growth if each.step == 7 and each.differ}
+    equal = {each.quantity for each in found.growth if each.step == 7 and not each.differ}
+    assert "weight" in differ
+    assert equal == {"data", "random state"}
+    assert "lr of group 0: 0.001, and 0.0009" in found.line
+    drawn.draw(tmp_path / "drawn.png", found)
+    assert (tmp_path / "drawn.png").stat().st_size > 10_000

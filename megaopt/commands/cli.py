@@ -14,7 +14,8 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from types import NoneType, UnionType
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 import megaopt
 from megaopt.commands import exits
@@ -138,12 +139,25 @@ def _dispatch(arguments: Sequence[str]) -> int:
     name = " ".join(given[:words])
     if name in COMMANDS:
         function = _load(COMMANDS[name])
+        _shorten(function)
         return tyro.cli(function, prog=f"megaopt {name}", args=given[words:])
     lines = {name: _listed(command.line) for name, command in COMMANDS.items()}
     # which shows the list, or says what is wrong
     return tyro.extras.subcommand_cli_from_dict(
         lines, prog="megaopt", description=DESCRIPTION, args=given
     )
+
+
+def _shorten(function: Callable[..., int]) -> None:
+    """Lets --help write `--steps INT` of what may be left out, and not `--steps {None}|INT`."""
+    import tyro
+
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        kinds = [each for each in get_args(hint) if each is not NoneType]
+        if isinstance(hint, UnionType) and len(kinds) < len(get_args(hint)):
+            words = "|".join(each.__name__.upper() for each in kinds)
+            shown = tyro.conf.arg(metavar=words, help_behavior_hint="")
+            function.__annotations__[name] = Annotated[hint, shown]
 
 
 def _listed(line: str) -> Callable[[], int]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 import megaopt
 
@@ -20,6 +23,15 @@ def folder() -> Path:
 def shipped() -> list[str]:
     """Their names, without .toml."""
     return sorted(path.stem for path in folder().glob("*.toml"))
+
+
+def _help() -> str:
+    known = ", ".join(shipped())
+    return f"TOML file of the run, or the name of one that comes with megaopt: {known}."
+
+
+Config = Annotated[Path, tyro.conf.arg(help=_help())]
+"""What commands take: a path, whose help names the package's own."""
 
 
 def find_config(path: Path) -> Path:

@@ -17,7 +17,7 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.console import make_console, make_table
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
-from megaopt.commands.golden.check import what_differs, why_not_compared
+from megaopt.commands.golden.check import outcome, why_not_compared
 from megaopt.commands.golden.record import packaged
 from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS, why_not
@@ -174,7 +174,7 @@ def _examine_one(device: torch.device, backend: str, contract: str, check: bool)
     uncompared = why_not_compared(record, part)
     for case in cases:
         expected = None if uncompared else record.digests[part][case.name]
-        different = what_differs(case, backend, device, expected)
+        different = outcome(case, backend, device, expected).different
         if different is not None:
             return Finding(of, False, f"{case.name}: {different}")
     bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"

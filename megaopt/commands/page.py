@@ -49,8 +49,8 @@ def page(found: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Seq
     differences = [(d.name, shown(d.a), shown(d.b)) for d in (*found.environment, *found.options)]
     parts += _section("Environment and options", _table(("", "A", "B"), differences))
     if found.growth:
-        parts += _section("What parts when", _picture(_draw_timeline, found.growth))
-        parts += _section("How it grows", _picture(_draw_growth, found.growth))
+        parts += _section("What parts when", _picture(draw_timeline, found.growth))
+        parts += _section("How it grows", _picture(draw_growth, found.growth))
         parts += _section("", _table(growth[0], growth[1:]))
     if found.histogram:
         title = "Units in the last place, at the last step with samples"
@@ -88,7 +88,7 @@ def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
     return text.getvalue().partition("<svg")[2].join(("<svg", ""))
 
 
-def _draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
+def draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
     """A row for each quantity, a cell for each step that was looked at."""
     steps = sorted({each.step for each in growth})
     names = list(dict.fromkeys(each.quantity for each in growth))
@@ -108,7 +108,7 @@ def _draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
     axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
-def _draw_growth(axes: Any, growth: Sequence[Growth]) -> None:
+def draw_growth(axes: Any, growth: Sequence[Growth]) -> None:
     """The relative norm of the difference over steps, on a logarithmic scale."""
     names = dict.fromkeys(each.quantity for each in growth if each.relative)
     for i, name in enumerate(names):

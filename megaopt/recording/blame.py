@@ -125,6 +125,17 @@ def _begin_with(
 
 
 def _data(pair: Pair, step: int) -> Blame | None:
+    """The batch; where a generator had parted by then, that."""
+    found = _batch(pair, step)
+    steps = (each for each in pair.steps if found and each <= step)
+    parted = next(filter(None, (_random_state(pair, each) for each in steps)), None)
+    if parted is None:
+        return found
+    too = "too: one may have made the other differ" if parted.step == step else f"at step {step}"
+    return parted._replace(text=f"{parted.text}; the batch differs {too}")
+
+
+def _batch(pair: Pair, step: int) -> Blame | None:
     if not pair.says("batch", step):
         return None
     a, b = (side.scalars(step, "batch") for side in pair.both)

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations, zip_longest
+from itertools import chain, combinations, zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,6 +39,8 @@ OWN = ("forward", "backward", "local grad")
 """Quantities of which each rank has rows of its own."""
 BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
+MAP = '{"model.layers.*": "decoder.layers.*"}'
+"""A map of names, for a message."""
 TOLERABLE = (*BY_NATURE, "optimizer")
 """Kinds of blame that a tolerance excuses: other numbers of the same data and weights."""
 
@@ -155,7 +157,7 @@ class Comparison:
     def _is_tolerated(self) -> bool:
         if self.blame is None or self.farthest is None or self.tolerance is None:
             return False
-        return self.blame.kind in TOLERABLE and self.farthest.relative <= self.tolerance
+        return self.blame.kind in TOLERABLE and 0 < self.farthest.relative <= self.tolerance
 
     @property
     def exceeds_noise(self) -> bool:
@@ -194,9 +196,21 @@ class Comparison:
         if self.farthest is not None:
             far, quantity, step = self.farthest
             words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"
+            words = words if far else "what was sampled is equal: no tolerance excuses the rest"
             lines.append(f"{words}; the tolerance is {self.tolerance:g}")
         lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
-        return [*lines, *self.notes]
+        return [*lines, *self.notes, *self._about_names()]
+
+    def _about_names(self) -> Iterator[str]:
+        """How tensors get names that meet."""
+        if {"A lacks", "B lacks"} <= self.missing.keys():
+            yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
+        names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
+        unnamed = next((name for name in names if name.startswith("param_groups.")), None)
+        if unnamed is not None:
+            group, place = unnamed.split(".")[1:3]
+            which = f"parameter {place} of group {group}, of no module whose forward ran"
+            yield f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
 
     def report(self) -> list[str]:
         """The verdict and what belongs to it, a line each."""

@@ -361,6 +361,8 @@ class Pair:
         if len(apart) < 2:
             return ""
         name, quantity = max(apart, key=lambda key: apart[key])
+        if not apart[name, quantity]:
+            return "; all sampled elements are equal"
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
     def dtypes_of(self, key: Key) -> tuple[str, str]:

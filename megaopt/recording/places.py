@@ -117,7 +117,8 @@ class Parameters:
             return Owner(self._known(param), "weight")
         shard = megatron.shard_of(param, self._names)
         if shard is None:
-            return Owner(Known(default, *of_tensor(param)), "weight")
+            name = self._map.get(default, default)
+            return Owner(Known(name, *of_tensor(param)), "weight")
         known = self._known(shard.weight)
         if known.pieces is not None:
             known = known._replace(pieces=cut(known.pieces, shard.begin, shard.end))

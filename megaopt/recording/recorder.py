@@ -21,6 +21,7 @@ import torch
 
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.options.checks import one_of, refuse
+from megaopt.options.untraced import untraced
 from megaopt.params.dtensor import local_of
 from megaopt.recording import megatron
 from megaopt.recording.environment import describe
@@ -189,7 +190,7 @@ class Recorder:
         self._sources.append(source)
         self._devices.add(source.device)
         before, after = (
-            Untraced(functools.partial(self._hear, function, source))
+            untraced(functools.partial(self._hear, function, source))
             for function in (self._before, self._after)
         )
         hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
@@ -675,21 +676,6 @@ class LastHook:
         """Takes it away."""
         self._before.remove()
         self._handle.remove()
-
-
-class Untraced:
-    """A function that runs as it is where torch.compile traces the step around it."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-        self._is_disabled = False
-
-    def __call__(self, *args: Any) -> None:
-        """Calls it."""
-        if not self._is_disabled and "torch._dynamo" in sys.modules:
-            self._function = sys.modules["torch._dynamo"].disable(self._function)
-            self._is_disabled = True
-        self._function(*args)
 
 
 def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import how_to_ranks
 import pytest
 import torch
 from runs import assert_same
 from safetensors.torch import load_file, save_file
+
+from megaopt import FusedMuon
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -20,7 +23,6 @@ PAGES = {
     "how-to/clipping.md": "",
     "how-to/external_masters.md": "",
     "how-to/float8.md": "",
-    "how-to/muon.md": "",
     "how-to/weights.md": "## Three ways to refresh a master",
 }
 """The heading from which on, up to the next one, a page's code stands alone."""
@@ -49,12 +51,50 @@ def test_the_code_of_a_page_runs(page, heading, tmp_path, monkeypatch):
     run(page, heading)
 
 
+def test_the_code_of_muons_page_has_the_bits_of_one_rank_on_two(on_ranks):
+    """Means of two equal gradients are exact."""
+    (expected,) = on_ranks(1, how_to_ranks.trained_by, blocks("how-to/muon.md"))
+    for found in on_ranks(2, how_to_ranks.trained_by, blocks("how-to/muon.md")):
+        assert_same(found, expected)
+
+
 def test_what_the_pages_say_is_printed(capsys):
     run("how-to/formats.md")
-    assert capsys.readouterr().out.split() == ["7", "None", "3.06", "5.015625"]
+    worked = ["107.8", "67.4", "20.6", "81.9", "47.5"]
+    assert capsys.readouterr().out.split() == ["7", "None", "3.06", *worked, "5.015625"]
     run("how-to/float8.md")
     line = "(0): Float8Linear(in_features=256, out_features=256, bias=True, fp8 weight="
     assert line in capsys.readouterr().out
+
+
+def held(optimizer):
+    """Bytes a parameter of each weight with its states."""
+    optimizer.initialize_states()
+    for param, state in optimizer.state.items():
+        own = [param, *(each for each in state.values() if isinstance(each, torch.Tensor))]
+        yield round(sum(each.nbytes for each in own) / param.numel(), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"dtype": torch.float32}, [10, 14]),
+        (
+            {
+                "dtype": torch.float32,
+                "store_param_remainders": True,
+                "momentum_buffer_dtype": "block_e4m3",
+                "exp_avg_dtype": "block_e4m3",
+                "exp_avg_sq_dtype": "block_e5m3",
+            },
+            [5.01, 6.02],
+        ),
+    ],
+)
+def test_muon_holds_what_the_page_counts(options, expected):
+    matrix, other = (torch.nn.Parameter(torch.zeros(512, 1024).bfloat16()) for _ in range(2))
+    groups = [{"params": [matrix]}, {"params": [other], "use_muon": False}]
+    assert [*held(FusedMuon(groups, **options))] == expected
 
 
 def test_what_the_page_hands_over_of_fp8_weights_is_saved_and_multiplies_back(tmp_path):

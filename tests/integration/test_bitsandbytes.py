@@ -87,3 +87,28 @@ def test_exp_avg_sq_is_no_further_from_fp64_than_theirs(name):
     peer = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     kinds = getattr(bitsandbytes, name), getattr(peer.optim, name)
     stopped.assert_no_further(*kinds, lambda state: decoded(state, 2))
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD8bit", "SGD32bit"])
+def test_checkpoints_of_sgd_load_by_their_values(name):
+    large, small = parameters(LARGE)
+    tensors, exact = coded(large.shape, 1, 1, 256)
+    buffer = values(small.shape, 6)
+    group = {"lr": 0.125, "betas": (0.75, 0.0), "eps": 0.0, "weight_decay": 0.25, "alpha": 0.0}
+    saved = {
+        "state": {0: {"step": 7, **tensors}, 1: {"step": 7, "state1": buffer}},
+        "param_groups": [{**group, "t_alpha": None, "t_beta3": None, "params": [0, 1]}],
+    }
+    found = getattr(bitsandbytes, name)([large, small], lr=0.5, momentum=0.9)
+    found.load_state_dict(saved)
+    numbers = {"lr": 0.125, "momentum": 0.75, "weight_decay": 0.25}
+    expected = getattr(bitsandbytes, name)(parameters(LARGE), **numbers)
+    (own,) = expected.param_groups
+    for param, value in zip(own["params"], (exact, buffer), strict=True):
+        expected.initialize_state(param)
+        expected.set_scaled_state(param, "momentum_buffer", value)
+    own["step"] = found.param_groups[0]["step"]
+    assert_same_run(found, expected)
+    train(found, 2)
+    train(expected, 2)
+    assert_same_run(found, expected)

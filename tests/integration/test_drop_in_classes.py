@@ -4,6 +4,7 @@ import gc
 import inspect
 import pickle
 import re
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -18,9 +19,10 @@ from megaopt.kernels.host_memory import held_bytes, pinned_by
 
 LARGE = [(33, 128), (5,)]
 """Moments of the first are in blocks, where such are asked for."""
+BITSANDBYTES = ("Adam", "AdamW", "Lion", "SGD")
 NAMES = {
     torchao: ["Adam8bit", "AdamFp8", "AdamW8bit", "AdamWFp8", "Adam4bit", "AdamW4bit", "_AdamW"],
-    bitsandbytes: ["Adam", "Adam8bit", "AdamW", "AdamW8bit", "Lion", "Lion8bit"],
+    bitsandbytes: [f"{kind}{bits}" for kind in BITSANDBYTES for bits in ("", "8bit", "32bit")],
     flashoptim: ["FlashAdam", "FlashAdamW", "FlashLion", "FlashSGD", "FlashSGDW"],
 }
 PEERS = {torchao: "torchao.optim", bitsandbytes: "bitsandbytes.optim", flashoptim: "flashoptim"}
@@ -28,6 +30,7 @@ KINDS = [getattr(module, name) for module, names in NAMES.items() for name in na
 OWN = {"seed": 0}
 """Arguments that the peers do not have, or had in older releases."""
 OLDER = {"percentile_clipping": 100, "block_wise": True}
+PAGED = [name for name in NAMES[bitsandbytes] if "SGD" not in name]
 each_kind = pytest.mark.parametrize(
     "kind", KINDS, ids=lambda kind: f"{kind.__module__[20:]}.{kind.__name__}"
 )
@@ -80,7 +83,7 @@ def test_a_class_of_ones_own_keeps_its_docstring_and_signature():
 def test_classes_inherit_as_there():
     assert issubclass(flashoptim.FlashAdamW, flashoptim.FlashAdam)
     assert issubclass(flashoptim.FlashSGDW, flashoptim.FlashSGD)
-    for name in NAMES[bitsandbytes]:
+    for name in PAGED:
         paged = getattr(bitsandbytes, f"Paged{name}")
         assert issubclass(paged, getattr(bitsandbytes, name))
         assert inspect.signature(paged) == inspect.signature(getattr(bitsandbytes, name))
@@ -113,14 +116,12 @@ def of_torchao():
 
 def of_bitsandbytes():
     for name in NAMES[bitsandbytes]:
-        is_lion = "Lion" in name
+        rule = {"L": FusedLion, "S": FusedSGD}.get(name[0], FusedAdam)
         given = {"weight_decay": 0.25, "seed": 3}
-        for bits in (8,) if "8bit" in name else (32, 8):
-            asked = {} if "8bit" in name else {"optim_bits": bits}
-            formats = blocks(128) if bits == 8 else {}
-            if is_lion:
-                formats.pop("exp_avg_sq_dtype", None)
-            yield name, given | asked, FusedLion if is_lion else FusedAdam, given | formats
+        given |= {"lr": 0.1, "momentum": 0.9} if rule is FusedSGD else {}
+        for bits in (8,) if "8bit" in name else (32,) if "32bit" in name else (32, 8):
+            asked = {} if "bit" in name else {"optim_bits": bits}
+            yield name, given | asked, rule, given | (MOMENTS[rule] if bits == 8 else {})
 
 
 MASTERS = {
@@ -176,7 +177,7 @@ def test_the_bits_are_those_of_the_optimizer_that_it_stands_for(kind, given, bas
 
 @pytest.mark.usefixtures("young_heap")
 @pytest.mark.parametrize("asked", ["class", "argument"])
-@pytest.mark.parametrize("name", NAMES[bitsandbytes])
+@pytest.mark.parametrize("name", PAGED)
 def test_paged_states_are_in_host_memory_with_the_same_bits(name, asked):
     kind = getattr(bitsandbytes, f"Paged{name}" if asked == "class" else name)
     expected = getattr(bitsandbytes, name)(parameters(LARGE), weight_decay=0.25)
@@ -239,20 +240,21 @@ def test_what_has_no_meaning_here_is_refused(kind):
     for name, cases in REFUSED[import_module(kind.__module__)].items():
         for value, allowed in cases if name in taken else ():
             with pytest.raises(ValueError, match=f"{name} must be {allowed}"):
-                kind(parameters(), **{name: value})
+                kind(parameters(), **{"lr": 0.1, name: value})
     with pytest.raises(TypeError, match="wieght_decay"):
-        kind(parameters(), wieght_decay=0.1)
+        kind(parameters(), lr=0.1, wieght_decay=0.1)
 
 
-@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit"])
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "Adam32bit", "PagedAdamW32bit"])
 def test_8_bits_are_asked_for_by_the_name_alone(name):
     with pytest.raises(ValueError, match="optim_bits must be 32, got 8"):
         getattr(bitsandbytes, name)(parameters(), optim_bits=8)
 
 
-@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "Lion8bit"])
+@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "Lion8bit", "SGD8bit"])
 def test_a_parameter_that_was_to_keep_fp32_is_refused(name):
-    kind = getattr(bitsandbytes, name)
+    numbers = {"lr": 0.1, "momentum": 0.9} if "SGD" in name else {}
+    kind = partial(getattr(bitsandbytes, name), **numbers)
     message = "parameter 0 of group 0: min_8bit_size must be at most 4224, .* got 4225"
     with pytest.raises(ValueError, match=message):
         kind(parameters(LARGE), min_8bit_size=4225)
@@ -260,7 +262,8 @@ def test_a_parameter_that_was_to_keep_fp32_is_refused(name):
     with pytest.raises(ValueError, match=r"min_8bit_size must be at most 4096, .* got 4224"):
         pickle.loads(pickle.dumps(optimizer)).add_param_group({"params": parameters([(32, 128)])})
     kind(parameters([(60000,), (5,)]), min_8bit_size=65536)
-    getattr(bitsandbytes, name.removesuffix("8bit"))(parameters(LARGE), min_8bit_size=10**6)
+    base = getattr(bitsandbytes, name.removesuffix("8bit"))
+    base(parameters(LARGE), min_8bit_size=10**6, **numbers)
 
 
 @pytest.mark.parametrize("bits", [24, 32])

@@ -1,5 +1,8 @@
 """torch.compile leaves a step as it is: the bits are those of a loop that is not compiled."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from runs import assert_same_run
@@ -27,3 +30,20 @@ def trained(kind, compiled):
 def test_a_compiled_loop_steps_as_a_plain_one_without_a_warning(kind):
     """The suite makes an error of each of the warnings that tracing a step gave."""
     assert_same_run(trained(kind, compiled=True), trained(kind, compiled=False))
+
+
+def test_a_loop_that_is_not_compiled_does_not_import_torchs_compiler():
+    loop = """
+import sys, torch
+from megaopt import FusedAdam
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = FusedAdam([weight])
+for _ in range(2):
+    weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

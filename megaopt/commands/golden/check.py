@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -17,14 +19,26 @@ from megaopt.commands.console import make_console, make_table, print_table, step
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.record import Record, packaged, render
-from megaopt.commands.golden.run import run
+from megaopt.commands.golden.run import DIGITS, run
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.recording.pair import differences
+from megaopt.saving.files import replacing
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """What a record says of the machine on which the part of NVIDIA GPUs was made."""
+SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
+"""What a report to share says of the machine: nothing that names a user, a host or a path."""
+
+
+class Outcome(NamedTuple):
+    """What became of the steps of a case."""
+
+    digests: Mapping[str, str]
+    """The digest of each quantity; none where a step raised an error."""
+    different: str | None
+    """The quantities that are not those of the record, or the error; None where all is well."""
 
 
 @dataclass
@@ -38,18 +52,32 @@ class Task:
     cases: Sequence[Case]
     reason: str | None
     """Why they are not checked here; None where they are."""
-    identical: int = 0
-    different: dict[str, str] = field(default_factory=dict)
-    """For each case the quantities that are not those of the record, or what went wrong."""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    """What became of each case that was stepped."""
 
     @property
     def where(self) -> str:
         """Backend and device, as tables and messages have them."""
         return f"{self.backend} on {self.device.type}"
 
+    @property
+    def different(self) -> dict[str, str]:
+        """For each case the quantities that are not those of the record, or what went wrong."""
+        return {name: each.different for name, each in self.outcomes.items() if each.different}
+
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """How many cases there are, are identical, are different and were not stepped."""
+        cases, stepped, different = map(len, (self.cases, self.outcomes, self.different))
+        return cases, stepped - different, different, cases - stepped
+
 
 def verify(
-    *, record: Path | None = None, only: tuple[str, ...] = (), backends: tuple[str, ...] = ()
+    *,
+    record: Path | None = None,
+    only: tuple[str, ...] = (),
+    backends: tuple[str, ...] = (),
+    share: Path | None = None,
 ) -> int:
     """Step the cases of the golden record with every backend that works here; compare their bits.
 
@@ -57,20 +85,26 @@ def verify(
         record: Write the record anew to this file, and compare nothing.
         only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
         backends: Names of the backends to check; all by default.
+        share: Write a report to post to this file, in Markdown: card, driver, versions, results and
+            digests; no names of users or hosts, and no paths.
 
     Returns:
         0 where all that was checked is identical, or the record is written; 1 where something
         differs.
 
     Raises:
-        ConfigError: a pattern is of no case, a backend unknown, either stands beside `record`, or
-            nothing can be checked here.
+        ConfigError: a pattern is of no case, a backend unknown, one of these or `share` stands
+            beside `record`, or nothing can be checked here.
+        OSError: a file cannot be written.
     """
     console, chosen, old = make_console(), choose(only, backends), packaged()
     if record is not None:
-        if only or backends:
-            raise ConfigError("record must stand without only and backends: a record is whole")
+        if only or backends or share:
+            words = "record must stand without only, backends and share: a record is whole"
+            raise ConfigError(words)
         return _record(record, old, console)
+    if share is not None:
+        share.parent.mkdir(parents=True, exist_ok=True)
     tasks = plan(old, chosen, backends)
     _check(tasks, old, console)
     print_table(console, _table(tasks))
@@ -79,7 +113,12 @@ def verify(
             line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
     strays = {name: what for name, what in old.strays().items() if matches(name, only)}
-    return _report(tasks, strays, console)
+    status = _report(tasks, strays, console)
+    if share is not None:
+        with replacing(share) as file:
+            file.write("\n".join(report(tasks, strays, old)).encode())
+        console.print(f"written: {share}", soft_wrap=True, highlight=False, markup=False)
+    return status
 
 
 def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
@@ -88,11 +127,7 @@ def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
     with step_progress(console) as progress:
         for task, case in progress.track(cases, description="stepping cases"):
             expected = record.digests[task.part][case.name]
-            different = what_differs(case, task.backend, task.device, expected)
-            if different is None:
-                task.identical += 1
-            else:
-                task.different[case.name] = different
+            task.outcomes[case.name] = outcome(case, task.backend, task.device, expected)
 
 
 def _record(path: Path, old: Record, console: Console) -> int:
@@ -120,11 +155,10 @@ def _table(tasks: Sequence[Task]) -> Table:
     headings = ("part", "contract", "backend", ">cases", ">identical", ">different", ">unchecked")
     table = make_table("the golden record", headings)
     for task in tasks:
-        count, different = len(task.cases), len(task.different)
-        left_out = count - task.identical - different
-        shown = f"[red]{different}[/]" if different else "0"
-        counts = (str(count), str(task.identical), shown, str(left_out))
-        table.add_row(task.part, task.contract, task.where, *counts)
+        cases, identical, different, left_out = map(str, task.counts)
+        shown = f"[red]{different}[/]" if task.different else "0"
+        row = (task.part, task.contract, task.where, cases, identical, shown, left_out)
+        table.add_row(*row)
     return table
 
 
@@ -137,10 +171,62 @@ def _report(tasks: Sequence[Task], strays: Mapping[str, str], console: Console) 
         console.print(f"[red]different[/]: {escape(line)}", soft_wrap=True, highlight=False)
     if different:
         return exits.DIFFERENT
-    if not any(task.identical for task in tasks):
+    if not any(task.outcomes for task in tasks):
         raise ConfigError("nothing was checked here")
     console.print("[green]identical[/]: all that was checked here, bit for bit")
     return exits.DONE
+
+
+def report(tasks: Sequence[Task], strays: Mapping[str, str], record: Record) -> Iterator[str]:
+    """The lines of what a user may post, in Markdown.
+
+    Of an error it has the class alone: a message may name a path.
+    """
+    wrong = sum(len(task.different) for task in tasks) + len(strays)
+    yield f"# megaopt verify: {f'{wrong} differ' if wrong else 'identical'}"
+    here = {name: environment.describe()[name] for name in SHARED}
+    here["golden record"] = _digest(render(record))
+    yield from _markdown(("here", ""), ((name, value or "none") for name, value in here.items()))
+    headings = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
+    rows = ((*_place(task), *map(str, task.counts), _digest_of(task)) for task in tasks)
+    yield from _markdown((*headings, "digest of all"), rows)
+    reasons = ((*_place(t), t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
+    yield from _markdown((*headings[:3], "why not checked"), reasons)
+    different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
+    found = [(name, task.where, _class_or_digests(each)) for name, task, each in different]
+    found += [(name, "", what) for name, what in strays.items()]
+    yield from _markdown(("case", "backend", "not identical: digests here, or the error"), found)
+    stepped = {case.name for task in tasks if task.outcomes for case in task.cases}
+    yield "\n<details><summary>cases that were stepped</summary>\n\n```"
+    yield from sorted(stepped)
+    yield "```\n\n</details>\n"
+
+
+def _place(task: Task) -> tuple[str, str, str]:
+    return task.part, task.contract, task.where
+
+
+def _digest(text: str) -> str:
+    return sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def _digest_of(task: Task) -> str:
+    """One digest for all of a task's, the same on each machine with the same bits."""
+    found = sorted((name, *sorted(each.digests.items())) for name, each in task.outcomes.items())
+    return _digest(repr(found)) if found else ""
+
+
+def _class_or_digests(found: Outcome) -> str:
+    if not found.digests:
+        return str(found.different).partition(":")[0]
+    return ", ".join(f"{name} {digest}" for name, digest in found.digests.items())
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table; nothing without rows."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    if lines:
+        yield from ("", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines)
 
 
 def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]]:
@@ -221,25 +307,24 @@ def why_not_compared(record: Record, part: str) -> str | None:
     return None
 
 
-def what_differs(
+def outcome(
     case: Case, backend: str, device: torch.device, expected: Mapping[str, str] | None
-) -> str | None:
-    """The quantities of a case that are not as expected, or the error; None asks for steps alone.
+) -> Outcome:
+    """Steps a case and compares.
 
     Args:
         case: what is stepped.
         backend: "triton" or "reference".
         device: where.
-        expected: digests by quantity; None where they are not known.
+        expected: digests by quantity; None where they are not known: steps alone are asked for.
     """
     try:
         found = run(case, backend, device)
     # a step that fails where it did not is what this looks for
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    if expected is None:
-        return None
-    return ", ".join(each.name for each in differences(expected, found)) or None
+        return Outcome({}, f"{type(error).__name__}: {error}")
+    unlike = () if expected is None else differences(expected, found)
+    return Outcome(found, ", ".join(each.name for each in unlike) or None)
 
 
 def why_not_recorded() -> str | None:

@@ -54,6 +54,8 @@ class Masters:
 class Subject(NamedTuple):
     """One optimizer in one of its forms."""
 
+    title: str
+    """In pictures, with the precision of products."""
     description: str
     module: str
     """What is imported; its top level names the library."""
@@ -81,16 +83,23 @@ class Subject(NamedTuple):
 
 
 _emerging = partial(Subject, module="emerging_optimizers.orthogonalized_optimizers.muon")
+_dion = partial(Subject, module="dion")
 EMERGING = {**NESTEROV, "coefficient_type": "simple"}
 SUBJECTS = {
-    "ours": Subject("bf16, standard form", OURS, {"method": "standard"}),
-    "ours-fp16": Subject("fp16, form by shape", OURS, {"precision": "fp16"}),
-    "torch": Subject("bf16, one after another", "torch.optim", {}),
-    "emerging": _emerging("bf16, fp32 between", options=EMERGING),
-    "emerging-syrk": _emerging("the same by syrk", options={**EMERGING, "use_syrk": True}),
-    "dion": Subject("bf16, stacked by shape", "dion", NESTEROV),
-    "dion-triton": Subject("the same by Triton", "dion", {**NESTEROV, "use_triton": True}),
-    "gram-newton-schulz": Subject("fp16, Gram's form by quack", "gram_newton_schulz", NESTEROV),
+    "ours": Subject("FusedMuon, bf16", "bf16, standard form", OURS, {"method": "standard"}),
+    "ours-fp16": Subject("FusedMuon, fp16", "fp16, form by shape", OURS, {"precision": "fp16"}),
+    "torch": Subject("torch.optim.Muon, bf16", "bf16, one after another", "torch.optim", {}),
+    "emerging": _emerging("Emerging-Optimizers, bf16", "bf16, fp32 between", options=EMERGING),
+    "emerging-syrk": _emerging(
+        "the same, syrk", "the same by syrk", options={**EMERGING, "use_syrk": True}
+    ),
+    "dion": _dion("dion, bf16", "bf16, stacked by shape", options=NESTEROV),
+    "dion-triton": _dion(
+        "the same, Triton", "the same by Triton", options={**NESTEROV, "use_triton": True}
+    ),
+    "gram-newton-schulz": Subject(
+        "gram-newton-schulz, fp16", "fp16, Gram's form by quack", "gram_newton_schulz", NESTEROV
+    ),
 }
 """All have momentum 0.95, nesterov and STEPS steps; coefficients, which cost none, are others."""
 

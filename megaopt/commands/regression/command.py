@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megaopt.commands import exits
 from megaopt.commands.config import read_config
-from megaopt.commands.configs import DEFAULT, find_config
+from megaopt.commands.configs import DEFAULT, Config, find_config
 from megaopt.commands.console import make_console, make_table, print_table, step_progress
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.outcome import Outcome
@@ -40,14 +40,15 @@ def read_run(path: Path) -> AnyRun:
 
 
 def regress(
-    config: Path = DEFAULT, /, *, perturb: int | None = None, out: Path = Path("out")
+    config: Config = DEFAULT, /, *, perturb: int | None = None, out: Path = Path("out")
 ) -> int:
     """Train the variants that a config names on the same data; compare them bit for bit.
 
     Args:
-        config: TOML file of the run, or the name of one that comes with megaopt, as gpt_tiny_fp8.
+        config: TOML file of the run, or the name of one that comes with megaopt; --help has them.
         perturb: Flip the lowest bit of one master after this step, to see a difference caught.
-        out: Folder for the record and the pictures; the run gets a folder of its name in it.
+        out: Folder for the record and the pictures; the run gets a folder of its name in it, where
+            it writes over those of an earlier one.
 
     Returns:
         0 where every variant equals its baseline, 1 where one differs, 2 where one failed.

@@ -34,13 +34,15 @@ def require_new_folder(key: str, path: Path | None) -> None:
 
 
 def make_folder(path: Path) -> Path:
-    """The folder, made where it is missing.
+    """The folder of a record, made where it is missing; says what will be written over.
 
     Raises:
         OSError: it cannot be made, or nothing can be written in it.
     """
     path.mkdir(parents=True, exist_ok=True)
     _try_to_write(path)
+    if (path / "record.json").exists():
+        print(f"{path} has an earlier run's record, which this one writes over", flush=True)
     return path
 
 

@@ -13,7 +13,7 @@ from megaopt.commands.config import (
     Variant,
     read_config,
 )
-from megaopt.commands.configs import find_config
+from megaopt.commands.configs import Config, find_config
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import Training
 from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
@@ -36,7 +36,7 @@ def _choose_variant(config: RunConfig, name: str | None) -> Variant:
 
 
 def train(
-    config: Path,
+    config: Config,
     /,
     *,
     variant: str | None = None,
@@ -48,7 +48,7 @@ def train(
     """Train one variant of a config; regress alone takes those of Megatron (megatron_...).
 
     Args:
-        config: TOML file of the run, or the name of one that comes with megaopt.
+        config: TOML file of the run, or the name of one that comes with megaopt; --help has them.
         variant: Name of the variant; the config's first fused variant by default.
         steps: Last step, counted from the run's beginning; the config's by default.
         save: Write a checkpoint to this file at the end.

@@ -10,6 +10,7 @@ from checkpoints import full_disk
 from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import cli
+from megaopt.commands.configs import shipped
 
 
 def small(device="cpu", backend="reference"):
@@ -32,6 +33,9 @@ def test_an_identical_run_exits_with_0(megaopt, config, tmp_path):
     record = json.loads((tmp_path / "out" / "small" / "record.json").read_text())
     assert record["identical"] is True
     assert (tmp_path / "out" / "small" / "losses.png").exists()
+    assert "writes over" not in out
+    out = megaopt("regress", config)[1]
+    assert "out/small has an earlier run's record, which this one writes over\n" in out
 
 
 def test_a_difference_exits_with_1_and_is_named(megaopt, config, tmp_path):
@@ -175,3 +179,16 @@ def test_a_run_on_the_gpu_is_identical_and_repeats_itself(tmp_path, config):
         records.append((tmp_path / "out" / "small" / "record.json").read_text())
     assert records[0] == records[1]
     assert json.loads(records[0])["hardware"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_writes_an_option_that_may_be_left_out_as_others(name, megaopt):
+    status, out, _ = megaopt(*name.split(), "--help")
+    assert status == 0
+    assert "None" not in out
+
+
+@pytest.mark.parametrize("name", ["regress", "train"])
+def test_help_names_the_configs(name, megaopt):
+    out = megaopt(name, "--help")[1]
+    assert all(each in out for each in shipped())

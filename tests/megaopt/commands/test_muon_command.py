@@ -227,7 +227,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(bench, "why_not", lambda: None)
     monkeypatch.setattr(bench, "Worker", Fake)
     there = {**SUBJECTS, "dion": SUBJECTS["torch"]._replace(description="dion's")}
-    there["lacking"] = Subject("not there", "no_such_library.muon", {})
+    there["lacking"] = Subject("Lacking", "not there", "no_such_library.muon", {})
     for module in (bench, peers):
         monkeypatch.setattr(module, "SUBJECTS", there)
     return questions

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megaopt.recording.compare import Elements, compare
 from megaopt.recording.files import Recording, RecordingError, places_of_samples
+from megaopt.recording.recorder import Recorder
 
 ENOUGH = 1e-3
 
@@ -190,6 +191,38 @@ class Shorter(Faults):
     steps = AT
 
 
+class DrawnData(Faults):
+    """Batches come from torch's generator, and nothing else draws from it."""
+
+    def start(self, model):
+        model.dropout.p = 0.0
+
+    def batch(self, step, x, y):
+        return torch.randn(6, 4), torch.randn(6, 1)
+
+
+class DrewAfterBatch(DrawnData):
+    def batch(self, step, x, y):
+        found = super().batch(step, x, y)
+        if step == AT:
+            torch.randn(1)
+        return found
+
+
+class DrewAfterStep(DrawnData):
+    def after_step(self, step, model, optimizer):
+        if step == AT - 1:
+            torch.randn(1)
+
+
+class OtherDrawnBatch(DrawnData):
+    """Other data, of which nothing was drawn."""
+
+    def batch(self, step, x, y):
+        x, y = super().batch(step, x, y)
+        return x + (step == AT), y
+
+
 LOSS, STEP = "loss", "step"
 PLANTED = {
     OneElement: ("data", "batch"),
@@ -234,6 +267,21 @@ def test_each_fault_has_its_blame(fault, right, tmp_path):
     at = 1 if kind == "start" else AT
     assert found.blame.step == at
     assert found.verdict == "differ"
+
+
+DRAWN = {
+    DrewAfterBatch: ("random state", "; the batch differs at step 4"),
+    DrewAfterStep: ("random state", "; the batch differs too: one may have made the other differ"),
+    OtherDrawnBatch: ("data", "the batch differs"),
+}
+
+
+@pytest.mark.parametrize("fault", DRAWN, ids=lambda fault: fault.__name__)
+def test_a_generator_that_batches_are_drawn_from_is_to_blame_where_it_parts(fault, tmp_path):
+    found = compare(run(tmp_path / "a", DrawnData()), run(tmp_path / "b", fault()))
+    kind, words = DRAWN[fault]
+    assert (found.blame.step, found.blame.kind) == (AT, kind), found.line
+    assert found.line.endswith(words)
 
 
 def test_equal_runs_are_the_same(right, tmp_path):
@@ -325,6 +373,41 @@ def test_of_blocks_the_weight_was_looked_at(right, tmp_path):
 
 
 # ---- tolerances
+
+
+class Unsampled(Faults):
+    """Two gradients differ, in elements that are not sampled, from the last step on."""
+
+    steps = AT
+
+    def start(self, model):
+        model.head = torch.nn.Linear(8, 100)
+
+    def batch(self, step, x, y):
+        return x, y.repeat(1, 100)
+
+    def clip(self, step):
+        return 1e9
+
+    def after_clipping(self, step, model):
+        if step != AT or not self.writes:
+            return
+        for name, size in (("head.weight", 800), ("head.bias", 100)):
+            sampled = places_of_samples(name, size, 4)
+            place = next(i for i in range(size) if i not in sampled)
+            model.get_parameter(name).grad.view(-1)[place] += ENOUGH
+
+    def __init__(self, writes):
+        self.writes = writes
+
+
+def test_what_no_sample_shows_is_said_and_passes_by_no_tolerance(tmp_path):
+    both = [run(tmp_path / str(writes), Unsampled(writes)) for writes in (False, True)]
+    found = compare(*both, tolerance=1.0)
+    assert (found.verdict, found.blame.kind) == ("differ", "gradient")
+    assert found.line.endswith("; all sampled elements are equal")
+    words = "what was sampled is equal: no tolerance excuses the rest; the tolerance is 1"
+    assert words in found.remarks()
 
 
 class LittleGradient(Faults):
@@ -515,7 +598,34 @@ def test_names_of_the_other_run_are_mapped(right, tmp_path):
     assert found.verdict == "not comparable"
     assert "embed.weight" in found.missing["B lacks"]
     assert "theirs.embed.weight" in found.missing["A lacks"]
+    assert "--map FILE says what those in B are in A" in found.remarks()[-1]
     assert compare(right(STEP), other, names).verdict == "same"
+
+
+def without_a_forward(folder, model, **given):
+    """One step of gradients that no forward made."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder([], optimizer, folder, **given):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    return Recording(folder)
+
+
+def test_a_parameter_without_a_name_has_a_hint_of_a_map(tmp_path):
+    unnamed = without_a_forward(tmp_path / "a", torch.nn.Linear(2, 2))
+    hint = (
+        "param_groups.0.0 is parameter 0 of group 0, of no module whose forward ran: --map FILE, "
+        "also of megaopt record, gives it a name"
+    )
+    names = {"param_groups.0.0": "weight", "param_groups.0.1": "bias"}
+    named = without_a_forward(tmp_path / "b", torch.nn.Linear(2, 2), names=names)
+    found = compare(named, unnamed)
+    assert found.verdict == "not comparable"
+    assert found.remarks()[-1] == hint
+    assert compare(named, unnamed, names).blame.where == "weight"
+    other = without_a_forward(tmp_path / "c", torch.nn.Linear(2, 2))
+    assert compare(unnamed, other).remarks()[-1] == hint
 
 
 class Half(Faults):

@@ -141,6 +141,61 @@ def test_nothing_checked_exits_with_2(megaopt):
     assert err == "megaopt: nothing was checked here\n"
 
 
+# --- the report to share
+
+
+def shared(tmp_path):
+    """The rows of a report's tables, as lists of cells, and its heading."""
+    text = (tmp_path / "report.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    return text.splitlines()[0], [row for row in rows if row]
+
+
+def test_a_report_has_the_machine_and_the_results(megaopt, tmp_path):
+    arguments = ("--backends", "reference", "--only", FP32, BF16, "te/*")
+    status, out, _ = megaopt("verify", *arguments, "--share", "report.md")
+    assert status == 0
+    assert out.splitlines()[-1] == "written: report.md"
+    heading, rows = shared(tmp_path)
+    assert heading == "# megaopt verify: identical"
+    assert ["torch", torch.__version__] in rows
+    assert {row[0] for row in rows} >= {"gpu", "cuda_driver", "triton", "golden record"}
+    (row,) = (row for row in rows if row[1:3] == ["ieee", "reference on cpu"])
+    assert row[3:7] == ["2", "2", "0", "0"]
+    assert [row[-1] for row in rows if row[1:2] == ["te"]][-1] == "its backend was not asked for"
+
+
+def test_a_report_has_the_digests_of_a_case_that_differs(megaopt, monkeypatch, tmp_path):
+    change = ("exp_avg_sq * correction2) + eps", "exp_avg_sq * correction2 + eps)")
+    module = changed("rules/adam_ieee.py", change, tmp_path)
+    arguments = ("verify", "--backends", "reference", "--only", FP32, "--share", "report.md")
+    assert megaopt(*arguments)[0] == 0
+    before = shared(tmp_path)[1]
+    monkeypatch.setitem(RULES, ("adamw", "ieee"), module.ADAMW_IEEE)
+    assert megaopt(*arguments)[0] == 1
+    heading, rows = shared(tmp_path)
+    assert heading == "# megaopt verify: 1 differ"
+    (row,) = (row for row in rows if row[0] == FP32)
+    recorded = packaged().digests[ANY_MACHINE][FP32]
+    found = dict(each.split() for each in row[2].split(", "))
+    assert {name for name in recorded if recorded[name] != found[name]} == {"weights"}
+    digests = [next(row[7] for row in each if row[1:2] == ["ieee"]) for each in (before, rows)]
+    assert digests[0] != digests[1]
+
+
+def test_a_report_has_no_path_of_an_error(megaopt, monkeypatch, tmp_path):
+    def broken(*_):
+        raise OSError("/home/somebody/.triton/cache: no space left")
+
+    monkeypatch.setattr(check, "run", broken)
+    arguments = ("--backends", "reference", "--only", FP32, "--share", "report.md")
+    assert megaopt("verify", *arguments)[0] == 1
+    assert [row for row in shared(tmp_path)[1] if row[0] == FP32] == [
+        [FP32, "reference on cpu", "OSError"]
+    ]
+    assert "somebody" not in (tmp_path / "report.md").read_text()
+
+
 # --- arguments, and the file
 
 BAD_INPUT = {
@@ -155,7 +210,7 @@ BAD_INPUT = {
     ),
     "a part of a record": (
         ["--record", "record.json", "--only", FP32],
-        "record must stand without only and backends: a record is whole",
+        "record must stand without only, backends and share: a record is whole",
     ),
 }
 

@@ -117,9 +117,8 @@ class Clipping(base.MegatronOptimizer):
             setattr(param, self.grad_name, grad)
 
     def _flat_shards(self) -> list[Any]:
-        """This rank's shards in the order of Megatron's parameters, without absent ones."""
-        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
-        return [shard for group in groups for shard in group["params"]]
+        """This rank's shards in the order of Megatron's parameters."""
+        return [self.optimizer.weight_of(param) for param in self.get_parameters()]
 
 
 class Gradients(Clipping, CheckpointedOptimizer):
@@ -140,8 +139,9 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
     def _look_at_shards(self) -> None:
         """Notes what does not change about the shards' gradients, when the optimizer is made."""
-        # parameters with a norm of their own: the step knows one coefficient for all
-        self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
+        # parameters with a norm of their own: the step knows one coefficient for all; alike on ranks
+        params = [param for buffer in self.buffers for param in buffer.params]
+        self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, params))
         self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
         self.has_16_bit_norm = self._may_have_16_bit_norm()
 

@@ -98,7 +98,8 @@ class Whole(Clipping):
         models = [[known.get(id(main), main) for main in mains] for mains in groups]
         meshes = getattr(optimizer, "meshes", {})
         weights = [[as_part(model, meshes) for model in own] for own in models]
-        self.optimizer = WholeAdapter(optimizer, weights)
+        pairs = [[*zip(*own, strict=True)] for own in zip(groups, weights, strict=True)]
+        self.optimizer = WholeAdapter(optimizer, pairs)
         self.init_state_fn = self.initialize_states
         for own, parts in zip(models, weights, strict=True):
             self.shards.update(zip(own, parts, strict=True))

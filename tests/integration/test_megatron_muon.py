@@ -11,6 +11,7 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import (
+    cut,
     error_of,
     layer_wise,
     load_and_train,
@@ -103,12 +104,13 @@ def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
 
 
 @pytest.mark.parametrize("contract", slow_but(("ieee", "eo"), ("ieee",)))
-def test_owners_move_no_bit(pools, contract):
+def test_owners_and_shards_move_no_bit(pools, contract):
     """Without clipping: the norm adds up in other orders."""
     one = case_of("main_shards", clip_grad=0.0, options={"contract": contract})
-    owned = replace(one, config=layer_wise())
+    owned, shards = replace(one, config=layer_wise()), replace(one, **cut())
     (whole,) = pools(1)(step_given_gradients, one)
-    for world, case in ((2, one), (2, owned), (3, owned)):
+    runs = ((2, one), (2, owned), (3, owned), (1, shards), (2, shards), (3, shards))
+    for world, case in runs:
         assert pools(world)(step_given_gradients, case) == [whole] * world
 
 

@@ -56,6 +56,12 @@ def layer_wise(**more):
     return muon_config(**name, **more)
 
 
+def cut(**more):
+    """Matrices are in shards of the ordinary distributed optimizer."""
+    config = muon_config(use_distributed_optimizer=True, **more)
+    return {"config": config, "shards": True}
+
+
 def build(case, chunks):
     config, options = optimizer_config(case), {"mode": case.plug, **case.options}
     if case.plug is not None and case.as_context:
@@ -131,11 +137,11 @@ class MuonTrainer(Trainer):
         }
         found = []
         for leaf in leaves(self.optimizer):
-            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer, of Adam's
-                for param in leaf.model_param_gbuf_map:
-                    tensors = leaf._get_main_param_and_optimizer_states(param)
+            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer
+                for param, (group, place) in leaf.model_param_group_index_map.items():
+                    main = leaf.optimizer.param_groups[group]["params"][place]
                     start = leaf._get_model_param_range_map(param)["param"].start
-                    found.append((param, start, tensors))
+                    found.append((param, start, {"param": main, **leaf.optimizer.state[main]}))
                 continue
             for group in leaf.optimizer.param_groups:
                 for main in group["params"]:

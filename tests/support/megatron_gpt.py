@@ -50,6 +50,8 @@ class Case:
     tensor_parallel: int = 1
     lr: float | None = 1e-2
     """Of the config; each step sets the groups' own."""
+    lr_apart: float = 1e-4
+    """By how much the lr of a group is above that of the one before."""
     clip_grad: float = 1.0
     initial_scale: float = 2.0**16
     counts_zeros: bool = False
@@ -390,7 +392,7 @@ class Trainer:
     def step(self):
         """Loss, whether there was an update, norm, zeros; all by their bits."""
         for index, group in enumerate(self.optimizer.param_groups):
-            lr = 1e-2 / (1 + self.done) + 1e-4 * index
+            lr = 1e-2 / (1 + self.done) + self.case.lr_apart * index
             lr += group["max_lr"] / 7 if self.case.decoupled_lr else 0
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)  # as Megatron's scheduler does it

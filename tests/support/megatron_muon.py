@@ -58,8 +58,7 @@ def layer_wise(**more):
 
 def cut(**more):
     """Matrices are in shards of the ordinary distributed optimizer."""
-    config = muon_config(use_distributed_optimizer=True, **more)
-    return {"config": config, "shards": True}
+    return {"config": muon_config(**{**more, "use_distributed_optimizer": True}), "shards": True}
 
 
 def build(case, chunks):
@@ -190,6 +189,16 @@ def step_given_gradients(case, steps=3):
     for step in range(steps):
         trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
     return seen(trainer)
+
+
+def step_clipped(case, factors=(1.0, 1.0, 1.0)):
+    """What a run has, and by what its gradients, which are multiplied before, are to be clipped."""
+    trainer, found = MuonTrainer(case), []
+    for step, factor in enumerate(factors):
+        grads = random_gradients(step, trainer.chunk.module.parameters())
+        _, norm, _ = trainer.step_given([grad * factor for grad in grads])
+        found.append(torch.tensor(case.clip_grad / (norm + 1e-6)).item())
+    return seen(trainer), found
 
 
 def names_owned(case):

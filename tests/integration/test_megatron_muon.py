@@ -303,7 +303,9 @@ def test_parts_of_tensor_parallel_ranks_are_told_of(pools):
 def test_shards_of_tensor_parallel_parts_are_made_orthogonal_by_themselves(pools):
     case = case_of("main_shards", tensor_parallel=2, **cut(muon_tp_mode="duplicated"))
     for error, left in pools(2)(error_of, case):
-        assert error.startswith("ValueError: config.muon_tp_mode must be 'blockwise' beside use_dis")
+        assert error.startswith(
+            "ValueError: config.muon_tp_mode must be 'blockwise' beside use_dis"
+        )
         assert left == []
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from emerging_stand_in import megatrons_muon
 from megatron_gpt import (
     HAS_KEYS,
     Trainer,
@@ -22,26 +21,14 @@ from megatron_gpt import (
 )
 from unfused_torch import UnfusedAdam, UnfusedAdamW
 
+from megaopt.commands.regression.megatron.emerging import megatrons_muon
+from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.integration import megatron as ours
 from megaopt.params.dtensor import local_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-
-gather_alike = dist.all_gather
-
-
-def gather(parts, own, group=None, **others):
-    """all_gather of tensors of several sizes, which NCCL can and gloo cannot."""
-    most = max(part.numel() for part in parts)
-    if all(part.numel() == most for part in parts):
-        return gather_alike(parts, own, group, **others)
-    padded = [part.new_zeros(most) for part in parts]
-    gather_alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
-    for part, wide in zip(parts, padded, strict=True):
-        part.copy_(wide[: part.numel()])
 
 
 def muon_config(**more):
@@ -97,17 +84,10 @@ def take_by_name():
         globals()[TAKEN] = getattr(own, TAKEN)
 
 
-def leaves(optimizer):
-    """The optimizers of a chain that have parameters."""
-    own = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if own is None else [leaf for each in own for leaf in leaves(each)]
-
-
 class MuonTrainer(Trainer):
     """The states are of whole weights."""
 
     def make_optimizer(self):
-        dist.all_gather = gather
         return build(self.case, self.chunks)
 
     def template(self, metadata, is_loading):
@@ -306,5 +286,5 @@ def joined(own, param, group):
     if dim < 0:
         return own
     parts = [torch.empty_like(own) for _ in range(group.size())]
-    gather_alike(parts, own.contiguous(), group)
+    dist.all_gather(parts, own.contiguous(), group)
     return torch.cat(parts, dim)

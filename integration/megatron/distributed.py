@@ -201,7 +201,7 @@ class MatrixShards(MainShards):
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         groups = [] if optimizer is None else optimizer.param_groups
         self._models = [list(group["params"]) for group in groups]
-        self._absent: dict[Any, torch.Tensor] = {}
+        self._absent: dict[Any, Any] = {}
         super().__init__(optimizer, config, *args, **kwargs)
         for model, shard in self._absent.items():
             kind = torch.float32 if self._has_copies() else model.main_grad.dtype
@@ -219,7 +219,7 @@ class MatrixShards(MainShards):
     def _shard_of(self, model: torch.Tensor) -> torch.Tensor:
         """This rank's part of a parameter, or an empty one."""
         if model in self.shards:
-            return self.shards[model]  # type: ignore[no-any-return]
+            return self.shards[model]
         return self._absent.setdefault(model, model.detach().view(-1)[:0])
 
     def _say_what_shards_are(self) -> None:

@@ -139,7 +139,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
     def _look_at_shards(self) -> None:
         """Notes what does not change about the shards' gradients, when the optimizer is made."""
-        # parameters with a norm of their own: the step knows one coefficient for all; alike on ranks
+        # where any rank has some with a norm of their own: the step knows one coefficient for all
         params = [param for buffer in self.buffers for param in buffer.params]
         self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, params))
         self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}

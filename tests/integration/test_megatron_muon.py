@@ -15,9 +15,11 @@ from megatron_muon import (
     error_of,
     layer_wise,
     load_and_train,
+    load_parts,
     muon_config,
     names_owned,
     run_the_page,
+    save_parts,
     shapes_of,
     step_clipped,
     step_given_gradients,
@@ -173,6 +175,17 @@ def test_tensor_parallel_ranks_step_whole_matrices(pools, name):
         assert found != whole  # blockwise
 
 
+@pytest.mark.slow
+def test_owners_step_what_tensor_parallel_ranks_share(pools):
+    """On four ranks: two of each kind."""
+    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED)
+    (whole,) = pools(1)(step_parts, case)
+    owned = replace(case, tensor_parallel=2, config=layer_wise(muon_tp_mode="duplicated"))
+    for own in (replace(case, tensor_parallel=2), owned):
+        for found in pools(4)(step_parts, own):
+            assert found == whole
+
+
 # --- checkpoints
 
 METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
@@ -223,6 +236,18 @@ def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DUPLICATED, {"config": layer_wise(muon_tp_mode="duplicated")}])
+def test_tensor_parallel_parts_are_loaded_on_other_numbers_of_ranks(pools, tmp_path, layout):
+    two = case_of("main_shards", tensor_parallel=2, options={}, **layout)
+    one = replace(two, tensor_parallel=1)
+    saved = pools(2)(save_parts, two, tmp_path / "a", METADATA)[0]
+    for world, case in ((1, one), (2, one), (2, two), (4, two)):
+        assert pools(world)(load_parts, case, tmp_path / "a", METADATA) == [saved] * world
+    saved = pools(2)(save_parts, one, tmp_path / "b", METADATA)[0]
+    assert pools(2)(load_parts, two, tmp_path / "b", METADATA) == [saved] * 2
 
 
 def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):

@@ -252,21 +252,57 @@ def step_parts(case, steps=3):
     """A hash of each whole weight and its moments after steps of given whole gradients."""
     trainer = MuonTrainer(case)
     group = megatron("parallel_state").get_tensor_model_parallel_group()
-    params = dict(trainer.chunk.module.named_parameters())
+    params = list(trainer.chunk.module.parameters())
     for step in range(steps):
         grads = [
             own_part(torch.randn(whole_shape(param, group), generator=generator), param, group)
-            for number, param in enumerate(params.values())
+            for number, param in enumerate(params)
             for generator in [torch.Generator().manual_seed(100 * step + number)]
         ]
         trainer.step_given(grads)
-    kept = {name.partition(" of ")[0]: tensors for name, _, _, tensors in trainer.parts()}
-    found = {}
-    for name, param in params.items():
-        tensors = {"weight": param.detach().view(-1), **kept[name]}
-        shared = {key: joined(own.view(param.shape), param, group) for key, own in tensors.items()}
-        found[name] = {key: hash_of(tensor) for key, tensor in shared.items()}
-    return found
+    return joined(trainer)
+
+
+def save_parts(case, folder, metadata):
+    """The same of a training, which is saved."""
+    trainer = MuonTrainer(case)
+    trainer.train(2)
+    trainer.save(folder, metadata)
+    return joined(trainer)
+
+
+def load_parts(case, folder, metadata):
+    """The same of what is loaded; an error's text."""
+    trainer = MuonTrainer(case)
+    try:
+        trainer.load(folder, metadata, 2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return joined(trainer)
+
+
+def joined(trainer):
+    """A hash of each whole weight and its moments, of the parts of all ranks."""
+    rank = megatron("parallel_state").get_tensor_model_parallel_rank()
+    params = dict(trainer.chunk.module.named_parameters())
+    own = [(name.partition(" of ")[0], tensors) for name, _, _, tensors in trainer.parts()]
+    own += [(name, {"weight": param.detach().view(-1)}) for name, param in params.items()]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (rank, own))
+    parts = {}
+    for other, held in gathered:
+        for name, tensors in held:
+            for key, tensor in tensors.items():
+                parts.setdefault((name, key), {})[other] = tensor.view(params[name].shape)
+    return {
+        place: hash_of(together([own[i] for i in sorted(own)], params[place[0]]))
+        for place, own in sorted(parts.items())
+    }
+
+
+def together(parts, param):
+    dim = getattr(param, "partition_dim", -1)
+    return parts[0] if dim < 0 else torch.cat(parts, dim)
 
 
 def whole_shape(param, group):
@@ -279,12 +315,3 @@ def whole_shape(param, group):
 def own_part(tensor, param, group):
     dim = getattr(param, "partition_dim", -1)
     return tensor if dim < 0 else tensor.chunk(group.size(), dim)[group.rank()]
-
-
-def joined(own, param, group):
-    dim = getattr(param, "partition_dim", -1)
-    if dim < 0:
-        return own
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own.contiguous(), group)
-    return torch.cat(parts, dim)

@@ -110,7 +110,8 @@ def newton_schulz_tp(
     parts = [torch.empty_like(x) for _ in range(tp_group.size())]
     dist.all_gather(parts, x.contiguous(), tp_group)
     whole = newton_schulz(torch.cat(parts, partition_dim), steps, coefficient_type)
-    return whole.chunk(tp_group.size(), partition_dim)[tp_group.rank()]
+    own: torch.Tensor = whole.chunk(tp_group.size(), partition_dim)[tp_group.rank()]
+    return own
 
 
 def modules() -> dict[str, ModuleType]:

@@ -250,6 +250,16 @@ def test_tensor_parallel_parts_are_loaded_on_other_numbers_of_ranks(pools, tmp_p
     assert pools(2)(load_parts, two, tmp_path / "b", METADATA) == [saved] * 2
 
 
+@pytest.mark.slow
+def test_shards_of_tensor_parallel_parts_are_loaded_on_one_rank(pools, tmp_path):
+    """In the one format of the distributed optimizer's that knows matrices."""
+    two = case_of("main_shards", tensor_parallel=2, options={}, **cut())
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    saved = pools(2)(save_parts, two, tmp_path / "a", metadata)[0]
+    (found,) = pools(1)(load_parts, replace(two, tensor_parallel=1), tmp_path / "a", metadata)
+    assert found == saved
+
+
 def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
     straight = once(2, train, case_of(), 4)
     saved = pools(2)(train_and_save, case_of(), tmp_path / "a", METADATA)

@@ -272,12 +272,9 @@ def save_parts(case, folder, metadata):
 
 
 def load_parts(case, folder, metadata):
-    """The same of what is loaded; an error's text."""
+    """The same of what is loaded."""
     trainer = MuonTrainer(case)
-    try:
-        trainer.load(folder, metadata, 2)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    trainer.load(folder, metadata, 2)
     return joined(trainer)
 
 

@@ -60,5 +60,5 @@ def test_the_page_says_how_far_blockwise_goes(pools):
     assert len(told) == 8
     for rows, columns, dim, kind, numbers in told:
         (found,) = pools(1)(measure, rows, columns, 0 if dim == "rows" else 1, kind)
-        assert found[:2] == [0.0, 1.0]
+        assert found[0] == 0
         assert all(abs(a - b) < 0.015 for a, b in zip(found, numbers, strict=True)), found

@@ -21,7 +21,7 @@ class Shards(FusedOptimizer):
     """A fused optimizer over shards of weights, with what Megatron does to an inner optimizer."""
 
     clip_coefficient: torch.Tensor | None = None
-    """What the next step multiplies gradients by, fp32 of one element; the step clears it."""
+    """The next step's factor of gradients, fp32 of one element; the step clears it."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One update with the clip coefficient that was set."""
@@ -102,7 +102,7 @@ class MainShardsAdapter(torch.optim.Optimizer):
         return self._weights[main]
 
     def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """What the step takes for the master of a weight; None for one that is its own."""
+        """The master of a weight as the step takes it; None for a weight that is its own."""
         return None if main is weight else main
 
     @property

@@ -27,11 +27,10 @@ from megaopt.state.tensors import MASTER
 
 
 class Sharded(Gradients):
-    """What both modes have in common."""
+    """The common part of both modes."""
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
-        self._is_stepping = False
         self._outside = {}
         self.shards, self.fused = {}, None
         self._start()
@@ -73,21 +72,11 @@ class Sharded(Gradients):
 
     # --- the step
 
-    def step_with_ready_grads(self) -> bool:
-        """Megatron's, with weights that the step has written."""
-        self._is_stepping = True
-        try:
-            return bool(super().step_with_ready_grads())
-        finally:
-            self._is_stepping = False
-            if not self.is_stub_optimizer and self._has_copies():
-                self._norm_grads = {}
-                for shard in self.shards.values():
-                    shard.decoupled_grad = None
-
-    def _copy_main_params_to_model_params(self) -> None:
-        if not self._is_stepping:  # otherwise the step has written them
-            super()._copy_main_params_to_model_params()
+    def _forget_grads(self) -> None:
+        """Views of DDP's buffer stay."""
+        if not self.is_stub_optimizer and self._has_copies():
+            self._norm_grads = {}
+            super()._forget_grads()
 
     @torch.no_grad()
     def restore_from_cpu(self) -> None:
@@ -379,7 +368,7 @@ def owner_of(choices: Choices) -> type:
 
 
 def made_of_shards(choices: Choices) -> Any:
-    """What stands in the place of Megatron's function that makes an optimizer of groups."""
+    """Our function in the place of Megatron's that makes an optimizer of groups."""
     make = megatrons_own()  # within another's block its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ class ShardMuon(Shards, megaopt.FusedMuon):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What Megatron's config says of Muon, checked; `options` are FusedMuon's."""
+    """The part of Megatron's config about Muon, checked; `options` are FusedMuon's."""
 
     options: dict[str, Any]
     splits_qkv: bool
@@ -68,7 +68,7 @@ class Recipe:
 
 
 def recipe_of(config: Any) -> Recipe:
-    """What an OptimizerConfig says; ValueError for a field that is out of its range."""
+    """Reads an OptimizerConfig; raises ValueError for a field that is out of its range."""
     one_of("config.optimizer", config.optimizer, MUON)
     number("config.muon_momentum", config.muon_momentum, DECAY)
     steps = config.muon_num_ns_steps
@@ -294,7 +294,7 @@ def adam_beside(choices: Choices) -> Callable[..., Any]:
 
 
 def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
-    """What stands in the place of Megatron's in both releases."""
+    """Names that both releases have, with our values in Megatron's place."""
     return [
         (factory, "_get_megatron_optimizer_based_on_param_groups", adam_beside(choices)),
         (factory, "Adam", choices.make_adam),

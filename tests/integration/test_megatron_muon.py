@@ -188,7 +188,7 @@ def test_owners_step_what_tensor_parallel_ranks_share(pools):
 
 # --- checkpoints
 
-METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+FORM = "dp_reshardable"
 
 
 SAVED = {"on all": {}, "on owners": ON_OWNERS, "in shards": cut()}
@@ -208,31 +208,31 @@ if HAS_KEYS:
 def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     case = case_of("main_shards", **SAVED[name])
     straight = once(2, train, case, 4)
-    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case, tmp_path / "a", FORM)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
     for world in (1, 3):
-        for other in pools(world)(load_and_train, case, tmp_path / "a", METADATA):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", FORM):
             assert other["loaded"] == saved[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dp_zero_gather_scatter", "fully_reshardable"])
-def test_shards_are_saved_in_all_of_megatrons_formats(pools, tmp_path, kind):
-    case, metadata = case_of("main_shards", **cut()), {"distrib_optim_sharding_type": kind}
-    saved = pools(2)(train_and_save, case, tmp_path / "a", metadata)
+@pytest.mark.parametrize("form", ["dp_zero_gather_scatter", "fully_reshardable"])
+def test_shards_are_saved_in_all_of_megatrons_formats(pools, tmp_path, form):
+    case = case_of("main_shards", **cut())
+    saved = pools(2)(train_and_save, case, tmp_path / "a", form)
     for world in (1, 2, 3):
-        for other in pools(world)(load_and_train, case, tmp_path / "a", metadata):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", form):
             assert other["loaded"] == saved[0]
 
 
 def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
     case = case_of("main_shards", **SHARED)
     straight = pools(2)(train, case, 3)
-    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA, 2, 1)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case, tmp_path / "a", FORM, 2, 1)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
@@ -243,27 +243,27 @@ def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
 def test_tensor_parallel_parts_are_loaded_on_other_numbers_of_ranks(pools, tmp_path, layout):
     two = case_of("main_shards", tensor_parallel=2, options={}, **layout)
     one = replace(two, tensor_parallel=1)
-    saved = pools(2)(save_parts, two, tmp_path / "a", METADATA)[0]
+    saved = pools(2)(save_parts, two, tmp_path / "a", FORM)[0]
     for world, case in ((1, one), (2, one), (2, two), (4, two)):
-        assert pools(world)(load_parts, case, tmp_path / "a", METADATA) == [saved] * world
-    saved = pools(2)(save_parts, one, tmp_path / "b", METADATA)[0]
-    assert pools(2)(load_parts, two, tmp_path / "b", METADATA) == [saved] * 2
+        assert pools(world)(load_parts, case, tmp_path / "a", FORM) == [saved] * world
+    saved = pools(2)(save_parts, one, tmp_path / "b", FORM)[0]
+    assert pools(2)(load_parts, two, tmp_path / "b", FORM) == [saved] * 2
 
 
 @pytest.mark.slow
 def test_shards_of_tensor_parallel_parts_are_loaded_on_one_rank(pools, tmp_path):
     """In the one format of the distributed optimizer's that knows matrices."""
     two = case_of("main_shards", tensor_parallel=2, options={}, **cut())
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-    saved = pools(2)(save_parts, two, tmp_path / "a", metadata)[0]
-    (found,) = pools(1)(load_parts, replace(two, tensor_parallel=1), tmp_path / "a", metadata)
+    form = "fully_reshardable"
+    saved = pools(2)(save_parts, two, tmp_path / "a", form)[0]
+    (found,) = pools(1)(load_parts, replace(two, tensor_parallel=1), tmp_path / "a", form)
     assert found == saved
 
 
 def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
     straight = once(2, train, case_of(), 4)
-    saved = pools(2)(train_and_save, case_of(), tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case_of("main_shards"), tmp_path / "a", METADATA)
+    saved = pools(2)(train_and_save, case_of(), tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case_of("main_shards"), tmp_path / "a", FORM)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]

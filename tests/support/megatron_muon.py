@@ -3,8 +3,10 @@
 import importlib
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
+import megatron_gpt
 import torch
 import torch.distributed as dist
 from megatron_gpt import (
@@ -90,11 +92,6 @@ class MuonTrainer(Trainer):
     def make_optimizer(self):
         return build(self.case, self.chunks)
 
-    def template(self, metadata, is_loading):
-        model = self.chunk.module.sharded_state_dict()
-        state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {"model": model, "optimizer": state}
-
     def states(self):
         """A hash of each fp32 weight and its moments, put together from all ranks."""
         found = [None] * dist.get_world_size()
@@ -142,25 +139,9 @@ def keys_of(parts):
     return next(iter(parts.values())).keys()
 
 
-def train(case, steps=3):
-    """What a rank sees of a run."""
-    trainer = MuonTrainer(case)
-    return {"steps": trainer.train(steps), **seen(trainer)}
-
-
-def train_and_save(case, folder, metadata, steps=2):
-    trainer = MuonTrainer(case)
-    trainer.train(steps)
-    trainer.save(folder, metadata)
-    return seen(trainer)
-
-
-def load_and_train(case, folder, metadata, done=2, steps=2):
-    """A fresh run that goes on from a checkpoint: what it has at first, and in the end."""
-    trainer = MuonTrainer(case)
-    trainer.load(folder, metadata, done)
-    loaded = seen(trainer)
-    return {"loaded": loaded, "steps": trainer.train(steps), **seen(trainer)}
+train = partial(megatron_gpt.train, kind=MuonTrainer)
+train_and_save = partial(megatron_gpt.train_and_save, kind=MuonTrainer)
+load_and_train = partial(megatron_gpt.load_and_train, kind=MuonTrainer)
 
 
 def step_given_gradients(case, steps=3):
@@ -263,18 +244,18 @@ def step_parts(case, steps=3):
     return joined(trainer)
 
 
-def save_parts(case, folder, metadata):
+def save_parts(case, folder, form):
     """The same of a training, which is saved."""
     trainer = MuonTrainer(case)
     trainer.train(2)
-    trainer.save(folder, metadata)
+    trainer.save(folder, form)
     return joined(trainer)
 
 
-def load_parts(case, folder, metadata):
+def load_parts(case, folder, form):
     """The same of what is loaded."""
     trainer = MuonTrainer(case)
-    trainer.load(folder, metadata, 2)
+    trainer.load(folder, form, 2)
     return joined(trainer)
 
 

@@ -36,9 +36,9 @@ from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOpt
 from megaopt.options.placement import StateDevice
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
-from megaopt.params.flat import FLAT, is_flat_part
+from megaopt.params.flat import FLAT, PARTS, is_flat_part
 from megaopt.params.float8 import Float8View
-from megaopt.params.view import STEP
+from megaopt.params.view import STEP, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
     OURS,
@@ -94,7 +94,7 @@ def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
     """Why AdamW steps a parameter of a group; None where Muon does."""
     if group["use_muon"] is False:
         return "its group has use_muon=False"
-    if param.dim() < 2:
+    if len(whole_shape_of(param)) < 2:
         return "it has fewer than two dimensions"
     for name, value in MARKS.items():
         if getattr(param, name, None) is value:
@@ -166,7 +166,7 @@ class MuonOptions(Options):
         if self.contract == "ieee":
             return
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
-        if view.param.dim() != 2:
+        if len(view.whole_shape) != 2:
             refuse(where, f"of two dimensions {under}", view.param)
         if view.split is not None and self.contract == "torch":
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")
@@ -248,7 +248,7 @@ class MuonOptions(Options):
             marked = f"{name.removesuffix('use_muon')}{which}: its attribute {mark}"
             one_of(marked, getattr(param, mark, None), (None, True, False))
         reason, wanted = why_adamw(param, group), group["use_muon"]
-        if is_flat_part(param):
+        if is_flat_part(param) and not hasattr(param, PARTS):
             refuse(name, f"False beside {which}, a {FLAT}", wanted)
         if reason is not None:
             if wanted:
@@ -263,7 +263,7 @@ class MuonOptions(Options):
                 wanted,
             )
         try:
-            self.how(group, param).pieces(param.shape)
+            self.how(group, param).pieces(whole_shape_of(param))
         except ValueError as error:
             raise ValueError(f"{name.removesuffix('use_muon')}{which}: {error}") from None
 

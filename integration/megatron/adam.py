@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,18 +13,24 @@ from megaopt.optimizer import FusedOptimizer
 from megaopt.state.tensors import MASTER
 
 State = dict[str, Any]
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Main shards and their weights."""
 
 
 class Shards(FusedOptimizer):
     """A fused optimizer over shards of weights, with what Megatron does to an inner optimizer."""
 
     clip_coefficient: torch.Tensor | None = None
-    """What the next step multiplies gradients by, fp32 of one element; the step clears it."""
+    """The next step's factor of gradients, fp32 of one element; the step clears it."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """One update with the clip coefficient that was set."""
         coefficient, self.clip_coefficient = self.clip_coefficient, None
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
+
+    def weight_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """The shard itself: Megatron's parameters are the weights."""
+        return shard
 
     def state_dict(self) -> dict[str, Any]:
         """The fused optimizer's, in dicts of its own: Megatron writes step counts into them."""
@@ -70,42 +75,34 @@ class MainShardsAdapter(torch.optim.Optimizer):
     """Shows Megatron a fused optimizer whose groups and state are those of its main shards.
 
     Args:
-        fused: its groups have the main shards, all fp32. It steps `weights` from then on, with the
-            mains as their masters.
-        weights: for each group a list: views of the parameter buffer, or parts of fp8 weights; the
-            main shard itself where the weights are fp32.
-        absent: empty parts of fp8 weights of which Megatron gives this rank nothing, but whose
-            scales it needs: in a group of their own, of which Megatron does not know.
+        fused: its groups have the main shards, all fp32. It steps the weights from then on, with
+            the mains as their masters.
+        pairs: for each group a list of main shards, each with its weight: a view of the parameter
+            buffer, or a part of an fp8 weight; the main shard itself where the weight is fp32.
+            Empty shards may be among them of which Megatron does not know: those of weights of
+            which it gives this rank nothing, but which ranks step together.
     """
 
-    def __init__(
-        self,
-        fused: Shards,
-        weights: list[list[torch.Tensor]],
-        absent: Sequence[torch.Tensor] = (),
-    ) -> None:
+    def __init__(self, fused: Shards, pairs: Sequence[Pairs]) -> None:
         super().__init__([{"params": []}], fused.defaults)
         self.fused = fused
         self.param_groups = fused.param_groups
         self._lists = [group["params"] for group in self.param_groups]
         fused.param_groups = [
-            {**group, "params": own} for group, own in zip(self.param_groups, weights, strict=True)
+            {**group, "params": [weight for _, weight in own]}
+            for group, own in zip(self.param_groups, pairs, strict=True)
         ]
-        places = zip(self._lists, weights, strict=True)
-        pairs = [pair for mains, own in places for pair in zip(mains, own, strict=True)]
-        masters = [
-            None if main is weight else self.master_of(main, weight) for main, weight in pairs
-        ]
-        if absent:
-            fused.param_groups.append({**self.param_groups[0], "params": list(absent)})
-            masters += [
-                torch.zeros(0, dtype=torch.float32, device=shard.device) for shard in absent
-            ]
-        fused.master_weights = masters
-        self.state = MainState(fused, dict(pairs))  # type: ignore[assignment]  # of one meaning
+        together = [pair for own in pairs for pair in own]
+        fused.master_weights = [self.master_of(main, weight) for main, weight in together]
+        self._weights = dict(together)
+        self.state = MainState(fused, self._weights)  # type: ignore[assignment]  # of one meaning
+
+    def weight_of(self, main: torch.Tensor) -> torch.Tensor:
+        """The weight whose main shard this is."""
+        return self._weights[main]
 
     def master_of(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """What the step takes for the master of a weight; None for one that is its own."""
+        """The master of a weight as the step takes it; None for a weight that is its own."""
         return None if main is weight else main
 
     @property
@@ -125,7 +122,7 @@ class MainShardsAdapter(torch.optim.Optimizer):
         """
         self._hand_over()
         loss = self.fused.step(closure)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=False):
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
             group["step"] = own["step"]
         return loss
 
@@ -137,17 +134,13 @@ class MainShardsAdapter(torch.optim.Optimizer):
                 "groups must have the lists of parameters that Megatron's distributed optimizer "
                 f"made, got {len(lists)} groups with others"
             )
-        known = self.param_groups, self.fused.param_groups
-        for group, own in itertools.zip_longest(*known, fillvalue=self.param_groups[0]):
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
             own.update({name: value for name, value in group.items() if name != "params"})
 
     def state_dict(self) -> dict[str, Any]:
         """Moments by the place of their main shard; the main shards themselves are Megatron's."""
         self._hand_over()
         packed = self.fused.state_dict()
-        del packed["param_groups"][len(self.param_groups) :]
-        count = sum(map(len, self._lists))
-        packed["state"] = {place: s for place, s in packed["state"].items() if place < count}
         for state in packed["state"].values():
             state.pop(MASTER, None)
         return packed
@@ -158,17 +151,11 @@ class MainShardsAdapter(torch.optim.Optimizer):
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
             self.fused.initialize_states()
-        packed = self.fused.state_dict()
-        held, count = packed["state"], sum(map(len, self._lists))
+        held = self.fused.state_dict()["state"]
         for place, state in state_dict["state"].items():
             state[MASTER] = held.get(place, {}).get(MASTER)
-        if state_dict["state"]:
-            state_dict["state"] |= {place: s for place, s in held.items() if place >= count}
-        for group in packed["param_groups"][len(self.param_groups) :]:
-            step = state_dict["param_groups"][0]["step"]
-            state_dict["param_groups"].append({**group, "step": step})
         self.fused.load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=False):
+        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megaopt.state.tensors import MASTER
 
 ADAM = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 
 
 class CheckpointedOptimizer(DistributedOptimizer):
@@ -34,10 +36,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _keys(self) -> tuple[str, ...]:
         return ("param", *self.optimizer_state_keys)
 
-    @property
-    def _names(self) -> dict[str, str]:
-        """The name of each of them in the state."""
-        return {"param": MASTER, **{name: name for name in self.optimizer_state_keys}}
+    def _names_of(self, shard: torch.Tensor) -> dict[str, str | None]:
+        """The name of each of them in a state; None: nothing, in whose place there are zeros.
+
+        Muon's one moment stands in the place of Adam's first, which its other parameters have.
+        """
+        names = dict.fromkeys((MOMENTUM, *self.optimizer_state_keys))
+        kept = [name for name in names if name in self.fused.state[shard]]
+        return dict(zip_longest(self._keys, (MASTER, *kept)))
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and loss scale; Megatron's own takes step counts from where torch keeps them.
@@ -77,7 +83,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
         tensors = {}
-        for key, name in self._names.items():
+        for key, name in self._names_of(shard).items():
+            if name is None:
+                tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
+                continue
             tensor = self.fused.get_unscaled_state(shard, name)
             tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
         return tensors
@@ -102,8 +111,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
         self, model_param: torch.Tensor, tensors: dict[str, Any]
     ) -> None:
         shard = self.shards[model_param]
-        for key, name in self._names.items():
-            self.fused.set_scaled_state(shard, name, tensors[key])
+        for key, name in self._names_of(shard).items():
+            if name is not None:
+                self.fused.set_scaled_state(shard, name, tensors[key])
 
     # --- weights are what their masters say, after any load
 

@@ -1,4 +1,4 @@
-"""What of Megatron's settings and parameters a plugged-in optimizer does not go with."""
+"""Checks of Megatron's settings and parameters: a plugged-in optimizer does not go with all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plugged-in optimizer was asked for, and what it does not go with."""
+"""The options of a plugged-in optimizer, and checks of what goes with them."""
 
 from __future__ import annotations
 

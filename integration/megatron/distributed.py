@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,22 +13,24 @@ from megatron.core import optimizer as factory
 from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
 from megatron.core.optimizer.clip_grads import l2_norm_impl
 from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.distributed.device_mesh import DeviceMesh
 
 from megaopt.integration.megatron.adam import MainShardsAdapter, Shards
 from megaopt.integration.megatron.checkpoints import align_steps
 from megaopt.integration.megatron.choices import Choices
 from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
 from megaopt.integration.megatron.gradients import Gradients, norm_groups
+from megaopt.muon import SPLIT_SIZES
 from megaopt.params import view_of
+from megaopt.params.flat import PARTS, FlatParts
 from megaopt.state.tensors import MASTER
 
 
 class Sharded(Gradients):
-    """What both modes have in common."""
+    """The common part of both modes."""
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
-        self._is_stepping = False
         self._outside = {}
         self.shards, self.fused = {}, None
         self._start()
@@ -35,6 +38,7 @@ class Sharded(Gradients):
             self.init_state_fn = self.initialize_states
             self._take_shards()
             self._say_what_shards_are()
+            self._adapt()
             self._look_at_shards()
 
     def own_config(self, config: Any) -> Any:
@@ -63,23 +67,16 @@ class Sharded(Gradients):
             shard.megaopt_whole_shape = tuple(model.shape)
             shard.megaopt_number = numbers[model]
 
+    def _adapt(self) -> None:
+        """Stands between Megatron and the fused optimizer where they know other parameters."""
+
     # --- the step
 
-    def step_with_ready_grads(self) -> bool:
-        """Megatron's, with weights that the step has written."""
-        self._is_stepping = True
-        try:
-            return bool(super().step_with_ready_grads())
-        finally:
-            self._is_stepping = False
-            if not self.is_stub_optimizer and self._has_copies():
-                self._norm_grads = {}
-                for shard in self.shards.values():
-                    shard.decoupled_grad = None
-
-    def _copy_main_params_to_model_params(self) -> None:
-        if not self._is_stepping:  # otherwise the step has written them
-            super()._copy_main_params_to_model_params()
+    def _forget_grads(self) -> None:
+        """Views of DDP's buffer stay."""
+        if not self.is_stub_optimizer and self._has_copies():
+            self._norm_grads = {}
+            super()._forget_grads()
 
     @torch.no_grad()
     def restore_from_cpu(self) -> None:
@@ -118,15 +115,27 @@ class MainShards(Sharded):
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
-        groups = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
-        for models, mains in groups:
+        both = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
+        for models, mains in both:
             outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
             for model, main in outside.items():
                 self.shards[model] = self._place_of(model) if self._is_in_place(model) else main
             self._outside.update(outside)
-        both = zip(self.shard_fp32_groups, self.model_float16_groups, strict=True)
-        weights = [[*ours, *(self.shards[model] for model in cast)] for ours, cast in both]
-        self.optimizer = MainShardsAdapter(self.fused, weights, absent_shards(self))
+
+    def _adapt(self) -> None:
+        self.optimizer = MainShardsAdapter(self.fused, self._pairs())
+
+    def _pairs(self) -> list[list[tuple[Any, Any]]]:
+        """For each group of Megatron's its main shards, each with what is stepped."""
+        both = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
+        models = [[*fp32, *cast] for fp32, cast in both]
+        groups = zip(self.fused.param_groups, models, strict=True)
+        pairs = [
+            [*zip(group["params"], (self.shards[model] for model in own), strict=True)]
+            for group, own in groups
+        ]
+        pairs[0] += [(_nothing_of(shard), shard) for shard in absent_shards(self)]
+        return pairs
 
     def _is_in_place(self, model: torch.Tensor) -> bool:
         """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
@@ -169,6 +178,70 @@ class MainShards(Sharded):
                     chunk.start_param_sync()
         else:
             super().refresh_weights()
+
+
+class MatrixShards(MainShards):
+    """Mode main_shards with FusedMuon: ranks bring their parts of each matrix together.
+
+    So all have the same parameters in the same order, with an empty shard of those of which
+    Megatron gives them nothing.
+    """
+
+    def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._models = [list(group["params"]) for group in groups]
+        self._absent: dict[Any, Any] = {}
+        super().__init__(optimizer, config, *args, **kwargs)
+        for model, shard in self._absent.items():
+            kind = torch.float32 if self._has_copies() else model.main_grad.dtype
+            shard.decoupled_grad = model.main_grad.new_empty(0, dtype=kind)
+
+    def _pairs(self) -> list[list[tuple[Any, Any]]]:
+        """For each group main shards and weights, of all its parameters in Megatron's order."""
+        mains = {id(shard): main for own in super()._pairs() for main, shard in own}
+        pairs: list[list[tuple[Any, Any]]] = []
+        for models in self._models:
+            shards = [self._shard_of(model) for model in models]
+            pairs.append([(mains.get(id(each), _nothing_of(each)), each) for each in shards])
+        return pairs
+
+    def _shard_of(self, model: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, or an empty one."""
+        if model in self.shards:
+            return self.shards[model]
+        return self._absent.setdefault(model, model.detach().view(-1)[:0])
+
+    def _say_what_shards_are(self) -> None:
+        """Tells also which rank has what of a matrix, and which parameters are Adam's."""
+        numbers, kind = numbers_of(self), self.buffers[0].grad_data.device.type
+        mesh = DeviceMesh.from_group(self.data_parallel_group, kind)
+        for buffer in self.buffers:
+            for model in buffer.params:
+                shard: Any = self._shard_of(model)
+                ends = ends_of(model, buffer)
+                shard.megaopt_first_element = ends[mesh.get_local_rank()][0]
+                shard.megaopt_whole_shape = tuple(model.shape)
+                shard.megaopt_number = numbers[model]
+                setattr(shard, PARTS, FlatParts(mesh, ends))
+                setattr(shard, SPLIT_SIZES, getattr(model, SPLIT_SIZES, None))
+                is_adams = getattr(model, "is_embedding_or_output_parameter", False)
+                shard.use_muon = None if model.dim() == 2 and not is_adams else False
+
+
+def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
+    """An empty main shard beside an empty shard; the shard itself where it is fp32."""
+    if shard.dtype == torch.float32:
+        return shard
+    return torch.empty(0, dtype=torch.float32, device=shard.device)
+
+
+def ends_of(param: torch.Tensor, buffer: Any) -> list[tuple[int, int]]:
+    """For each data-parallel rank its first element of a parameter, and the one behind its last."""
+    start, end, index = buffer.param_index_map[param]
+    bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
+    size = bucket.grad_data.numel() // ranks
+    places = [bucket.offset + rank * size for rank in range(ranks + 1)]
+    return [*pairwise(min(max(place, start), end) - start for place in places)]
 
 
 class PrecisionAware(Sharded):
@@ -295,9 +368,8 @@ def owner_of(choices: Choices) -> type:
 
 
 def made_of_shards(choices: Choices) -> Any:
-    """What stands in the place of Megatron's function that makes an optimizer of groups."""
-    make = factory._get_megatron_optimizer_based_on_param_groups
-    make = getattr(make, MEGATRONS, make)  # within another's block: its choices would win
+    """Our function in the place of Megatron's that makes an optimizer of groups."""
+    make = megatrons_own()  # within another's block its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
         own = replace(choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload)
@@ -313,15 +385,32 @@ def made_of_shards(choices: Choices) -> Any:
     return checked
 
 
-def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
-    """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+def standing_in(make: Any, make_adam: Any, owner: type) -> list[tuple[Any, str, Any]]:
+    """Modules, names in them, and what these are to be while Megatron makes an optimizer.
+
+    Args:
+        make: in the place of Megatron's function that makes an optimizer of groups.
+        make_adam: of the class of the inner optimizer.
+        owner: of the distributed optimizer.
+    """
     return [
-        (factory, "_get_megatron_optimizer_based_on_param_groups", made_of_shards(choices)),
-        (factory, "Adam", choices.make_adam),
+        (factory, "_get_megatron_optimizer_based_on_param_groups", make),
+        (factory, "Adam", make_adam),
         # otherwise it takes torch's AdamW, whatever Adam is
         (factory, "USING_PYTORCH_OPTIMIZER", False),
-        (factory, "DistributedOptimizer", owner_of(choices)),
+        (factory, "DistributedOptimizer", owner),
         (factory, "ChainedOptimizer", Chained),
         # release 0.16 looks whether it is given an instance of this
         (distrib_optimizer, "Adam", Shards),
     ]
+
+
+def megatrons_own() -> Any:
+    """Megatron's function that makes an optimizer of groups, also within another's block."""
+    make = factory._get_megatron_optimizer_based_on_param_groups
+    return getattr(make, MEGATRONS, make)
+
+
+def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """The same for all optimizers but Muon."""
+    return standing_in(made_of_shards(choices), choices.make_adam, owner_of(choices))

@@ -34,10 +34,28 @@ class Clipping(base.MegatronOptimizer):
     fused: Any
     """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
-    """What is stepped of each model parameter; its `decoupled_grad` is the gradient."""
+    """The part of each model parameter that is stepped; its `decoupled_grad` is the gradient."""
     grad_name: str
     """Under which name Megatron looks for the gradients of its optimizer's parameters."""
-    _has_clipped_grads = _clips_in_place = False
+    _has_clipped_grads = _clips_in_place = _is_stepping = False
+
+    def step_with_ready_grads(self) -> bool:
+        """Megatron's, with weights that the step has written."""
+        self._is_stepping = True
+        try:
+            return bool(super().step_with_ready_grads())
+        finally:
+            self._is_stepping = False
+            self._forget_grads()
+
+    def _forget_grads(self) -> None:
+        """Lets go of gradients that the next step finds anew."""
+        for shard in self.shards.values():
+            shard.decoupled_grad = None
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if not self._is_stepping:  # otherwise the step has written them
+            super()._copy_main_params_to_model_params()
 
     def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
         """Tells the next step by what Megatron would multiply gradients of this norm.
@@ -58,7 +76,7 @@ class Clipping(base.MegatronOptimizer):
             self.optimizer.clip_coefficient = self._coefficient(grad_norm)
 
     def _coefficient(self, norm: Norm) -> torch.Tensor | None:
-        """What gradients of a norm are multiplied by, fp32 of one element; None: nothing."""
+        """The factor of gradients of this norm, fp32 of one element; None: they stay."""
         coefficient = self.config.clip_grad / (norm + 1.0e-6)
         if isinstance(coefficient, torch.Tensor):
             return coefficient.clamp(max=1.0)
@@ -117,9 +135,8 @@ class Clipping(base.MegatronOptimizer):
             setattr(param, self.grad_name, grad)
 
     def _flat_shards(self) -> list[Any]:
-        """This rank's shards in the order of Megatron's parameters, without absent ones."""
-        groups = self.fused.param_groups[: len(self.optimizer.param_groups)]
-        return [shard for group in groups for shard in group["params"]]
+        """This rank's shards in the order of Megatron's parameters."""
+        return [self.optimizer.weight_of(param) for param in self.get_parameters()]
 
 
 class Gradients(Clipping, CheckpointedOptimizer):
@@ -140,8 +157,9 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
     def _look_at_shards(self) -> None:
         """Notes what does not change about the shards' gradients, when the optimizer is made."""
-        # parameters with a norm of their own: the step knows one coefficient for all
-        self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, self.shards))
+        # where any rank has some with a norm of their own: the step knows one coefficient for all
+        params = [param for buffer in self.buffers for param in buffer.params]
+        self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, params))
         self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
         self.has_16_bit_norm = self._may_have_16_bit_norm()
 

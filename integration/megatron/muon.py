@@ -24,7 +24,14 @@ import megaopt
 from megaopt.integration.megatron.adam import Shards
 from megaopt.integration.megatron.checks import check_parameter
 from megaopt.integration.megatron.choices import MUON, Choices
-from megaopt.integration.megatron.distributed import MEGATRONS, Chained, made_of_shards
+from megaopt.integration.megatron.distributed import (
+    MEGATRONS,
+    Chained,
+    MatrixShards,
+    made_of_shards,
+    megatrons_own,
+    standing_in,
+)
 from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
 from megaopt.kernels.matrix.muon import COEFFICIENTS, MOST_STEPS
@@ -52,7 +59,7 @@ class ShardMuon(Shards, megaopt.FusedMuon):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What Megatron's config says of Muon, checked; `options` are FusedMuon's."""
+    """The part of Megatron's config about Muon, checked; `options` are FusedMuon's."""
 
     options: dict[str, Any]
     splits_qkv: bool
@@ -61,7 +68,7 @@ class Recipe:
 
 
 def recipe_of(config: Any) -> Recipe:
-    """What an OptimizerConfig says; ValueError for a field that is out of its range."""
+    """Reads an OptimizerConfig; raises ValueError for a field that is out of its range."""
     one_of("config.optimizer", config.optimizer, MUON)
     number("config.muon_momentum", config.muon_momentum, DECAY)
     steps = config.muon_num_ns_steps
@@ -90,6 +97,8 @@ def recipe_of(config: Any) -> Recipe:
         "ns_coefficients": coefficients,
         "ns_steps": steps,
         "adjust_lr_fn": _adjust(config.muon_scale_mode, config.muon_extra_scale_factor),
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "adam_eps": config.adam_eps,
     }
     is_layer_wise = own_layer_wise or config.optimizer == "dist_muon"
     return Recipe(options, config.muon_split_qkv, config.muon_tp_mode, is_layer_wise)
@@ -127,6 +136,9 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     if recipe.is_layer_wise:
         reason = "the layer-wise optimizer makes the fp32 masters of bf16 weights alone"
         refused += [("bf16", config.bf16, True, reason)]
+    if is_cut(config, recipe, model_chunks):
+        reason = "AdamW steps the other parameters of the distributed optimizer's shards"
+        refused += [("decoupled_weight_decay", config.decoupled_weight_decay, True, reason)]
     for name, value, allowed, reason in refused:
         if value != allowed:
             because = f": {reason}" if reason else ""
@@ -145,14 +157,14 @@ def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
     instances = ddp.num_distributed_optimizer_instances
     if instances != 1:
         refuse("num_distributed_optimizer_instances", "1 with Muon", instances)
-    if not has_whole_layout(chunk, recipe) and (
-        ddp.use_distributed_optimizer or config.use_distributed_optimizer
-    ):
+    shares = ddp.use_distributed_optimizer, config.use_distributed_optimizer
+    is_alike = shares[0] == shares[1] and not (shares[0] and recipe.is_layer_wise)
+    if not has_whole_layout(chunk, recipe) and not is_alike:
         raise ValueError(
-            "use_distributed_optimizer must be False with Muon, got True: the distributed "
-            "optimizer's shards cut matrices. With config.use_layer_wise_distributed_optimizer, "
-            "after tag_params_for_buffer_routing, and with the full_param_layout of "
-            "LayerWiseDistributedOptimizer given to DistributedDataParallel, it may be True"
+            "use_distributed_optimizer must be the same in config and DistributedDataParallel, and "
+            "False with a layer-wise optimizer (after tag_params_for_buffer_routing, and with the "
+            "full_param_layout of LayerWiseDistributedOptimizer given to DistributedDataParallel, "
+            f"True there), got {shares[1]} and {shares[0]}"
         )
     for name, param in chunk.named_parameters():
         check_parameter(name, param, False)
@@ -172,6 +184,13 @@ def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
     keys = getattr(layout, "layouts", {})
     name = "is_managed_by_layer_wise_optimizer"
     return recipe.is_layer_wise and any(getattr(key, name, False) for key in keys)
+
+
+def is_cut(config: Any, recipe: Recipe, chunks: Sequence[Any]) -> bool:
+    """Whether matrices are in shards of the ordinary distributed optimizer, which cut them."""
+    return bool(config.use_distributed_optimizer) and not any(
+        has_whole_layout(chunk, recipe) for chunk in chunks
+    )
 
 
 def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: Any) -> Meshes:
@@ -211,10 +230,20 @@ def make_muon(
     choices: Choices,
     meshes: Meshes,
     qkv_sizes: Sequence[int] | None = None,
+    has_all: bool = False,
 ) -> ShardMuon:
-    """FusedMuon of Megatron's groups; qkv_sizes: of QKV weights that do not say them, in 0.16."""
+    """FusedMuon of Megatron's groups.
+
+    Args:
+        groups: of matrices.
+        recipe: what the config says.
+        choices: megaopt's options.
+        meshes: the ranks that share parts of matrices.
+        qkv_sizes: of QKV weights that do not say them, in 0.16.
+        has_all: the groups have all parameters, of which Adam's are marked.
+    """
     for group in groups:
-        group["use_muon"] = True
+        group["use_muon"] = None if has_all else True
         for param in group["params"]:
             if getattr(param, "is_qkv", False):
                 own = getattr(param, "qkv_split_shapes", None) or qkv_sizes
@@ -265,7 +294,7 @@ def adam_beside(choices: Choices) -> Callable[..., Any]:
 
 
 def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
-    """What stands in the place of Megatron's in both releases."""
+    """Names that both releases have, with our values in Megatron's place."""
     return [
         (factory, "_get_megatron_optimizer_based_on_param_groups", adam_beside(choices)),
         (factory, "Adam", choices.make_adam),
@@ -273,6 +302,41 @@ def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
         (factory, "Float16OptimizerWithFloat16Params", WholeFloat16),
         (layer_wise_optimizer, "Float16OptimizerWithFloat16Params", WholeFloat16),
     ]
+
+
+def make_of_shards(
+    config: Any, recipe: Recipe, choices: Choices, model_chunks: list[Any], **given: Any
+) -> Any:
+    """Megatron's optimizer of the distributed optimizer's shards, all stepped by one FusedMuon."""
+    if meshes_of(recipe, choices, model_chunks, given["pg_collection"]):
+        raise ValueError(
+            f"config.muon_tp_mode must be {BLOCKWISE!r} beside use_distributed_optimizer=True with "
+            f"tensor parallelism, got {DUPLICATED!r}: the distributed optimizer's shards are cut "
+            "out of tensor-parallel parts; the layer-wise optimizer, and "
+            "use_distributed_optimizer=False, go with it"
+        )
+    for chunk in model_chunks:
+        for name, param in chunk.named_parameters():
+            sizes = qkv_sizes_of(chunk.config) if "linear_qkv.weight" in name else [1]
+            if len(sizes) > 1 and param.dim() == 2 and param.shape[0] % sum(sizes) == 0:
+                param.is_qkv, param.qkv_split_shapes = True, sizes
+
+    def make_adam(params: list[dict[str, Any]], **kwargs: Any) -> ShardMuon:
+        return make_muon(params, recipe, choices, {}, has_all=True)
+
+    told = copy.copy(config)
+    told.optimizer = "adam"
+    with rebound(standing_in(megatrons_own(), make_adam, MatrixShards)):
+        return factory.get_megatron_optimizer(told, model_chunks, **given)
+
+
+def qkv_sizes_of(config: Any) -> list[int]:
+    """The rows of q, k and v of a query group in a QKV weight, by a model's config."""
+    known = getattr(factory, "_get_qkv_split_shapes", None)  # not in 0.16
+    if known is not None:
+        return list(known(config))
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    return [heads // groups * config.kv_channels, config.kv_channels, config.kv_channels]
 
 
 def get_muon_optimizer(
@@ -323,6 +387,9 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
             return megatrons(config, model_chunks, config_overrides, pg_collection)
         recipe = recipe_of(config)
         check(config, recipe, model_chunks, choices)
+        if is_cut(config, recipe, model_chunks):
+            given = {"config_overrides": config_overrides, "pg_collection": pg_collection}
+            return make_of_shards(config, recipe, choices, model_chunks, **given)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
 
         def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
@@ -360,6 +427,13 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
             recipe, is_layer_wise=recipe.is_layer_wise or layer_wise_distributed_optimizer
         )
         check(config, recipe, model_chunks, choices)
+        if is_cut(config, recipe, model_chunks):
+            given = {
+                "config_overrides": config_overrides,
+                "use_gloo_process_groups": use_gloo_process_groups,
+                "pg_collection": pg_collection,
+            }
+            return make_of_shards(config, recipe, choices, model_chunks, **given)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
 
         def create(groups: Any, **kwargs: Any) -> Any:

@@ -81,12 +81,11 @@ class WholeAdapter(MainShardsAdapter):
 
 
 class Whole(Clipping):
-    """What both kinds have in common; before Megatron's class among the bases."""
+    """The common part of both kinds; before Megatron's class among the bases."""
 
     grad_name = "grad"
     has_16_bit_norm = False
     """The norm is Megatron's, of its fp32 copies of gradients."""
-    _is_stepping = False
 
     def __init__(self, optimizer: Any, config: Any, *args: Any) -> None:
         super().__init__(optimizer, config, *args)
@@ -98,7 +97,8 @@ class Whole(Clipping):
         models = [[known.get(id(main), main) for main in mains] for mains in groups]
         meshes = getattr(optimizer, "meshes", {})
         weights = [[as_part(model, meshes) for model in own] for own in models]
-        self.optimizer = WholeAdapter(optimizer, weights)
+        pairs = [[*zip(*own, strict=True)] for own in zip(groups, weights, strict=True)]
+        self.optimizer = WholeAdapter(optimizer, pairs)
         self.init_state_fn = self.initialize_states
         for own, parts in zip(models, weights, strict=True):
             self.shards.update(zip(own, parts, strict=True))
@@ -129,16 +129,6 @@ class Whole(Clipping):
         params = self.get_parameters()
         self._set_grads(params, [None] * len(params))
 
-    def step_with_ready_grads(self) -> bool:
-        """Megatron's, with weights that the step has written."""
-        self._is_stepping = True
-        try:
-            return bool(super().step_with_ready_grads())
-        finally:
-            self._is_stepping = False
-            for weight in self.shards.values():
-                weight.decoupled_grad = None
-
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's, of complete states."""
         if self.is_stub_optimizer:
@@ -149,10 +139,6 @@ class Whole(Clipping):
 
 class WholeFloat16(Whole, Float16OptimizerWithFloat16Params):
     """Weights of 16 bits, and fp32 ones among them."""
-
-    def _copy_main_params_to_model_params(self) -> None:
-        if not self._is_stepping:  # otherwise the step has written them
-            super()._copy_main_params_to_model_params()
 
 
 class WholeFloat32(Whole, FP32Optimizer):

@@ -9,6 +9,7 @@ from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
+from megaopt.params.flat import PARTS, FlatMatrixView
 from megaopt.params.float8 import Float8MatrixView, Float8ShardView, Float8View
 from megaopt.params.view import PLAIN, MatrixView, ParamView
 
@@ -29,10 +30,12 @@ def view_of(param: Any) -> ParamView:
 
 
 def matrix_view(param: Any, matrix: Matrix) -> ParamView:
-    """A plain matrix, an fp8 weight or a DTensor that a rule for whole matrices steps so."""
+    """A plain matrix, an fp8 weight, a DTensor or a part that a rule for whole matrices steps."""
     view = view_of(param)
     if view.weight is not None:
         return Float8MatrixView(param, view.weight, matrix)
+    if hasattr(param, PARTS):
+        return FlatMatrixView(param, matrix)
     kind = MatrixDTensorView if is_dtensor(param) else MatrixView
     return kind(param, matrix)
 

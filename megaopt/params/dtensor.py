@@ -128,6 +128,11 @@ class DTensorView(ParamView):
         sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The shape in which `boxes` are counted."""
+        return self.whole_shape
+
     def boxes(self, coordinates: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
         """The shards at places of the mesh: the first index and the one behind the last."""
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset

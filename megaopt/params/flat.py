@@ -1,15 +1,17 @@
-"""Flat parts of matrices, which rules for whole matrices do not step."""
+"""Flat parts of matrices: rules for whole matrices step them only where all ranks' are known."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megaopt.float8.shard import Float8Shard
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
+from megaopt.params.view import MatrixView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
@@ -17,6 +19,46 @@ FLAT = (
     "flat part of a matrix, which has neither its rows nor its columns; FSDP2 (fully_shard) splits "
     "matrices by rows"
 )
+
+PARTS = "megaopt_parts"
+"""The attribute of a flat part that says where all other parts are: its `FlatParts`."""
+
+
+class FlatParts(NamedTuple):
+    """Which rank has which elements of a parameter: on each those that follow each other."""
+
+    mesh: Any
+    """The ranks, a DeviceMesh of one dimension."""
+    ends: Sequence[tuple[int, int]]
+    """For each its first element of the parameter, and the one behind its last."""
+
+
+class FlatMatrixView(MatrixView):
+    """A flat part of a matrix whose other parts are on known ranks; one dimension."""
+
+    @property
+    def _parts(self) -> FlatParts:
+        own: FlatParts = getattr(self.param, PARTS)
+        return own
+
+    @property
+    def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
+        """The ranks, in the one dimension of their mesh."""
+        return self._parts.mesh, (0,)
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The shape in which `boxes` are counted."""
+        return (math.prod(self.whole_shape),)
+
+    def boxes(self, coordinates: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
+        """The parts at places of the mesh: the first element and the one behind the last."""
+        return [(self._parts.ends[rank],) for (rank,) in coordinates]
+
+    @property
+    def kept(self) -> dict[str, tuple[int, ...]]:
+        """What the rule keeps, of the whole matrix."""
+        return self.matrix.kept(self.whole_shape)
 
 
 def is_flat_part(param: torch.Tensor) -> bool:
@@ -39,7 +81,9 @@ def check_not_flattened(
     key, off = options.MATRIX_OFF
     for index, group in enumerate(groups):
         params, value = group["params"], group.get(key)
-        is_flat = bool(params) and all(param.dim() == 1 for param in params)
+        is_flat = bool(params) and all(
+            param.dim() == 1 and not hasattr(param, PARTS) for param in params
+        )
         if is_flat and value is not off and not any(id(param) in given for param in params):
             refuse(
                 f"group {index}: {key}", f"{off} beside tensors of one dimension that were put in "

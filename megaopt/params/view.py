@@ -28,6 +28,11 @@ PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Classes of tensors that have memory of their own; subclasses may have none."""
 
 
+def whole_shape_of(param: torch.Tensor) -> tuple[int, ...]:
+    """A parameter's shape over all ranks, of a flat part too where it says so."""
+    return tuple(getattr(param, "megaopt_whole_shape", param.shape))
+
+
 class ParamView:
     """A parameter that is a plain tensor; the subclasses say what is different for theirs."""
 
@@ -66,7 +71,7 @@ class ParamView:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape over all ranks."""
-        return tuple(getattr(self.param, "megaopt_whole_shape", self.param.shape))
+        return whole_shape_of(self.param)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's tensor of the state, by a moment's or the master's name."""

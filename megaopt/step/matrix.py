@@ -148,12 +148,13 @@ def matrices_of(
     views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
     spots, device = [Place(owned.numbers[place]) for place in places], views[0].param.device
-    if formats.draws or formats.block or not is_exchanged(views[0]):
+    is_whole = is_exchanged(views[0])  # all views of a batch are split alike
+    if formats.draws or formats.block or not is_whole:
         spots = [owned.place(place) for place in places]
-    tables = ([view.local.shape for view in views], groups, spots, device)
+    shapes = [torch.Size(view.whole_shape) if is_whole else view.local.shape for view in views]
     backend = owned.backend(device)
-    plan = owned.options.matrix_plan(backend, formats, *tables)
-    if is_exchanged(views[0]):  # all views of a batch are split alike
+    plan = owned.options.matrix_plan(backend, formats, shapes, groups, spots, device)
+    if is_whole:
         rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
         cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
         size = torch.empty(0, dtype=making.sent.dtype).element_size()

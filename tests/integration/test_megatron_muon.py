@@ -11,13 +11,17 @@ if importlib.util.find_spec("megatron") is None:
 
 from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import (
+    cut,
     error_of,
     layer_wise,
     load_and_train,
+    load_parts,
     muon_config,
     names_owned,
     run_the_page,
+    save_parts,
     shapes_of,
+    step_clipped,
     step_given_gradients,
     step_parts,
     train,
@@ -103,13 +107,50 @@ def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
 
 
 @pytest.mark.parametrize("contract", slow_but(("ieee", "eo"), ("ieee",)))
-def test_owners_move_no_bit(pools, contract):
+def test_owners_and_shards_move_no_bit(pools, contract):
     """Without clipping: the norm adds up in other orders."""
     one = case_of("main_shards", clip_grad=0.0, options={"contract": contract})
-    owned = replace(one, config=layer_wise())
+    owned, shards = replace(one, config=layer_wise()), replace(one, **cut())
     (whole,) = pools(1)(step_given_gradients, one)
-    for world, case in ((2, one), (2, owned), (3, owned)):
+    runs = ((2, one), (2, owned), (3, owned), (1, shards), (2, shards), (3, shards))
+    for world, case in runs:
         assert pools(world)(step_given_gradients, case) == [whole] * world
+
+
+AS_WHOLES = (
+    "bf16",
+    *(("a norm of their own",) if HAS_KEYS else ()),
+    "bf16 gradients",
+    "fp32",
+    "query groups",
+    "QKV as one",
+    "other numbers",
+    "decoupled lr",
+    "experts",
+    "virtual pipeline",
+    "tensor parallel",
+)
+
+
+@pytest.mark.parametrize("name", slow_but(AS_WHOLES, ("bf16 gradients", "experts")))
+def test_shards_train_as_whole_matrices(pools, name):
+    """Losses, weights and states; without clipping, as above, and all groups at one lr."""
+    own = {**SETTINGS[name], "clip_grad": 0.0, "lr_apart": 0.0, "options": {}}
+    case = case_of("main_shards", **own)
+    found = pools(2)(train, replace(case, overlap=True, **cut(**case.config)), 3)
+    for one, other in zip(found, pools(2)(train, case, 3), strict=True):
+        assert [step[:2] for step in one["steps"]] == [step[:2] for step in other["steps"]]
+        assert one["weights"] == other["weights"]
+        assert one["states"] == other["states"]
+
+
+def test_shards_are_clipped_by_megatrons_norm(pools):
+    """As gradients that were multiplied before."""
+    case = case_of("main_shards", clip_grad=0.1, options={}, **cut())
+    clipped, factors = pools(2)(step_clipped, case)[0]
+    assert all(factor < 1 for factor in factors)
+    (multiplied, _), _ = pools(2)(step_clipped, replace(case, clip_grad=0.0), factors)
+    assert multiplied == clipped
 
 
 def test_owners_have_whole_weights_of_their_own(pools):
@@ -134,12 +175,23 @@ def test_tensor_parallel_ranks_step_whole_matrices(pools, name):
         assert found != whole  # blockwise
 
 
+@pytest.mark.slow
+def test_owners_step_what_tensor_parallel_ranks_share(pools):
+    """On four ranks: two of each kind."""
+    case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED)
+    (whole,) = pools(1)(step_parts, case)
+    owned = replace(case, tensor_parallel=2, config=layer_wise(muon_tp_mode="duplicated"))
+    for own in (replace(case, tensor_parallel=2), owned):
+        for found in pools(4)(step_parts, own):
+            assert found == whole
+
+
 # --- checkpoints
 
-METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
+FORM = "dp_reshardable"
 
 
-SAVED = {"on all": {}, "on owners": ON_OWNERS}
+SAVED = {"on all": {}, "on owners": ON_OWNERS, "in shards": cut()}
 SHARED = {
     "tensor_parallel": 2,
     "options": {},
@@ -152,34 +204,66 @@ if HAS_KEYS:
     SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
 
 
-@pytest.mark.parametrize("name", slow_but(SAVED, ("on owners",)))
+@pytest.mark.parametrize("name", slow_but(SAVED, ("on owners", "in shards")))
 def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     case = case_of("main_shards", **SAVED[name])
     straight = once(2, train, case, 4)
-    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case, tmp_path / "a", FORM)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
     for world in (1, 3):
-        for other in pools(world)(load_and_train, case, tmp_path / "a", METADATA):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", FORM):
+            assert other["loaded"] == saved[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["dp_zero_gather_scatter", "fully_reshardable"])
+def test_shards_are_saved_in_all_of_megatrons_formats(pools, tmp_path, form):
+    case = case_of("main_shards", **cut())
+    saved = pools(2)(train_and_save, case, tmp_path / "a", form)
+    for world in (1, 2, 3):
+        for other in pools(world)(load_and_train, case, tmp_path / "a", form):
             assert other["loaded"] == saved[0]
 
 
 def test_what_tensor_parallel_ranks_share_is_saved(pools, tmp_path):
     case = case_of("main_shards", **SHARED)
     straight = pools(2)(train, case, 3)
-    saved = pools(2)(train_and_save, case, tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case, tmp_path / "a", METADATA, 2, 1)
+    saved = pools(2)(train_and_save, case, tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case, tmp_path / "a", FORM, 2, 1)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [DUPLICATED, {"config": layer_wise(muon_tp_mode="duplicated")}])
+def test_tensor_parallel_parts_are_loaded_on_other_numbers_of_ranks(pools, tmp_path, layout):
+    two = case_of("main_shards", tensor_parallel=2, options={}, **layout)
+    one = replace(two, tensor_parallel=1)
+    saved = pools(2)(save_parts, two, tmp_path / "a", FORM)[0]
+    for world, case in ((1, one), (2, one), (2, two), (4, two)):
+        assert pools(world)(load_parts, case, tmp_path / "a", FORM) == [saved] * world
+    saved = pools(2)(save_parts, one, tmp_path / "b", FORM)[0]
+    assert pools(2)(load_parts, two, tmp_path / "b", FORM) == [saved] * 2
+
+
+@pytest.mark.slow
+def test_shards_of_tensor_parallel_parts_are_loaded_on_one_rank(pools, tmp_path):
+    """In the one format of the distributed optimizer's that knows matrices."""
+    two = case_of("main_shards", tensor_parallel=2, options={}, **cut())
+    form = "fully_reshardable"
+    saved = pools(2)(save_parts, two, tmp_path / "a", form)[0]
+    (found,) = pools(1)(load_parts, replace(two, tensor_parallel=1), tmp_path / "a", form)
+    assert found == saved
+
+
 def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
     straight = once(2, train, case_of(), 4)
-    saved = pools(2)(train_and_save, case_of(), tmp_path / "a", METADATA)
-    back = pools(2)(load_and_train, case_of("main_shards"), tmp_path / "a", METADATA)
+    saved = pools(2)(train_and_save, case_of(), tmp_path / "a", FORM)
+    back = pools(2)(load_and_train, case_of("main_shards"), tmp_path / "a", FORM)
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
@@ -199,10 +283,20 @@ REFUSED = {
     "split": ({"muon_split_qkv": None}, "config.muon_split_qkv must be one of True, False"),
     "loss scale": ({"loss_scale": 8.0}, "config.loss_scale must be None with config.optimizer="),
     "offload": ({"optimizer_cpu_offload": True}, "config.optimizer_cpu_offload must be False with"),
-    "shards": ({"use_distributed_optimizer": True}, "use_distributed_optimizer must be False with"),
 }
+SAME = "use_distributed_optimizer must be the same in config and DistributedDataParallel, and False"
 OF_CASES = {
-    "ddp": ({"shards": True}, "use_distributed_optimizer must be False with Muon, got True"),
+    "shards of the config alone": ({"config": cut()["config"]}, SAME),
+    "shards of DDP alone": ({"shards": True}, SAME),
+    "shards on owners": (
+        {"shards": True, "config": {**layer_wise(), "use_distributed_optimizer": True}}, SAME
+    ),
+    "Adam in shards": (
+        {"adam_w_mode": False, **cut()}, "config.decoupled_weight_decay must be True with config.o"
+    ),
+    "instances": (
+        {"instances": 2, "shards": True}, "num_distributed_optimizer_instances must be 1 with Muon"
+    ),
     "fp16": ({"dtype": torch.float16}, "config.fp16 must be False with config.optimizer='muon'"),
     "fp32 on owners": (
         {"dtype": torch.float32, **ON_OWNERS}, "config.bf16 must be True with config.optimizer="
@@ -228,9 +322,10 @@ OF_CASES = {
 )
 def test_what_is_refused(pools, settings, message):
     plug = settings.get("plug", "main_shards")
-    ((error, left),) = pools(1)(error_of, case_of(**{**settings, "plug": plug}))
-    assert error.startswith(f"ValueError: {message}")
-    assert left == []
+    case = case_of(**{**settings, "plug": plug})
+    for error, left in pools(case.instances)(error_of, case):
+        assert error.startswith(f"ValueError: {message}")
+        assert left == []
 
 
 def test_parts_of_tensor_parallel_ranks_are_told_of(pools):
@@ -238,6 +333,15 @@ def test_parts_of_tensor_parallel_ranks_are_told_of(pools):
     for told in pools(2)(warnings_of, case):
         assert any("'blockwise' makes each tensor-parallel rank's part" in each for each in told)
     assert pools(1)(warnings_of, case_of("main_shards")) == [[]]
+
+
+def test_shards_of_tensor_parallel_parts_are_made_orthogonal_by_themselves(pools):
+    case = case_of("main_shards", tensor_parallel=2, **cut(muon_tp_mode="duplicated"))
+    for error, left in pools(2)(error_of, case):
+        assert error.startswith(
+            "ValueError: config.muon_tp_mode must be 'blockwise' beside use_dis"
+        )
+        assert left == []
 
 
 def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
@@ -249,6 +353,12 @@ def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
 def test_the_context_manager_makes_the_same(pools, once):
     found = pools(2)(train, case_of("main_shards", as_context=True), 3)
     assert found == once(2, train, case_of(), 3)
+
+
+@pytest.mark.slow
+def test_the_context_manager_makes_the_same_of_shards(pools):
+    case = case_of("main_shards", **cut())
+    assert pools(2)(train, replace(case, as_context=True), 3) == pools(2)(train, case, 3)
 
 
 def test_the_code_of_the_page_runs(pools):

@@ -30,7 +30,3 @@ def pretend_cuda():
     cpu.pretend_cuda()
     torch.cuda.Stream = Stream
     torch.cuda.stream = contextlib.nullcontext
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # which release 0.16 forgets without TransformerEngine

@@ -68,6 +68,7 @@ def plugged(fused, weights, bounds):
         _get_model_param_range_map=lambda param: {"param": places[param]},
     )  # fmt: skip
     made._take_shards()
+    made._adapt()
     return made
 
 
@@ -99,7 +100,7 @@ def step_shards(scaling):
     for step in range(STEPS):
         if step == 2:
             saved = copy.deepcopy(optimizer.state_dict())
-            assert set(saved["state"]) == set(range(len(held)))
+            assert saved["state"].keys() >= set(range(len(held)))
             assert len(saved["param_groups"]) == 1
             optimizer, shards = face()
             optimizer.load_state_dict(saved)

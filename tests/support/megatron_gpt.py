@@ -50,6 +50,8 @@ class Case:
     tensor_parallel: int = 1
     lr: float | None = 1e-2
     """Of the config; each step sets the groups' own."""
+    lr_apart: float = 1e-4
+    """By how much the lr of a group is above that of the one before."""
     clip_grad: float = 1.0
     initial_scale: float = 2.0**16
     counts_zeros: bool = False
@@ -390,7 +392,7 @@ class Trainer:
     def step(self):
         """Loss, whether there was an update, norm, zeros; all by their bits."""
         for index, group in enumerate(self.optimizer.param_groups):
-            lr = 1e-2 / (1 + self.done) + 1e-4 * index
+            lr = 1e-2 / (1 + self.done) + self.case.lr_apart * index
             lr += group["max_lr"] / 7 if self.case.decoupled_lr else 0
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)  # as Megatron's scheduler does it
@@ -475,21 +477,21 @@ class Trainer:
 
     # --- checkpoints
 
-    def template(self, kind, is_loading):
+    def template(self, form, is_loading):
         model = self.chunk.module.sharded_state_dict()
-        metadata = {"distrib_optim_sharding_type": kind}
+        metadata = {"distrib_optim_sharding_type": form}
         state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": state}
 
-    def save(self, folder, kind):
+    def save(self, folder, form):
         self.gather()
         Path(folder).mkdir(exist_ok=True)
         dist.barrier()
-        megatron("dist_checkpointing").save(self.template(kind, False), str(folder))
+        megatron("dist_checkpointing").save(self.template(form, False), str(folder))
 
-    def load(self, folder, kind, done):
+    def load(self, folder, form, done):
         checkpoints = megatron("dist_checkpointing")
-        loaded = checkpoints.load(self.template(kind, True), str(folder))
+        loaded = checkpoints.load(self.template(form, True), str(folder))
         self.chunk.module.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.done = done
@@ -521,22 +523,22 @@ def seen(trainer):
     return {"weights": trainer.weights(), "states": trainer.states()}
 
 
-def train(case, steps=3):
+def train(case, steps=3, kind=Trainer):
     """What a rank sees of a run."""
-    trainer = Trainer(case)
+    trainer = kind(case)
     return {"steps": trainer.train(steps), **seen(trainer)}
 
 
-def train_and_save(case, folder, kind, steps=2):
-    trainer = Trainer(case)
+def train_and_save(case, folder, form, steps=2, kind=Trainer):
+    trainer = kind(case)
     trainer.train(steps)
-    trainer.save(folder, kind)
+    trainer.save(folder, form)
     return seen(trainer)
 
 
-def load_and_train(case, folder, kind, done=2, steps=2):
+def load_and_train(case, folder, form, done=2, steps=2, kind=Trainer):
     """A fresh run that goes on from a checkpoint: what it has at first, and in the end."""
-    trainer = Trainer(case)
-    trainer.load(folder, kind, done)
+    trainer = kind(case)
+    trainer.load(folder, form, done)
     loaded = seen(trainer)
     return {"loaded": loaded, "steps": trainer.train(steps), **seen(trainer)}

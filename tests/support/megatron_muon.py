@@ -3,11 +3,12 @@
 import importlib
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
+import megatron_gpt
 import torch
 import torch.distributed as dist
-from emerging_stand_in import megatrons_muon
 from megatron_gpt import (
     HAS_KEYS,
     Trainer,
@@ -22,26 +23,14 @@ from megatron_gpt import (
 )
 from unfused_torch import UnfusedAdam, UnfusedAdamW
 
+from megaopt.commands.regression.megatron.emerging import megatrons_muon
+from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.integration import megatron as ours
 from megaopt.params.dtensor import local_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STATES = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-
-
-gather_alike = dist.all_gather
-
-
-def gather(parts, own, group=None, **others):
-    """all_gather of tensors of several sizes, which NCCL can and gloo cannot."""
-    most = max(part.numel() for part in parts)
-    if all(part.numel() == most for part in parts):
-        return gather_alike(parts, own, group, **others)
-    padded = [part.new_zeros(most) for part in parts]
-    gather_alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
-    for part, wide in zip(parts, padded, strict=True):
-        part.copy_(wide[: part.numel()])
 
 
 def muon_config(**more):
@@ -54,6 +43,11 @@ def layer_wise(**more):
         {"use_layer_wise_distributed_optimizer": True} if HAS_KEYS else {"optimizer": "dist_muon"}
     )
     return muon_config(**name, **more)
+
+
+def cut(**more):
+    """Matrices are in shards of the ordinary distributed optimizer."""
+    return {"config": muon_config(**{**more, "use_distributed_optimizer": True}), "shards": True}
 
 
 def build(case, chunks):
@@ -92,23 +86,11 @@ def take_by_name():
         globals()[TAKEN] = getattr(own, TAKEN)
 
 
-def leaves(optimizer):
-    """The optimizers of a chain that have parameters."""
-    own = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if own is None else [leaf for each in own for leaf in leaves(each)]
-
-
 class MuonTrainer(Trainer):
     """The states are of whole weights."""
 
     def make_optimizer(self):
-        dist.all_gather = gather
         return build(self.case, self.chunks)
-
-    def template(self, metadata, is_loading):
-        model = self.chunk.module.sharded_state_dict()
-        state = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-        return {"model": model, "optimizer": state}
 
     def states(self):
         """A hash of each fp32 weight and its moments, put together from all ranks."""
@@ -131,11 +113,11 @@ class MuonTrainer(Trainer):
         }
         found = []
         for leaf in leaves(self.optimizer):
-            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer, of Adam's
-                for param in leaf.model_param_gbuf_map:
-                    tensors = leaf._get_main_param_and_optimizer_states(param)
+            if hasattr(leaf, "model_param_gbuf_map"):  # the distributed optimizer
+                for param, (group, place) in leaf.model_param_group_index_map.items():
+                    main = leaf.optimizer.param_groups[group]["params"][place]
                     start = leaf._get_model_param_range_map(param)["param"].start
-                    found.append((param, start, tensors))
+                    found.append((param, start, {"param": main, **leaf.optimizer.state[main]}))
                 continue
             for group in leaf.optimizer.param_groups:
                 for main in group["params"]:
@@ -157,25 +139,9 @@ def keys_of(parts):
     return next(iter(parts.values())).keys()
 
 
-def train(case, steps=3):
-    """What a rank sees of a run."""
-    trainer = MuonTrainer(case)
-    return {"steps": trainer.train(steps), **seen(trainer)}
-
-
-def train_and_save(case, folder, metadata, steps=2):
-    trainer = MuonTrainer(case)
-    trainer.train(steps)
-    trainer.save(folder, metadata)
-    return seen(trainer)
-
-
-def load_and_train(case, folder, metadata, done=2, steps=2):
-    """A fresh run that goes on from a checkpoint: what it has at first, and in the end."""
-    trainer = MuonTrainer(case)
-    trainer.load(folder, metadata, done)
-    loaded = seen(trainer)
-    return {"loaded": loaded, "steps": trainer.train(steps), **seen(trainer)}
+train = partial(megatron_gpt.train, kind=MuonTrainer)
+train_and_save = partial(megatron_gpt.train_and_save, kind=MuonTrainer)
+load_and_train = partial(megatron_gpt.load_and_train, kind=MuonTrainer)
 
 
 def step_given_gradients(case, steps=3):
@@ -184,6 +150,16 @@ def step_given_gradients(case, steps=3):
     for step in range(steps):
         trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
     return seen(trainer)
+
+
+def step_clipped(case, factors=(1.0, 1.0, 1.0)):
+    """What a run has, and by what its gradients, which are multiplied before, are to be clipped."""
+    trainer, found = MuonTrainer(case), []
+    for step, factor in enumerate(factors):
+        grads = random_gradients(step, trainer.chunk.module.parameters())
+        _, norm, _ = trainer.step_given([grad * factor for grad in grads])
+        found.append(torch.tensor(case.clip_grad / (norm + 1e-6)).item())
+    return seen(trainer), found
 
 
 def names_owned(case):
@@ -257,21 +233,54 @@ def step_parts(case, steps=3):
     """A hash of each whole weight and its moments after steps of given whole gradients."""
     trainer = MuonTrainer(case)
     group = megatron("parallel_state").get_tensor_model_parallel_group()
-    params = dict(trainer.chunk.module.named_parameters())
+    params = list(trainer.chunk.module.parameters())
     for step in range(steps):
         grads = [
             own_part(torch.randn(whole_shape(param, group), generator=generator), param, group)
-            for number, param in enumerate(params.values())
+            for number, param in enumerate(params)
             for generator in [torch.Generator().manual_seed(100 * step + number)]
         ]
         trainer.step_given(grads)
-    kept = {name.partition(" of ")[0]: tensors for name, _, _, tensors in trainer.parts()}
-    found = {}
-    for name, param in params.items():
-        tensors = {"weight": param.detach().view(-1), **kept[name]}
-        shared = {key: joined(own.view(param.shape), param, group) for key, own in tensors.items()}
-        found[name] = {key: hash_of(tensor) for key, tensor in shared.items()}
-    return found
+    return joined(trainer)
+
+
+def save_parts(case, folder, form):
+    """The same of a training, which is saved."""
+    trainer = MuonTrainer(case)
+    trainer.train(2)
+    trainer.save(folder, form)
+    return joined(trainer)
+
+
+def load_parts(case, folder, form):
+    """The same of what is loaded."""
+    trainer = MuonTrainer(case)
+    trainer.load(folder, form, 2)
+    return joined(trainer)
+
+
+def joined(trainer):
+    """A hash of each whole weight and its moments, of the parts of all ranks."""
+    rank = megatron("parallel_state").get_tensor_model_parallel_rank()
+    params = dict(trainer.chunk.module.named_parameters())
+    own = [(name.partition(" of ")[0], tensors) for name, _, _, tensors in trainer.parts()]
+    own += [(name, {"weight": param.detach().view(-1)}) for name, param in params.items()]
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (rank, own))
+    parts = {}
+    for other, held in gathered:
+        for name, tensors in held:
+            for key, tensor in tensors.items():
+                parts.setdefault((name, key), {})[other] = tensor.view(params[name].shape)
+    return {
+        place: hash_of(together([own[i] for i in sorted(own)], params[place[0]]))
+        for place, own in sorted(parts.items())
+    }
+
+
+def together(parts, param):
+    dim = getattr(param, "partition_dim", -1)
+    return parts[0] if dim < 0 else torch.cat(parts, dim)
 
 
 def whole_shape(param, group):
@@ -284,12 +293,3 @@ def whole_shape(param, group):
 def own_part(tensor, param, group):
     dim = getattr(param, "partition_dim", -1)
     return tensor if dim < 0 else tensor.chunk(group.size(), dim)[group.rank()]
-
-
-def joined(own, param, group):
-    dim = getattr(param, "partition_dim", -1)
-    if dim < 0:
-        return own
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    gather_alike(parts, own.contiguous(), group)
-    return torch.cat(parts, dim)

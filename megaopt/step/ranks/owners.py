@@ -39,7 +39,7 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[Matrix]:
-    """Those of a parameter; none that is empty."""
+    """Those of a parameter of this shape, by elements or indices; none that is empty."""
     rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
     found = []
     for index, cut in enumerate(cuts):
@@ -256,7 +256,7 @@ class Owners:
         matrices = [
             each
             for param, (view, own) in enumerate(zip(views, cuts, strict=True))
-            for each in matrices_of(param, view.whole_shape, own)
+            for each in matrices_of(param, view.box_shape, own)
         ]
         holders = [
             [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]

@@ -34,6 +34,14 @@ class MegatronConfig(Table):
     tensor_parallel: Ranks = 1  # ranks that share each matrix; divides the ranks and the heads
     pipeline_parallel: Ranks = 1
     """Stages, each with as many of the layers; tensor_parallel times it divides the ranks."""
+    experts: Count | None = (
+        None  # feed-forward parts of a layer, of which tokens take two; None: one
+    )
+    expert_parallel: Ranks = 1  # ranks that share out the experts; divides both
+    optimizer: Literal["adam", "muon"] = "adam"
+    """muon: matrices are stepped by Muon, everything else by Adam."""
+    muon_tp_mode: Literal["duplicated", "blockwise"] = "duplicated"
+    """Whether Muon makes whole matrices orthogonal, or each tensor-parallel rank its part."""
     bucket_size: Count | None = None  # elements of a bucket of gradients; None: Megatron's default
     overlap_grad_reduce: bool = True
     """Gradients are reduced during the backward pass. Without, there is one bucket, whatever
@@ -59,6 +67,13 @@ class MegatronConfig(Table):
         groups = self.ranks // self.tensor_parallel
         divides = groups % self.pipeline_parallel == 0
         self.need(divides, "pipeline_parallel", f"a divisor of the {groups} tensor-parallel groups")
+        parts = self.experts or 1
+        divides = parts % self.expert_parallel == 0 and self.ranks % self.expert_parallel == 0
+        allowed = f"a divisor of ranks = {self.ranks} and of experts = {parts}"
+        self.need(divides, "expert_parallel", allowed)
+        if self.optimizer == "muon":
+            self.need(self.fp8_recipe is None, "fp8_recipe", "left out with optimizer = 'muon'")
+            self.need(self.precision == "bf16", "precision", "'bf16' with optimizer = 'muon'")
         if self.fp8_recipe is None:
             self.need(not self.fp8_param_gather, "fp8_param_gather", "false without fp8_recipe")
         else:
@@ -71,6 +86,9 @@ class SharedKeys(Named):
     mode: Literal["main_shards", "precision_aware"] = "main_shards"
     """Who owns the fp32 masters: Megatron, or, precision_aware, the inner optimizer: ours, or of
     the others TransformerEngine's alone."""
+    layout: Literal["shards", "whole", "owners"] = "shards"
+    """Whether a data-parallel rank steps shards, as the distributed optimizer cuts them, or, with
+    Muon, whole weights: all of them, or those that the layer-wise optimizer gives it."""
     store_param_remainders: bool = False
     """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
@@ -102,7 +120,8 @@ class StockVariant(SharedKeys):
     kind: Literal["stock"] = "stock"
     inner: Literal["transformer_engine", "torch", "unfused"]
     """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
-    plain torch operations."""
+    plain torch operations; with Muon the last, and Emerging-Optimizers' Muon or, where that is not
+    installed, what stands for it."""
     cast_after_load: bool = False
     """Casts the masters to weights once they are loaded, as a megaopt variant does; Megatron does
     not, and under delayed scaling its fp8 weights were others then."""
@@ -125,7 +144,8 @@ class MegaoptVariant(SharedKeys):
     """Megatron with the optimizer step of megaopt.integration.megatron."""
 
     kind: Literal["megaopt"] = "megaopt"
-    contract: Literal["ieee", "te", "torch"] = "ieee"
+    contract: Literal["ieee", "te", "torch", "eo"] = "ieee"
+    """eo: with Muon alone, the bits of Emerging-Optimizers, which a stock variant has."""
     backend: Literal["auto", "triton", "reference"] = "auto"
     # other than float32 with mode = "precision_aware" alone
     exp_avg_dtype: StateDtype = "float32"
@@ -166,12 +186,33 @@ class MegatronRun(Run):
         allowed = f"a multiple of the micro batches of {self.megatron.ranks} ranks"
         self.need(self._divides_batch(self.megatron.ranks), "batch_size", allowed)
         for variant in self.variant:
+            self._check_muon(variant)
             self._check_resume(variant)
             self._check_baseline(variant)
 
     def _divides_batch(self, ranks: int) -> bool:
         size = self.megatron.micro_batch_size * (ranks // self.megatron.shares)
         return self.batch_size % size == 0
+
+    def _check_muon(self, variant: MegatronVariant) -> None:
+        contract, own = getattr(variant, "contract", "ieee"), self.megatron
+        if own.optimizer == "adam":
+            variant.need(variant.layout == "shards", "layout", "'shards' with optimizer = 'adam'")
+            variant.need(contract != "eo", "contract", "another with optimizer = 'adam'")
+            return
+        beside = "with optimizer = 'muon'"
+        variant.need(variant.mode == "main_shards", "mode", f"'main_shards' {beside}")
+        variant.need(not variant.cuda_graph, "cuda_graph", f"false {beside}")
+        if isinstance(variant, MegaoptVariant):
+            variant.need(contract in ("ieee", "eo"), "contract", f"'ieee' or 'eo' {beside}")
+            variant.need(not variant.cpu_offload, "cpu_offload", f"false {beside}")
+            parts = own.tensor_parallel > 1 and own.muon_tp_mode == "duplicated"
+            allowed = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
+            variant.need(variant.layout != "shards" or not parts, "layout", allowed)
+        else:
+            variant.need(variant.inner == "unfused", "inner", f"'unfused' {beside}")
+            allowed = "'whole' or 'owners', as Megatron's own Muon has no others"
+            variant.need(variant.layout != "shards", "layout", allowed)
 
     def _check_resume(self, variant: MegatronVariant) -> None:
         after, ranks, shares = variant.resume_after, variant.resume_ranks, self.megatron.shares
@@ -191,6 +232,7 @@ class MegatronRun(Run):
         allowed = f"the name of another variant, without a baseline: {names}"
         variant.need(variant.baseline in others, "baseline", allowed)
         for of, words in {
+            lambda each: each.layout: "with the same layout: the norm's sums have its order",
             self.overlaps_grad_reduce: "with the same overlap_grad_reduce: it decides about the "
             "buckets",
             self.reduces_in_fp32: "with the same grad_reduce_in_fp32: sums are rounded by it",
@@ -216,8 +258,11 @@ class MegatronRun(Run):
         return self._setting(variant, "grad_reduce_in_fp32") or self.megatron.precision == "fp32"
 
     def overlaps_param_gather(self, variant: MegatronVariant) -> bool:
-        """Whether the variant gathers weights during the forward pass; never without the other."""
-        overlaps = self._setting(variant, "overlap_param_gather")
+        """Whether the variant gathers weights during the forward pass; never without the other.
+
+        Nor where ranks have whole weights.
+        """
+        overlaps = self._setting(variant, "overlap_param_gather") and variant.layout == "shards"
         return overlaps and self.overlaps_grad_reduce(variant)
 
     def _setting(self, variant: MegatronVariant, key: str) -> bool:

@@ -14,7 +14,11 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+ENGINES_PRODUCT = "te_general_gemm"
+"""The name in Megatron's modules of TransformerEngine's matrix product."""
 
 
 class NoStream:
@@ -39,6 +43,27 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def gather_padded(alike: Callable[..., Any]) -> Callable[..., Any]:
+    """all_gather of tensors of several sizes, which NCCL can and gloo cannot; alike: torch's own.
+
+    Megatron's layer-wise optimizer gathers weights so.
+    """
+
+    def all_gather(
+        parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **others: Any
+    ) -> Any:
+        most = max(part.numel() for part in parts)
+        if all(part.numel() == most for part in parts):
+            return alike(parts, own, group, **others)
+        padded = [part.new_zeros(most) for part in parts]
+        alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
+        for part, wide in zip(parts, padded, strict=True):
+            part.copy_(wide[: part.numel()])
+        return None
+
+    return all_gather
+
+
 def pretend_cuda() -> None:
     """Lets this process run Megatron-Core on the CPU."""
     cuda: Any = torch.cuda
@@ -46,6 +71,11 @@ def pretend_cuda() -> None:
     cuda.synchronize = lambda *_, **__: None
     cuda.current_stream = cuda.default_stream = lambda *_, **__: NoStream()
     random = import_module("megatron.core.tensor_parallel.random")
+    distributed: Any = dist
+    distributed.all_gather = gather_padded(dist.all_gather)
+    experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(experts, ENGINES_PRODUCT):  # release 0.16 forgets it without TransformerEngine
+        setattr(experts, ENGINES_PRODUCT, None)
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
     mode: Any = CudaToCpu()
     mode.__enter__()

@@ -27,6 +27,13 @@ def weights_dtype(run: MegatronRun) -> torch.dtype:
 def transformer_config(run: MegatronRun, device: torch.device) -> Any:
     """Megatron's TransformerConfig: nothing random, nothing fused that TransformerEngine brings."""
     own, dtype = run.megatron, weights_dtype(run)
+    experts = {
+        "num_moe_experts": own.experts,
+        "expert_model_parallel_size": own.expert_parallel,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "add_bias_linear": False,
+    }
     fp8 = {"fp8": "hybrid", "fp8_recipe": own.fp8_recipe, "fp8_param": own.fp8_param_gather}
     return megatron("transformer").TransformerConfig(
         num_layers=run.model.layers,
@@ -49,6 +56,7 @@ def transformer_config(run: MegatronRun, device: torch.device) -> Any:
         # where TransformerEngine is installed and apex is not, the other norm asks for apex
         normalization="RMSNorm",
         attention_backend=megatron("transformer.enums").AttnBackend.unfused,
+        **(experts if own.experts is not None else {}),
         **(fp8 if own.fp8_recipe is not None else {}),
     )
 
@@ -60,7 +68,8 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
     if with_engine:
         spec = specs.get_gpt_layer_with_transformer_engine_spec()
     else:
-        spec = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+        experts = config.num_moe_experts
+        spec = specs.get_gpt_layer_local_spec(experts, normalization=config.normalization)
     model = megatron("models.gpt.gpt_model").GPTModel(
         config=config,
         transformer_layer_spec=spec,
@@ -76,10 +85,10 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
 
 
 def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) -> Any:
-    """Megatron's DistributedDataParallel around the model, for the distributed optimizer."""
+    """Megatron's DistributedDataParallel around the model, for the variant's layout."""
     distributed, own = megatron("distributed"), run.megatron
     settings = distributed.DistributedDataParallelConfig(
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=variant.layout == "shards",
         grad_reduce_in_fp32=run.reduces_in_fp32(variant),
         overlap_grad_reduce=run.overlaps_grad_reduce(variant),
         overlap_param_gather=run.overlaps_param_gather(variant),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
@@ -13,9 +14,11 @@ from megaopt.commands.regression.megatron.config import (
     MegatronVariant,
     StockVariant,
 )
+from megaopt.commands.regression.megatron.emerging import make_muon
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
 from megaopt.commands.regression.unfused import UnfusedAdam
 
+LAYER_WISE = "use_layer_wise_distributed_optimizer"
 # Megatron calls its fp8 moments uint8; the others are megaopt's own names
 STATE_DTYPES = {
     "float32": torch.float32,
@@ -29,9 +32,17 @@ def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) ->
     """Megatron's OptimizerConfig for a variant, with more of its fields."""
     if variant.cuda_graph:
         more["optimizer_cuda_graph"] = True
-    adam, dtype = run.optimizer, weights_dtype(run)
-    return megatron("optimizer").OptimizerConfig(
-        optimizer="adam",
+    adam, dtype, kind = run.optimizer, weights_dtype(run), megatron("optimizer").OptimizerConfig
+    name: str = run.megatron.optimizer
+    if name == "muon":
+        more["muon_tp_mode"] = run.megatron.muon_tp_mode
+    if variant.layout == "owners":  # release 0.16 has another name
+        if LAYER_WISE in {each.name for each in fields(kind)}:
+            more[LAYER_WISE] = True
+        else:
+            name = "dist_muon"
+    return kind(
+        optimizer=name,
         lr=adam.learning_rate,
         weight_decay=adam.weight_decay,
         adam_beta1=adam.beta1,
@@ -40,7 +51,7 @@ def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) ->
         decoupled_weight_decay=adam.adam_w_mode,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=variant.layout == "shards",
         clip_grad=run.megatron.clip_grad,
         fp8_recipe=run.megatron.fp8_recipe,
         **more,
@@ -78,6 +89,8 @@ def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
     config = optimizer_config(
         run, variant, use_precision_aware_optimizer=aware, store_param_remainders=remainders
     )
+    if run.megatron.optimizer == "muon":
+        return make_muon(config, chunk, variant.layout == "owners")
     return megatron("optimizer").get_megatron_optimizer(config, [chunk])
 
 
@@ -111,9 +124,10 @@ def build_optimizer(run: MegatronRun, variant: MegatronVariant, chunk: Any) -> A
     return made
 
 
-def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Megatron's DistributedOptimizers in a chain of them, or the one."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers of a chain, or of chains within it, that step weights; or the one."""
+    own = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if own is None else [leaf for each in own for leaf in leaves(each)]
 
 
 def scheduler_of(run: MegatronRun, optimizer: Any) -> Any:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-from megaopt.commands.regression.megatron.optimizer import distributed_optimizers
+from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.commands.regression.parts import Part, part
+from megaopt.params.dtensor import local_of
 
 # Megatron's names for the tensors of a parameter, ours for the same
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 def memory_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -35,31 +37,64 @@ def as_master(weight: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
     return (upper + stored.to(torch.int32)).view(torch.float32)
 
 
-def parts(chunk: Any, optimizer: Any, suffix: str) -> Iterator[Part]:
-    """The shards of this rank after a step, in the model's order.
+def parts(chunk: Any, optimizer: Any, suffix: str, of_experts: str) -> Iterator[Part]:
+    """What this rank steps of the weights, and their states after a step, in the model's order.
 
     The tensors are those that Megatron would save, a state in another format being decoded to fp32.
-    suffix tells names apart from those of ranks with other parts of the model.
+    The suffixes tell names apart from those of ranks with other parts of the model, or experts.
     """
+    held = {
+        parameter: (start, tensors)
+        for each in leaves(optimizer)
+        for parameter, start, tensors in held_by(each, chunk)
+    }
     for name, parameter in chunk.module.named_parameters():
-        for each in distributed_optimizers(optimizer):
-            if parameter in each.model_param_group_index_map:
-                place = each._get_model_param_range_map(parameter)["param"]
-                state = each._get_main_param_and_optimizer_states(parameter)
-                tensors = {"weight": memory_of(parameter)[place.start : place.end]}
-                tensors |= {KINDS[key]: state[key].detach().view(-1) for key in KINDS}
-                tensors["master"] = as_master(tensors["weight"], tensors["master"])
-                for quantity, tensor in tensors.items():
-                    yield part(name + suffix, quantity, tensor, parameter.shape, place.start)
+        if parameter in held:
+            start, tensors = held[parameter]
+            end = start + tensors["master"].numel()
+            tensors = {"weight": memory_of(parameter)[start:end], **tensors}
+            tensors["master"] = as_master(tensors["weight"], tensors["master"])
+            called = name + (of_experts if ".experts." in name else suffix)
+            for quantity, tensor in tensors.items():
+                yield part(called, quantity, tensor, parameter.shape, start)
+
+
+Held = list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]
+"""Parameters, the first element that a rank has of each, and flat fp32 tensors."""
+
+
+def held_by(optimizer: Any, chunk: Any) -> Held:
+    """What an optimizer steps: shards of a DistributedOptimizer's, or whole weights."""
+    if not hasattr(optimizer, "model_param_group_index_map"):
+        own = chunk.module.parameters()
+        models = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in own}
+        mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
+        return [(models[id(main)], 0, whole_of(main, optimizer.optimizer)) for main in mains]
+    found: Held = []
+    for parameter in optimizer.model_param_group_index_map:
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        state = optimizer._get_main_param_and_optimizer_states(parameter)
+        tensors = {KINDS[key]: state[key].detach().view(-1) for key in KINDS}
+        found.append((parameter, start, tensors))
+    return found
+
+
+def whole_of(main: torch.Tensor, inner: Any) -> dict[str, torch.Tensor]:
+    """A master and its moments."""
+    state = inner.state[main]
+    kept = {"master": main, **{name: state[name] for name in MOMENTS if name in state}}
+    return {name: local_of(tensor).detach().view(-1) for name, tensor in kept.items()}
 
 
 def state_bytes(optimizer: Any) -> int:
     """Bytes of this rank's masters and moments as they are stored, and of their scales."""
     tensors: dict[int, torch.Tensor] = {}
-    for each in distributed_optimizers(optimizer):
-        mains = (p for group in each.shard_fp32_from_float16_groups for p in group)
+    names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+    for each in leaves(optimizer):
+        groups = [group for name in names for group in getattr(each, name, ())]
+        mains = (p for group in groups for p in group)
         states = (t for state in each.optimizer.state.values() for t in state.values())
-        for tensor in (*mains, *states):
+        for tensor in map(local_of, (*mains, *states)):
             if isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
                 # masters may be in both places
                 tensors[tensor.data_ptr()] = tensor

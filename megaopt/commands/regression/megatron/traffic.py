@@ -74,13 +74,15 @@ def our_passes(run: MegatronRun, variant: MegaoptVariant) -> dict[str, int]:
 def bytes_per_parameter(
     run: MegatronRun, variant: StockVariant | MegaoptVariant, fused_clip: bool
 ) -> dict[str, int] | None:
-    """Bytes by pass; None for the unfused Adam, of some thirty passes.
+    """Bytes by pass; None for the unfused Adam, of some thirty passes, and where there is Muon.
 
     Args:
         run: the config.
         variant: one of it.
         fused_clip: whether TransformerEngine or apex scales Megatron's gradients.
     """
+    if run.megatron.optimizer == "muon":
+        return None
     if isinstance(variant, MegaoptVariant):
         return our_passes(run, variant)
     return None if variant.inner == "unfused" else stock_passes(run, variant, fused_clip)

@@ -25,7 +25,7 @@ from megaopt.commands.regression.megatron.model import (
 )
 from megaopt.commands.regression.megatron.optimizer import (
     build_optimizer,
-    distributed_optimizers,
+    leaves,
     scheduler_of,
 )
 from megaopt.commands.regression.parts import Part
@@ -78,6 +78,7 @@ def build(task: Task) -> Training:
     megatron("parallel_state").initialize_model_parallel(
         tensor_model_parallel_size=run.megatron.tensor_parallel,
         pipeline_model_parallel_size=run.megatron.pipeline_parallel,
+        expert_model_parallel_size=run.megatron.expert_parallel,
     )
     torch.manual_seed(run.seed)
     if device.type == "cuda":
@@ -161,7 +162,10 @@ class Training:
         rank, stage = groups.get_tensor_model_parallel_rank, groups.get_pipeline_model_parallel_rank
         suffix = f" (tensor-parallel rank {rank()})" if own.tensor_parallel > 1 else ""
         suffix += f" (pipeline stage {stage()})" if own.pipeline_parallel > 1 else ""
-        return state.parts(self.chunk, self.optimizer, suffix)
+        of_experts = suffix
+        if own.expert_parallel > 1:
+            of_experts += f" (expert-parallel rank {groups.get_expert_model_parallel_rank()})"
+        return state.parts(self.chunk, self.optimizer, suffix, of_experts)
 
     def about(self) -> dict[str, Any]:
         """Sizes, and whose Adam it is."""
@@ -171,9 +175,7 @@ class Training:
                 [bucket.grad_data.numel() for bucket in buffer.buckets]
                 for buffer in self.chunk.buffers
             ],
-            "inner_optimizer": type(
-                distributed_optimizers(self.optimizer)[0].optimizer
-            ).__qualname__,
+            "inner_optimizer": type(leaves(self.optimizer)[0].optimizer).__qualname__,
         }
 
     def save(self, path: Path) -> None:

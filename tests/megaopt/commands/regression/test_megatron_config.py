@@ -32,7 +32,63 @@ REMAINDERS = "store_param_remainders = true\n"
 AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype="float8")
 
 
+TWO = "ranks = 2\nmicro_batch_size = 2\n"
+MUON = TWO + 'optimizer = "muon"\n'
+STOCK_MUON = STOCK + 'layout = "whole"\n'
+
 REFUSED = [
+    (
+        {"variants": STOCK_MUON},
+        "layout must be 'shards' with optimizer = 'adam', got 'whole'",
+    ),
+    (
+        {"variants": STOCK + ours(contract="eo")},
+        "contract must be another with optimizer = 'adam', got 'eo'",
+    ),
+    (
+        {"megatron": MUON},
+        "layout must be 'whole' or 'owners', as Megatron's own Muon has no others, got 'shards'",
+    ),
+    (
+        {"megatron": MUON, "variants": STOCK_MUON.replace("unfused", "torch")},
+        "inner must be 'unfused' with optimizer = 'muon', got 'torch'",
+    ),
+    (
+        {"megatron": MUON, "variants": ours(contract="te")},
+        "contract must be 'ieee' or 'eo' with optimizer = 'muon', got 'te'",
+    ),
+    (
+        {"megatron": MUON, "variants": ours(cpu_offload=True)},
+        "cpu_offload must be false with optimizer = 'muon', got True",
+    ),
+    (
+        {"megatron": MUON, "variants": ours(mode="precision_aware")},
+        "mode must be 'main_shards' with optimizer = 'muon', got 'precision_aware'",
+    ),
+    (
+        {"megatron": MUON, "variants": ours(cuda_graph=True)},
+        "cuda_graph must be false with optimizer = 'muon', got True",
+    ),
+    (
+        {"megatron": MUON + "tensor_parallel = 2", "variants": ours()},
+        "layout must be 'whole' or 'owners' where tensor-parallel ranks bring matrices together, g",
+    ),
+    (
+        {"megatron": MUON, "variants": STOCK_MUON + ours(baseline="stock")},
+        "ours.baseline must be a variant with the same layout",
+    ),
+    (
+        {"megatron": MUON + 'precision = "fp32"', "variants": ours()},
+        "megatron.precision must be 'bf16' with optimizer = 'muon', got 'fp32'",
+    ),
+    (
+        {"megatron": MUON + 'fp8_recipe = "delayed"', "variants": ours()},
+        "megatron.fp8_recipe must be left out with optimizer = 'muon', got 'delayed'",
+    ),
+    (
+        {"megatron": TWO + "experts = 3\nexpert_parallel = 2"},
+        "megatron.expert_parallel must be a divisor of ranks = 2 and of experts = 3, got 2",
+    ),
     (
         {"megatron": "ranks = 0\nmicro_batch_size = 2"},
         "megatron.ranks: Input should be greater than or equal to 1, got 0",

@@ -2,10 +2,12 @@ import json
 import multiprocessing
 import time
 from multiprocessing import forkserver
+from pathlib import Path
 
 import pytest
 from tiny_runs import tiny_run, variant
 
+from megaopt.commands.configs import find_config
 from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.group import Group, RankError
 from megaopt.commands.regression.megatron.config import read_megatron_run
@@ -137,6 +139,38 @@ def test_a_flipped_bit_is_noticed(run):
     assert found["tensor"] == "embedding.word_embeddings.weight master"
     assert len(found["bits"]) == len(found["baseline_bits"]) == 32
     assert found["bits"] != found["baseline_bits"]
+
+
+MUON = ("muon_tensor", "muon_pipeline", "muon_experts")
+
+
+@needs_megatron
+@needs_plug
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUON)
+def test_the_configs_of_muon(tmp_path, name):
+    """On tensor-parallel ranks, pipeline stages and ranks of experts."""
+    assert regress(find_config(Path(f"megatron_gpt_tiny_{name}")), out=tmp_path) == 0
+
+
+@needs_megatron
+@needs_plug
+def test_muon_has_the_bits_of_megatrons_own_under_its_contract_alone(tmp_path):
+    tables = {"optimizer": OPTIMIZER, "megatron": MEGATRON + '\noptimizer = "muon"'}
+    whole = 'layout = "whole"\n'
+    text = tiny_run(2, batch_size=4, **tables) + STOCK + whole
+    text += OURS.format(name="eo", baseline="stock", keys=whole + 'contract = "eo"')
+    text += OURS.format(name="ieee", baseline="stock", keys=whole)
+    (tmp_path / "tiny.toml").write_text(text, encoding="utf-8")
+    assert regress(tmp_path / "tiny.toml", out=tmp_path / "out") == 1
+    record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
+    found = record["variants"]
+    assert [found[name]["identical"] for name in ("eo", "ieee")] == [True, False]
+    kinds = {tuple(name.rsplit(" ", 1)) for name in found["eo"]["digests"]}
+    matrices = {name for name, kind in kinds if kind == "momentum_buffer"}
+    assert matrices == {
+        name for name, kind in kinds if ".linear_" in name and name.endswith(".weight")
+    }  # fmt: skip
 
 
 def assert_identical(result):

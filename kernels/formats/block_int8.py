@@ -27,9 +27,7 @@ NAN_MAGNITUDE = 128
 NAN_CODE: tl.constexpr = tl.constexpr(NAN_MAGNITUDE)
 NAN_BYTE: tl.constexpr = tl.constexpr(-NAN_MAGNITUDE)
 NAN: tl.constexpr = tl.constexpr(0x7FC00000)
-# A code that is shifted by 17 is fp32's code * 2**-132.
-DROPPED = 17
-BEHIND: tl.constexpr = tl.constexpr(DROPPED)
+# a code that is shifted by 17 is fp32's pattern of code * 2**-132
 DOWN: tl.constexpr = tl.constexpr(2.0**-126)
 UP: tl.constexpr = tl.constexpr(2.0**126)
 
@@ -38,7 +36,7 @@ UP: tl.constexpr = tl.constexpr(2.0**126)
 def decode_int8(code, scale):
     wide = code.to(tl.int32)
     # a byte with a sign: that and the seven bits come to their places
-    number = ((wide << BEHIND) & -0x7F020000).to(tl.float32, bitcast=True)
+    number = ((wide << 17) & -0x7F020000).to(tl.float32, bitcast=True)
     value = (number * UP * scale).to(tl.int32, bitcast=True)
     return tl.where(wide == NAN_BYTE, NAN, value).to(tl.float32, bitcast=True)
 
@@ -57,13 +55,13 @@ def with_sign(value, code):
 @helper
 def encode_int8(value, inverse, bits):
     pattern = scaled_pattern(value, inverse)
-    return with_sign(value, cut(pattern, (bits << 1) | 1, NAN_CODE, BEHIND))
+    return with_sign(value, cut(pattern, (bits << 1) | 1, NAN_CODE, 17))
 
 
 @helper
 def encode_int8_nearest(value, inverse):
     pattern = scaled_pattern(value, inverse)
-    return with_sign(value, cut(pattern, half(pattern, BEHIND), NAN_CODE, BEHIND))
+    return with_sign(value, cut(pattern, half(pattern, 17), NAN_CODE, 17))
 
 
 # --- the twins: scale and inverse are those of each element, of the shape of code or value
@@ -71,7 +69,7 @@ def encode_int8_nearest(value, inverse):
 
 def decode_int8_reference(code: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """The value, shape of `code`, fp32; factor: of each element."""
-    pattern = (code.int() & 0x7F) << DROPPED | (code.int() & 0x80) << 24
+    pattern = (code.int() & 0x7F) << 17 | (code.int() & 0x80) << 24
     value = pattern.view(torch.float32) * 2.0**126 * factor
     return value.masked_fill(code == NAN_MAGNITUDE, torch.nan)
 
@@ -83,7 +81,7 @@ def encode_int8_reference(
 
     What rounds to 0 loses its sign.
     """
-    code = cut_reference(value.abs() * inverse * 2.0**-126, bits, NAN_MAGNITUDE, DROPPED)
+    code = cut_reference(value.abs() * inverse * 2.0**-126, bits, NAN_MAGNITUDE, 17)
     return torch.where((value < 0) & (code > 0), code | 0x80, code).to(torch.uint8)
 
 

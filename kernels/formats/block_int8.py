@@ -10,9 +10,9 @@ largest code is 64 to 127. What was read and is stored again is read as an equal
 random bits: a block's largest code from 64 on finds its window again. The only other one that
 rounding makes there is 63, whose 63/64 f lies in the window below, where all codes are doubled.
 
-For moments of which large elements need all their bits and small ones none, as Muon's: an e4m3 code
-is up to 6% from the value, this one at most 1/128 of f, wherever it is. Adam divides small elements
-of exp_avg by small roots: there they have to be kept.
+For moments of which large elements need their bits and small ones none, as Muon's. To nearest an
+e4m3 code is up to 6% from the value, this one at most 1/128 of f. Adam divides small elements of
+exp_avg by small roots: there they have to be kept.
 """
 
 from __future__ import annotations

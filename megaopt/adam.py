@@ -98,6 +98,8 @@ class FusedAdam(FusedOptimizer):
             With 8 bits in blocks: "block_e4m3" (for exp_avg_sq "block_e5m3"), rounded
             stochastically. 128 elements share a scale of one byte, state["exp_avg_scale"]; those of
             "block64_e4m3" and its like are 64. "..._nearest" rounds to nearest: exp_avg_sq stalls.
+            "block_int8" and "block64_int8", of exp_avg alone, are linear, for Muon's momentum:
+            what is less than 1/128 of its block's largest is lost or noise there.
             With 4 bits, two a byte, in blocks of 32: "block32_e3m0" (for exp_avg_sq
             "block32_e4m0"), where the last dimension is a multiple of 32. They too are right in the
             mean; updates are noisier by 84% of it. "..._nearest" is not for training: exp_avg stays

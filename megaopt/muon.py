@@ -353,7 +353,8 @@ class FusedMuon(FusedOptimizer):
         second_moment: "normuon": rows of the update are divided by the root of a mean of their
             squares over steps (Li et al. 2025, arXiv:2510.05491), over whole rows of the whole
             matrix; the update keeps its norm.
-        momentum_buffer_dtype: of Muon's moment, as FusedAdam's exp_avg_dtype.
+        momentum_buffer_dtype: of Muon's moment, as FusedAdam's exp_avg_dtype. Of 8 bits take
+            "block_int8": with "block_e4m3" losses are higher (docs/how-to/muon.md).
         exp_avg_dtype: of AdamW's, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
         contract: "ieee": the same bits everywhere. "torch": the bits of torch.optim.Muon, of the

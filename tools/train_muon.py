@@ -83,7 +83,7 @@ def adamw(groups: Groups, seed: int) -> FusedAdam:
 KINDS: dict[str, Kind] = {
     "torch.optim.Muon": Theirs,
     "ours": partial(ours, {}),
-    "ours, 8-bit momentum": partial(ours, {"momentum_buffer_dtype": "block_e4m3"}),
+    "ours, 8-bit momentum": partial(ours, {"momentum_buffer_dtype": "block_int8"}),
     "ours, fp16 by shape": partial(ours, {"precision": "fp16"}),
     "AdamW": adamw,
 }

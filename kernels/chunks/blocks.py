@@ -215,23 +215,28 @@ def row_key(value, mask):
 
 
 @helper
-def shared_scale(value, mask, SIZE: tl.constexpr):
-    """The new scale of each row's block of SIZE elements; int32 [rows]."""
+def shared_scale(value, mask, FORMAT: tl.constexpr):
+    """The new scale of each row's block; int32 [rows]."""
+    SIZE: tl.constexpr = FORMAT.block
     ROWS: tl.constexpr = value.shape[0]
     SHAPE: tl.constexpr = (ROWS * value.shape[1] // SIZE, SIZE // value.shape[1])
     key = row_key(value, mask)
     largest = tl.max(tl.reshape(key, SHAPE), 1)
     # back to each of the rows that share it
-    return scale_of_key(tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,)))
+    largest = tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,))
+    return scale_of_key(largest, FORMAT.window_offset)
 
 
 @helper
-def shared_scales(first, second, mask, SIZE: tl.constexpr):
+def shared_scales(first, second, mask, FORMATS: tl.constexpr):
     """The new scales of two moments, found by half as many shuffles; each int32 [rows]."""
+    SIZE: tl.constexpr = FORMATS.block
+    FIRST: tl.constexpr = FORMATS.moments[0]
+    SECOND: tl.constexpr = FORMATS.moments[1]
     ROWS: tl.constexpr = first.shape[0]
     SHAPE: tl.constexpr = (ROWS * first.shape[1] // SIZE, SIZE // first.shape[1])
-    one = scale_of_key(row_key(first, mask))
-    both = one | (scale_of_key(row_key(second, mask)) << 16)
+    one = scale_of_key(row_key(first, mask), FIRST.window_offset)
+    both = one | (scale_of_key(row_key(second, mask), SECOND.window_offset) << 16)
     largest = tl.reduce(tl.reshape(both, SHAPE), 1, hopper.larger_halves)
     both = tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,))
     return both & 0xFFFF, both >> 16
@@ -240,14 +245,14 @@ def shared_scales(first, second, mask, SIZE: tl.constexpr):
 @helper
 def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
-    return shared_scale(moments[INDEX], mask, FORMAT.block) if FORMAT.block else 0
+    return shared_scale(moments[INDEX], mask, FORMAT) if FORMAT.block else 0
 
 
 @helper
 def new_scales(moments, mask, FORMATS: tl.constexpr):
     """The new scales of the rows' blocks, int32 [rows]; 0 of moments that are not in blocks."""
     if cuda_capability_geq(9, 0) and FORMATS.block_pair:
-        scales = shared_scales(moments[0], moments[1], mask, FORMATS.block)
+        scales = shared_scales(moments[0], moments[1], mask, FORMATS)
     else:
         COUNT: tl.constexpr = FORMATS.moment_count
         scales = ()

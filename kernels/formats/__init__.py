@@ -11,6 +11,7 @@ from megaopt.kernels.formats.base import Format, FormatTable, scale_shape
 from megaopt.kernels.formats.bfloat16 import BFLOAT16, BFLOAT16_STOCHASTIC
 from megaopt.kernels.formats.block4 import BLOCKS_OF_4_BITS
 from megaopt.kernels.formats.block8 import BLOCKS
+from megaopt.kernels.formats.block_int8 import LINEAR_BLOCKS
 from megaopt.kernels.formats.float8 import FLOAT8_E4M3, SCALED_FLOAT8_E4M3
 from megaopt.kernels.formats.float8_drawn import FLOAT8_E4M3_STOCHASTIC, PAIRS
 from megaopt.kernels.formats.float16 import FLOAT16, FLOAT16_STOCHASTIC, SCALED_FLOAT16
@@ -53,6 +54,7 @@ MOMENTS = FormatTable(
     SCALED_FLOAT8_E4M3,
     BFLOAT16_STOCHASTIC,
     *BLOCKS,
+    *LINEAR_BLOCKS,
     *BLOCKS_OF_4_BITS,
 )
 

@@ -54,6 +54,9 @@ class Format:
     block: int = 0
     """Where positive: so many elements of the parameter, from its first on, share a scale of one
     byte (megaopt.kernels.formats.block8)."""
+    window_offset: int = -1
+    """Where a block's window begins: its scale is the exponent of bits(amax) + window_offset. By -1
+    a power of two is the largest of its window."""
     unsigned: bool = False
     """There are no codes for negative values."""
     one_nan: bool = False
@@ -133,7 +136,7 @@ class Format:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
         own = (self.decode, self.encode, self.decode_words)
         functions = [getattr(function, "cache_key", "") for function in own]
-        scale = (self.code_max, self.scale_of_inverse, self.block, self.packed)
+        scale = (self.code_max, self.scale_of_inverse, self.block, self.window_offset, self.packed)
         return f"{(self.name, self.element, self.joined, *scale)}:{functions}"
 
 

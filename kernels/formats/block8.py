@@ -61,10 +61,10 @@ def finite_key(value):
 
 
 @helper
-def scale_of_key(key):
-    """int32, the scale of a block, from its largest key, or 0."""
+def scale_of_key(key, OFFSET: tl.constexpr):
+    """int32, the scale of a block, from its largest key, or 0; OFFSET: the format's."""
     amax_bits = (key >> 1).to(tl.int32) - 0x800000
-    return tl.minimum(tl.maximum((amax_bits - 1) >> 23, SMALLEST_SCALE), LARGEST_SCALE)
+    return tl.minimum(tl.maximum((amax_bits + OFFSET) >> 23, SMALLEST_SCALE), LARGEST_SCALE)
 
 
 @helper
@@ -184,9 +184,12 @@ def encode_e5m3_nearest(value, inverse):
 # --- the twins: scale and inverse are those of each element, of the shape of code or value
 
 
-def scale_of_amax_reference(amax: torch.Tensor) -> torch.Tensor:
-    """The scales, uint8, of blocks whose largest finite magnitudes, fp32, these are."""
-    return ((amax.view(torch.int32) - 1) >> 23).clamp(SMALLEST, LARGEST).to(torch.uint8)
+def scale_of_amax_reference(amax: torch.Tensor, offset: int) -> torch.Tensor:
+    """The scales, uint8, of blocks whose largest finite magnitudes, fp32, these are.
+
+    offset: the format's window_offset.
+    """
+    return ((amax.view(torch.int32) + offset) >> 23).clamp(SMALLEST, LARGEST).to(torch.uint8)
 
 
 def factor_reference(scale: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def store_blocks(
     magnitude = torch.where(value.isfinite(), value.abs(), 0.0).reshape(-1)
     padded = value.new_zeros(scale.numel() * form.block)
     padded[lead : lead + value.numel()] = magnitude
-    new = scale_of_amax_reference(padded.view(-1, form.block).amax(1))
+    new = scale_of_amax_reference(padded.view(-1, form.block).amax(1), form.window_offset)
     inverse = spread(inverse_factor_reference(new), form.block, value, first)
     encode = form.encode_reference if bits else form.encode_by_hand
     code.copy_(packed(encode(value, inverse, *bits), form))

@@ -186,7 +186,9 @@ class MuonVariant(MatrixVariant):
     kind: Literal["muon"] = "muon"
     backend: Literal["auto", "triton", "reference"] = "auto"
     precision: Literal["bf16", "fp16"] = "bf16"
-    momentum: Literal["float32", "bfloat16", "bfloat16_stochastic", "block_e4m3"] = "float32"
+    momentum: Literal["float32", "bfloat16", "bfloat16_stochastic", "block_e4m3", "block_int8"] = (
+        "float32"
+    )
     """The format of momentum_buffer."""
     ranks: Ranks | None = None
     """Processes of which each has rows of every weight and its state, as under FSDP2, and then

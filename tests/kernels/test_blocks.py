@@ -9,6 +9,7 @@ from bits import assert_same_bits
 from block_cases import (
     BLOCKS,
     BLOCKS_OF_4_BITS,
+    LINEAR,
     assert_read,
     assert_stored,
     draws_of,
@@ -27,7 +28,7 @@ from megaopt.kernels.formats.block8 import (
 )
 from megaopt.kernels.step.reference import store_blocks
 
-EVERY = [*BLOCKS, *BLOCKS_OF_4_BITS]
+EVERY = [*BLOCKS, *LINEAR, *BLOCKS_OF_4_BITS]
 EVERY_SCALE = torch.arange(1, 254).to(torch.uint8)
 EVERY_DRAW = torch.arange(2**16, dtype=torch.int32)
 LARGEST = torch.finfo(torch.float32).max
@@ -36,6 +37,11 @@ WIDE = [form for form in BLOCKS if form.block == 128]
 
 def name(form):
     return form.name
+
+
+def kind(form):
+    """What its codes are: e4m3, e5m3, int8, e3m0 or e4m0."""
+    return form.name.split("_")[1]
 
 
 def each_of(forms):
@@ -66,7 +72,7 @@ def test_the_scale_is_that_of_the_window_at_every_power_of_two():
     powers = torch.ldexp(torch.ones(277, dtype=torch.float64), torch.arange(-149, 128)).float()
     around = torch.cat([powers, *(powers.nextafter(torch.tensor(end)) for end in (0.0, LARGEST))])
     around = torch.cat([around, torch.tensor([0.0, LARGEST])])
-    found = scale_of_amax_reference(around)
+    found = scale_of_amax_reference(around, WIDE[0].window_offset)
     assert_same_bits(found, torch.from_numpy(block_oracle.scales(around.numpy())))
     amax, scale = around.double(), found.double()
     inside = (torch.exp2(scale - 127) < amax) & (amax <= torch.exp2(scale - 126))
@@ -100,10 +106,10 @@ def test_every_code_under_every_scale_is_its_number(form, device):
     code = torch.arange(256).to(torch.uint8).repeat(253)
     scale = EVERY_SCALE.repeat_interleave(256 * form.packed // form.block)
     found = assert_read(form, code, scale, 0, device)
-    nan = {(1, False): 127, (1, True): 255, (2, False): 8, (2, True): 15}
+    nan = {"e4m3": 127, "e5m3": 255, "int8": 128, "e3m0": 8, "e4m0": 15}
     own = unpacked(form, code)
-    own = own & 0x7F if form.packed == 1 and not form.unsigned else own
-    assert torch.equal(found.isnan(), own == nan[form.packed, form.unsigned])
+    own = own & 0x7F if kind(form) == "e4m3" else own
+    assert torch.equal(found.isnan(), own == nan[kind(form)])
     assert not bool(found.isinf().any())
 
 
@@ -131,16 +137,17 @@ def blocks_of_codes(form, largest):
         first = torch.full((len(every), 1), most)
         rows.append(torch.cat([first, every.clamp(max=most)], 1))
     code = torch.cat(rows)
-    if not form.unsigned:  # each with both signs, but for 4 bits' only zero
-        negative = torch.where((code > 0) | (form.packed == 1), code | sign, 0)
+    if not form.unsigned:  # each with both signs, but for the only zero of others than e4m3
+        negative = torch.where((code > 0) | (kind(form) == "e4m3"), code | sign, 0)
         code = torch.cat([code, negative], 1)
     return code.to(torch.uint8).view(-1)
 
 
 def codes_that_are_largest(form, scale):
     """Of a block as storing makes it: up to 2 times the scale's power, at the last scale beyond."""
-    if form.packed == 2:
-        return list(range(1, (14 if form.unsigned else 7) + 1))
+    tops = {"int8": 127, "e3m0": 7, "e4m0": 14}
+    if kind(form) in tops:
+        return list(range(1, tops[kind(form)] + 1))
     top = 248 if form.unsigned else 120
     return list(range(1, (top if scale < 253 else top + 6) + 1))
 
@@ -289,18 +296,20 @@ def test_hard_blocks_that_are_shorter(hard, form, device):
 def test_codes_of_what_is_no_ordinary_number(form, device):
     """NaN and infinities: the one NaN, of e4m3 with the infinity's sign; zeros.
 
-    What is too small for e3m0 has no sign.
+    What is too small for int8 and e3m0 has no sign.
     """
-    largest, exponent = (2.0, 127) if form.packed == 2 else (1.0, 126)
+    exponent = 126 if kind(form) in ("e4m3", "e5m3") else 127
+    largest = 2.0 if form.packed == 2 else 1.0
     value = [largest, torch.nan, torch.inf, -torch.inf, 0.0, -0.0, -largest, -1e-30]
     payloads = torch.tensor([-(1 << 22), 0x7F800001], dtype=torch.int32).view(torch.float32)
     value = torch.cat([torch.tensor(value), payloads])
     expected = {
-        (1, False): [120, 127, 127, 255, 0, 0, 248, 128, 127, 127],
-        (1, True): [248, 255, 255, 255, 0, 1, 248, 1, 255, 255],
-        (2, False): [7, 8, 8, 8, 0, 0, 15, 0, 8, 8],
-        (2, True): [14, 15, 15, 15, 0, 1, 14, 1, 15, 15],
-    }[form.packed, form.unsigned]
+        "e4m3": [120, 127, 127, 255, 0, 0, 248, 128, 127, 127],
+        "e5m3": [248, 255, 255, 255, 0, 1, 248, 1, 255, 255],
+        "int8": [64, 128, 128, 128, 0, 0, 192, 0, 128, 128],
+        "e3m0": [7, 8, 8, 8, 0, 0, 15, 0, 8, 8],
+        "e4m0": [14, 15, 15, 15, 0, 1, 14, 1, 15, 15],
+    }[kind(form)]
     code, scale = assert_stored(form, value, device)
     assert unpacked(form, code).tolist() == expected
     assert scale.tolist() == [exponent]

@@ -15,7 +15,8 @@ from megaopt.kernels.optional_triton import INTERPRETED, helper, jit, tl
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.reference import decoded, store_blocks
 
-BLOCKS = [form for form in MOMENTS.values() if form.block and form.packed == 1]
+LINEAR = [form for form in MOMENTS.values() if form.block and "int8" in form.name]
+BLOCKS = [f for f in MOMENTS.values() if f.block and f.packed == 1 and f not in LINEAR]
 BLOCKS_OF_4_BITS = [form for form in MOMENTS.values() if form.packed == 2]
 # the interpreter takes as long for a large tile as for a small one
 TILE = 65536 if INTERPRETED else 1024

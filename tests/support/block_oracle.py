@@ -6,10 +6,12 @@ finite magnitude amax has the scale s, a byte from 1 to 253, such that 2**(s - 1
 than 4. A code is 3 bits of mantissa below 4 (e4m3, signed) or 5 (e5m3) of exponent, the lowest
 of which has subnormals; the largest code is NaN, and what is not finite becomes it.
 
-Of 4 bits (block4_oracle.py) this has what is the same: which block an element is of, and its scale.
+Of 4 bits (block4_oracle.py) this has what is the same: which block an element is of, and its scale;
+of linear codes (block_int8_oracle.py) which block an element is of.
 """
 
 import block4_oracle
+import block_int8_oracle
 import numpy as np
 
 F32 = np.float32
@@ -18,6 +20,10 @@ SMALLEST, LARGEST = 1, 253
 
 def is_unsigned(name):
     return "e5m3" in name
+
+
+def is_linear(name):
+    return "int8" in name
 
 
 def block_of(name):
@@ -48,13 +54,15 @@ def scales(amax):
     return np.clip(above + 126, SMALLEST, LARGEST).astype(np.uint8)
 
 
-def block_scales(value, block, lead):
+def block_scales(value, name, lead):
     """The scales of the blocks that `value` lies in, from `lead` elements behind a first one on."""
+    block = block_of(name)
+    scales_of = block_int8_oracle.scales if is_linear(name) else scales
     magnitude = np.abs(np.where(np.isfinite(value), value, F32(0)))
     count = -(-(lead + len(value)) // block) if len(value) else 0
     padded = np.zeros(count * block, F32)
     padded[lead : lead + len(value)] = magnitude
-    return scales(padded.reshape(count, block).max(1) if count else padded)
+    return scales_of(padded.reshape(count, block).max(1) if count else padded)
 
 
 def each(scale, block, lead, count):
@@ -91,11 +99,13 @@ def encode_each(value, scale, unsigned, bits=None):
 
 def encode(name, value, lead=0, bits=None):
     """Codes and scales of consecutive elements by a format's name."""
-    found = block_scales(value, block_of(name), lead)
+    found = block_scales(value, name, lead)
     own = each(found, block_of(name), lead, len(value))
     bits = None if name.endswith("_nearest") else bits
     if block_of(name) == 32:
         return block4_oracle.pack(block4_oracle.encode_each(value, own, name, bits)), found
+    if is_linear(name):
+        return block_int8_oracle.encode_each(value, own, bits), found
     return encode_each(value, own, is_unsigned(name), bits), found
 
 
@@ -115,4 +125,7 @@ def decode(name, code, scale, lead=0):
     if block_of(name) == 32:
         code = block4_oracle.unpack(code)
         return block4_oracle.decode_each(code, each(scale, 32, lead, len(code)), name)
-    return decode_each(code, each(scale, block_of(name), lead, len(code)), is_unsigned(name))
+    own = each(scale, block_of(name), lead, len(code))
+    if is_linear(name):
+        return block_int8_oracle.decode_each(code, own)
+    return decode_each(code, own, is_unsigned(name))

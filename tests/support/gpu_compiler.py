@@ -242,9 +242,12 @@ def main():
     step("galore, remainders", plain(), store_param_remainders=True, **galore, **masters)
     blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
     step("galore, stochastic", plain(), **galore, **weights, **blocks)
-    for signed, unsigned in (("block_e4m3", "block_e5m3"), ("block32_e3m0", "block32_e4m0")):
+    pairs = [("block_e4m3", "block_e5m3"), ("block_int8", "block_e5m3")]
+    for signed, unsigned in (*pairs, ("block32_e3m0", "block32_e4m0")):
         moments = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned}
         step(f"{signed} and {unsigned}", plain(shape=(272, 320)), **weights, **moments)
+    own = {"kind": FusedSGD, "momentum": 0.9, "momentum_buffer_dtype": "block_int8"}
+    step("block_int8, sgd", plain(shape=(272, 320)), **weights, **own)
     beside = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
     for name, recipe in RECIPES.items():
         for kept, own in (("stochastic", weights), ("remainder8_stochastic", beside)):

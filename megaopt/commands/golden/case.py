@@ -19,8 +19,8 @@ DTYPES: dict[str, Any] = {
     **{
         f"{block}_{code}{rounding}": f"{block}_{code}{rounding}"
         for block, codes in {
-            "block": ("e4m3", "e5m3"),
-            "block64": ("e4m3", "e5m3"),
+            "block": ("e4m3", "e5m3", "int8"),
+            "block64": ("e4m3", "e5m3", "int8"),
             "block32": ("e3m0", "e4m0"),
         }.items()
         for code in codes

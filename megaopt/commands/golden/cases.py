@@ -77,6 +77,10 @@ BLOCKS = _rows("""
     bf16 remainder8-stochastic-master block64_e4m3_nearest-block64_e5m3_nearest/fp32-grad
     bf16 kahan-master          bf16-block_e5m3
     fp16 no-master-stochastic  block_e4m3-fp32/clip
+    bf16 no-master-stochastic  block_int8-block_e5m3/nonfinite
+    bf16 fp32-master           block_int8_nearest-block_e5m3
+    fp32 no-master             block64_int8-block64_e5m3/resume
+    bf16 remainder             block64_int8_nearest-bf16/capturable
     bf16 no-master-stochastic  block32_e3m0-block32_e4m0 block32_e3m0-block32_e4m0/nonfinite
     bf16 fp32-master           block32_e3m0_nearest-block32_e4m0/resume
     fp32 no-master             block32_e3m0-block32_e4m0_nearest/capturable
@@ -192,7 +196,7 @@ MOMENTUM = _rows("""
 """)
 HEAVY_BALL = _rows("""
     fp32 no-master  fp32/late fp32/resume
-    bf16 remainder  block64_e4m3 block32_e3m0
+    bf16 remainder  block64_e4m3 block32_e3m0 block_int8
 """)
 NO_MOMENTUM = _rows("""
     fp32 no-master       no-moments
@@ -231,6 +235,7 @@ MUON = _rows("""
     fp16 fp16-master                   fp16/fp16-products/overflow fp8
     bf16 no-master-stochastic          stochastic block_e4m3/normuon
     bf16 remainder8-stochastic-master  block64_e4m3/gram
+    bf16 remainder                     block_int8
     fp16 kahan-stochastic-master       stochastic/normuon/capturable
     fp32 no-master                     block32_e3m0/normuon/fp16-products/resume
 """)

@@ -21,7 +21,7 @@ from megaopt.commands.toml_tables import (
 
 StateDtype = Literal[
     "float32", "bfloat16", "float16", "float8",
-    "block_e4m3", "block_e5m3", "block64_e4m3", "block64_e5m3",
+    "block_e4m3", "block_e5m3", "block_int8", "block64_e4m3", "block64_e5m3", "block64_int8",
 ]  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from megaopt.kernels.rules.matrix import (
     Shape,
     Transform,
     Work,
+    joined,
 )
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
 
@@ -316,21 +317,6 @@ class Orthogonal:
         """
         return [(rows, columns) for (rows, columns), _ in self.cuts(shape)]
 
-    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices of a parameter's tensor: views, or copies where there are `repeats`."""
-        count, rows, columns = _batch_of(whole.shape)
-        sizes = [rows] if self.split_sizes is None else list(self.split_sizes)
-        apart = whole.reshape(count, self.repeats(whole.shape), sum(sizes), columns)
-        return [piece.flatten(0, 1) for own in apart for piece in own.split(sizes, dim=1)]
-
-    def joined(self, pieces: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        """A tensor of a parameter's shape, of matrices as `cut` gives them."""
-        _, _, columns = _batch_of(shape)
-        again, several = self.repeats(shape), len(self.split_sizes or (1,))
-        parts = [piece.reshape(again, len(piece) // again, columns) for piece in pieces]
-        whole = [torch.cat(parts[i : i + several], dim=1) for i in range(0, len(parts), several)]
-        return torch.stack(whole).view(*shape)
-
     def cuts(self, shape: Shape) -> list[Cut]:
         """The matrices of a parameter, and where their rows lie in it."""
         count, rows, columns = _batch_of(shape)
@@ -551,15 +537,15 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """The update of a parameter, fp32."""
     how: Orthogonal = work.how
-    updates, rows = [], 0
-    for piece in how.cut(direction):
+    updates, rows, cuts = [], 0, how.cuts(direction.shape)
+    for piece in (cut.of(direction) for cut in cuts):
         update = orthogonal(piece.float(), how)
         if how.second_moment:
             own = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
             update = normalized(update, own, how.beta2, how.ratio(piece.shape))
         updates.append(update.float())
         rows += len(piece)
-    return how.joined(updates, direction.shape)
+    return joined(cuts, updates, direction.shape)
 
 
 MUON = MatrixRule(

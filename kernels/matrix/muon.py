@@ -604,7 +604,12 @@ class MuonMaking(Making):
                 target.copy_((direction * powers[part.piece]).to(target.dtype))
 
     def make(
-        self, wholes: Matrices, own: Sequence[int], notes: Scales, kept: Sequence[dict[str, Any]]
+        self,
+        wholes: Matrices,
+        pieces: Sequence[Piece],
+        own: Sequence[int],
+        notes: Scales,
+        kept: Any,
     ) -> Matrices:
         """Iterates all matrices of one form together, and then steps second moments."""
         found: dict[int, torch.Tensor] = {}
@@ -634,11 +639,11 @@ class MuonMaking(Making):
         first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
         return room_of([first], self.how.is_gram(shape))
 
-    def together(self, room: Room, notes: Scales | None, make: Any) -> torch.Tensor:
+    def together(self, room: Room, notes: Any, make: Any) -> torch.Tensor:
         """The update of one matrix, by the products of `make`; notes: None where this rank failed.
 
         Then it makes no products, and goes on with the others.
         """
-        scales = notes or Scales(*torch.ones(len(Scales._fields), 1).unbind())
+        scales: Any = notes or Scales(*[make] * len(Scales._fields))
         is_gram = self.how.is_gram(room.first[0].shape)
         return iterated(room, scales, self.how, is_gram, make)[0]

@@ -206,7 +206,7 @@ class PeerMaking(Making):
     plans = PeerPlans()
 
     def make(
-        self, wholes: list[torch.Tensor], own: Sequence[int], notes: Any, kept: Sequence[Any]
+        self, wholes: list[torch.Tensor], pieces: Any, own: Sequence[int], notes: Any, kept: Any
     ) -> list[torch.Tensor]:
         """The updates of whole matrices."""
         return [_update_as_eo(whole, self.matrix.how) for whole in wholes]

@@ -473,7 +473,10 @@ class Stepper:
         request, found = run.request, None
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
-            found = run.meeting.meet(request, run.waits, look)
+            # ranks that make what matrices keep anew must do so in the same step
+            counts = self._is_exchanged and not self.options.capturable
+            steps = [group["step"] for group in run.groups] if counts else ()
+            found = run.meeting.meet(request, run.waits, look, steps)
         elif request.found_inf is None or not run.waits:
             found = request
         elif request.found_inf.numel() > 1:

@@ -201,7 +201,7 @@ def by_small_tiles(options, steps, replicas, shapes):
         for module in (tiles, muon):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
-        stack.enter_context(mock.patch.object(tiles.Tiles.__init__, "__defaults__", (None, 8)))
+        stack.enter_context(mock.patch.object(tiles, "UNIT", 8))
         found = trained(options, steps, replicas, shapes)
     return found, sum(work)
 

@@ -314,7 +314,7 @@ class SharedSteps:
         self._lengths = [sum(_kept_numel(kept, each) for each in own) for own in exchange.owned]
         self._memory: list[Memory] = []
         self._rooms: list[Any] = []
-        self._spread_room = torch.empty(0)
+        self._spread_room: torch.Tensor | None = None
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
         self._error: Exception | None = None
@@ -357,7 +357,7 @@ class SharedSteps:
             )
             for shape in (own.pieces[0].shape for own in together)
         ]
-        if self._before.renew is None:
+        if self._before.renew is None and sum(self._lengths):
             numel = room_of(self._lengths, exchange.rank)
             self._spread_room = new(numel, torch.float32)
 
@@ -520,8 +520,8 @@ class SharedSteps:
 
     def _spread(self, works: Sequence[Work]) -> None:
         """What is stepped in every step, in one message."""
-        memory, self._spread_room = self._spread_room, torch.empty(0)
-        if not sum(self._lengths):
+        memory, self._spread_room = self._spread_room, None
+        if memory is None:
             return
         pieces = [[_kept(works, piece) for piece in own] for own in self._exchange.owned]
         kept = [[each for own in ranks for each in own.values()] for ranks in pieces]

@@ -75,8 +75,6 @@ class Matrices:
             if self.plan.many_calls:
                 self._had.append(set(own))
                 yield from own.values()
-        if self.shared is not None:  # while a rank that fails can still say so
-            self._turns([{}] * len(self.views), None)
 
     def take_back(self) -> None:
         """After a step that failed: removes what it has made."""
@@ -126,10 +124,12 @@ class Matrices:
         """
         chosen = [groups[each] for each in self.group_numbers]
         counted = None if counts is None else [counts[each] for each in self.group_numbers]
-        turns, before = self._turns(chosen, counted), self.plan.matrix.rule.before
+        self._provide()
+        before = self.plan.matrix.rule.before
         if before.renew is None:
             return
         make: Any = before.renew
+        turns = before.turns(self.plan.works, chosen, counted)
 
         def renew(places: Sequence[int], grad: Any) -> None:
             # a number on its device that leaves the step of a matrix out where it is not 0
@@ -143,13 +143,8 @@ class Matrices:
         else:
             renew(turns, lambda index: self.plan.grad(turns[index]))
 
-    def _turns(
-        self, groups: Sequence[Mapping[str, Any]], counts: Sequence[int | None] | None
-    ) -> list[int]:
-        """Gives the plan what states keep for the rule; those matrices whose turn it is.
-
-        groups, counts: of each matrix.
-        """
+    def _provide(self) -> None:
+        """Gives the plan what states keep for the rule."""
         own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
         for work, view, kept, state in own:
             missing = {name: shape for name, shape in kept.items() if state.get(name) is None}
@@ -158,8 +153,6 @@ class Matrices:
                 state.update(view.wrap_state(new))
                 work.is_made = None
             work.kept = self._local(state, kept)
-        before = self.plan.matrix.rule.before
-        return [] if before.renew is None else before.turns(self.plan.works, groups, counts)
 
 
 def matrices_of(

@@ -56,7 +56,8 @@ def placed(options, steps, placements=None, sizes=None, shapes=SHAPES, split=Fal
         for name, param in list(model.named_parameters()):
             own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
             setattr(model, name, torch.nn.Parameter(own))
-    optimizer = FusedMuon(groups_of(list(model.parameters()), split), **options)
+    kind = options.pop("optimizer", FusedMuon)
+    optimizer = kind(groups_of(list(model.parameters()), split), **options)
     train(model, optimizer, steps, **step)
     return snapshot(optimizer)
 

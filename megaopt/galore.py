@@ -195,13 +195,13 @@ class GaLoreAdamW(FusedOptimizer):
     out, has a gradient that is finite and not 0.
 
     Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
-    anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
-    DTensors that every rank has whole.
+    anew, ranks add up what it takes. Where products add up over ranks, on the left or with columns
+    that are split, one rank makes each matrix's update in every step, with one process's bits.
+    Moments are DTensors split as their parameter, and projections DTensors that every rank has
+    whole.
 
     Args:
-        params: as for FusedAdam; with a rank no fp8 weights, no flat parts of matrices, and of
-            DTensors those of placements Shard(0) on one dimension of the mesh, Replicate() on
-            others.
+        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices.
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in
@@ -214,8 +214,7 @@ class GaLoreAdamW(FusedOptimizer):
         scale: what the update that was projected back is multiplied by; at least 0.
         proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects
             the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
-            other rank where rows are split over ranks: the right one. Of such DTensors the left
-            one is refused.
+            other rank where rows are split over ranks: the right one.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
             matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
             torch's product for the projection, then one launch for Adam and one for the rest, for

@@ -324,7 +324,7 @@ class GaLoreAdamW(FusedOptimizer):
             batch.feed(seen.grads)
             try:
                 batch.matrices.refresh(groups, counts)
-                batch.plan.renew()
+                batch.matrices.plan.renew()
             except BaseException:
                 batch.take_back()
                 raise

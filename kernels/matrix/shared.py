@@ -298,7 +298,7 @@ class SharedSteps:
         assert formats.matrix is not None
         self._making, self._exchange, self._device = making, exchange, device
         self._formats, self._groups, self._backend = formats, groups, making.plans or backend
-        rule, self._grad = formats.matrix.rule, formats.grad
+        rule, self._grad_dtype = formats.matrix.rule, formats.dtype("grad")
         self._before, self._is_projected = rule.before, rule.before is not SAME
         own = (groups, low_places, self._backend, device)
         inner = inner_formats(formats, making.direction), rule.inner, *own
@@ -357,7 +357,7 @@ class SharedSteps:
             )
             for shape in (own.pieces[0].shape for own in together)
         ]
-        if self._before.renew is None and sum(self._lengths):
+        if self._before.renew is None and any(self._lengths):
             numel = room_of(self._lengths, exchange.rank)
             self._spread_room = new(numel, torch.float32)
 
@@ -407,7 +407,7 @@ class SharedSteps:
 
     def _send(self, way: Way, memory: Memory, run: Run) -> None:
         """Gradients go to the owners."""
-        near, far = (each.view(self._grad.dtype) for each in (memory.near, memory.far))
+        near, far = (each.view(self._grad_dtype) for each in (memory.near, memory.far))
         self._try(_copy, way.apply.views(near), way.apply, run.buffers["grad"])
         way.on_its_way = self._exchange.there(way.bucket, near, far)
 
@@ -421,11 +421,11 @@ class SharedSteps:
     def _whole_gradients(self, way: Way, memory: Memory, run: Run) -> Any:
         """Those of `bucket.own`, fp32, of which what is kept has been made anew."""
         way.arrive()
-        return self._try(self._renewed, way, memory.far.view(self._grad.dtype), run.renewal)
+        return self._try(self._renewed, way, memory.far.view(self._grad_dtype), run.renewal)
 
     def _renewed(self, way: Way, far: torch.Tensor, renewal: Renewal) -> Tensors:
         grads = self._exchange.wholes(way.bucket, far)
-        wholes = [self._grad.decode_reference(grad) for grad in grads]
+        wholes = [self._formats.grad.decode_reference(grad) for grad in grads]
         own = dict(zip(_params(way), wholes, strict=True))
         turns = [param for param in renewal.turns if param in own]
         renewal.renew(turns, lambda index: own[turns[index]])

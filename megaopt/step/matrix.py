@@ -132,9 +132,9 @@ class Matrices:
         turns = before.turns(self.plan.works, chosen, counted)
 
         def renew(places: Sequence[int], grad: Any) -> None:
+            numbers = [self.group_numbers[place] for place in places]
             # a number on its device that leaves the step of a matrix out where it is not 0
             skip = None if controls is None else lambda i: controls[numbers[i], SKIP]
-            numbers = [self.group_numbers[place] for place in places]
             own = [self.plan.works[place] for place in places], grad
             make(*own, [chosen[place] for place in places], skip)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, get_args
@@ -13,7 +13,15 @@ from typing_extensions import Unpack
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.kernels.matrix.galore import GALORE, LEFT, PROJECTION, RIGHT, LowRank, saves
+from megaopt.kernels.matrix.galore import (
+    GALORE,
+    GALORE_WHOLE,
+    LEFT,
+    PROJECTION,
+    RIGHT,
+    LowRank,
+    saves,
+)
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, is_fused, why_not_kernel
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
@@ -113,8 +121,11 @@ class GaLoreOptions(Options):
         rank = group.get("rank")
         if rank is None or param.dim() != 2 or not saves(rank, param.shape):
             return None
-        own = (side_of(group["proj_type"], *param.shape), rank)
-        return Matrix(GALORE, LowRank(*own, self.precision, self.refresh, self.stagger))
+        side, split = side_of(group["proj_type"], *param.shape), view_of(param).split
+        # the rows of one rank are projected on the right without the others
+        is_alone = side == RIGHT and split is not None and _splits_rows(param, split[1])
+        rule = GALORE if split is None or is_alone else GALORE_WHOLE
+        return Matrix(rule, LowRank(side, rank, self.precision, self.refresh, self.stagger))
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its projections."""
@@ -133,32 +144,16 @@ class GaLoreOptions(Options):
             self._check_matrix(param, group, where, f"its parameter {index}")
 
     def _check_matrix(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
-        """Raises ValueError for a parameter of a group with a rank that cannot be projected.
-
-        Nor may it be a matrix that ranks would have to meet for in every step.
-        """
-        view, shape, alone = view_of(param), tuple(param.shape), f"None beside {which}, a"
+        """Raises ValueError for a parameter of a group with a rank that cannot be projected."""
+        view, alone = view_of(param), f"None beside {which}, a"
         allowed = None
         if type(view) not in (ParamView, DTensorView):
             kind = type(param).__name__
             allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
         if is_flat_part(param):
             allowed = f"{alone} {FLAT}"
-        own = self.matrix(param, group)
-        split = view.split[1] if own is not None and view.split is not None else ()
-        if len(split) > 1 or (split and not param.placements[split[0]].is_shard(0)):
-            allowed = (
-                f"{alone} DTensor of placements {tuple(param.placements)}: Shard(0) on one "
-                "dimension of its mesh, Replicate() on others"
-            )
         if allowed is not None:
             refuse(f"{where}: rank", allowed, group["rank"])
-        if split and own is not None and own.how.side == LEFT:
-            reason = "they would have to add up the projected gradient in every step"
-            refuse(
-                f"{where}: proj_type", f"'auto' or 'right' for {which}, of shape {shape}, whose "
-                f"rows are split over ranks: projected on the left, {reason}", group["proj_type"],
-            )  # fmt: skip
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -170,6 +165,11 @@ class GaLoreOptions(Options):
                 f"{where} of the state dict must have {', '.join(self.names_but_step)}, as this "
                 f"optimizer saves them, got none of {', '.join(missing)}"
             )
+
+
+def _splits_rows(param: Any, dims: Sequence[int]) -> bool:
+    """Whether a DTensor is split over these dimensions of its mesh by rows: over one."""
+    return len(dims) == 1 and bool(param.placements[dims[0]].is_shard(0))
 
 
 def _is_count(value: object) -> bool:
@@ -195,13 +195,13 @@ class GaLoreAdamW(FusedOptimizer):
     out, has a gradient that is finite and not 0.
 
     Of DTensors (FSDP2's) each rank projects its own rows, on the right; when a projection is made
-    anew, ranks add up what it takes. Their moments are DTensors likewise, and their projections
-    DTensors that every rank has whole.
+    anew, ranks add up what it takes. Where products add up over ranks, on the left or with columns
+    that are split, one rank makes each matrix's update in every step, with one process's bits.
+    Moments are DTensors split as their parameter, and projections DTensors that every rank has
+    whole.
 
     Args:
-        params: as for FusedAdam; with a rank no fp8 weights, no flat parts of matrices, and of
-            DTensors those of placements Shard(0) on one dimension of the mesh, Replicate() on
-            others.
+        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices.
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in
@@ -214,8 +214,7 @@ class GaLoreAdamW(FusedOptimizer):
         scale: what the update that was projected back is multiplied by; at least 0.
         proj_type: "right" projects rows, to [m, rank], "left" columns, to [rank, n]. "std" projects
             the smaller dimension, "reverse_std" the larger. "auto" takes the side that needs no
-            other rank where rows are split over ranks: the right one. Of such DTensors the left
-            one is refused.
+            other rank where rows are split over ranks: the right one.
         kernel: what steps the matrices with a rank; others go by `backend`. "torch": plain torch,
             matrix by matrix. "compiled": the same, what is elementwise by torch.compile. "hybrid":
             torch's product for the projection, then one launch for Adam and one for the rest, for
@@ -325,6 +324,7 @@ class GaLoreAdamW(FusedOptimizer):
             batch.feed(seen.grads)
             try:
                 batch.matrices.refresh(groups, counts)
+                batch.matrices.plan.renew()
             except BaseException:
                 batch.take_back()
                 raise

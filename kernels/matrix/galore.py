@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -22,7 +22,16 @@ from megaopt.kernels.matrix.products import IEEE, product
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
-from megaopt.kernels.rules.matrix import ALONE, ROWS, MatrixRule, Parts, Shape, Transform, Work
+from megaopt.kernels.rules.matrix import (
+    ALONE,
+    ROWS,
+    WHOLE,
+    MatrixRule,
+    Parts,
+    Shape,
+    Transform,
+    Work,
+)
 
 RIGHT, LEFT = "right", "left"
 PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
@@ -108,28 +117,42 @@ def _project_back(low: torch.Tensor, work: Work) -> torch.Tensor:
 # --- whose turn it is
 
 
+def turns_of(
+    works: Sequence[Work],
+    groups: Sequence[Mapping[str, Any]],
+    counts: Sequence[int | None] | None,
+) -> list[int]:
+    """The projections whose turn it is, and those that no gradient has made yet, by their places.
+
+    While one is not there the host waits to know. counts: for each matrix the steps that it has
+    taken; None where it is nobody's turn, or not its.
+    """
+    look_up(works)
+    found = []
+    for index, work in enumerate(works):
+        count = None if counts is None else counts[index]
+        if not work.is_made or (
+            count is not None and _is_due(work, groups[index]["update_proj_gap"], count)
+        ):
+            found.append(index)
+    return found
+
+
 def renew(
     works: Sequence[Work],
     grad: Callable[[int], torch.Tensor],
     groups: Sequence[Mapping[str, Any]],
-    counts: Sequence[int | None] | None,
     skip: Callable[[int], torch.Tensor] | None = None,
 ) -> None:
-    """Makes the projections whose turn it is, and those that no gradient has made yet.
+    """Makes projections: first ones of gradients that are finite and not 0, if the step is taken.
 
-    The latter of gradients that are finite and not 0, of a step that is not left out; others leave
-    zeros. While one is not there the host waits to know.
+    Others leave zeros. While one is not there the host waits to know.
 
-    counts: for each matrix the steps that it has taken; None where it is nobody's turn, or not its.
     skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
-    look_up(works)
-    missing = [index for index, work in enumerate(works) if not work.is_made]
-    able = _able(works, grad, missing, skip)
+    able = _able(works, grad, [i for i, work in enumerate(works) if not work.is_made], skip)
     for index, (work, group) in enumerate(zip(works, groups, strict=True)):
-        count = None if counts is None else counts[index]
-        is_due = count is not None and _is_due(work, group["update_proj_gap"], count)
-        if index in able or (work.is_made and is_due):
+        if work.is_made or index in able:
             _make(work, grad(index), group["seed"])
 
 
@@ -177,7 +200,7 @@ def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
 
 GALORE = MatrixRule(
     "galore",
-    Transform(_project, renew),
+    Transform(_project, renew, turns_of),
     GALORE_DIRECTION,
     Transform(_project_back),
     GALORE_APPLY,
@@ -185,6 +208,8 @@ GALORE = MatrixRule(
     LowRank.kept,
     ROWS,
 )
+GALORE_WHOLE = replace(GALORE, name="galore_whole", meets=WHOLE)
+"""Of matrices whose products add up over ranks."""
 
 # --- a projection
 

@@ -31,6 +31,7 @@ from megaopt.kernels.rules.matrix import (
     Shape,
     Transform,
     Work,
+    joined,
 )
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_APPLY, PEER_DIRECTION
 
@@ -316,21 +317,6 @@ class Orthogonal:
         """
         return [(rows, columns) for (rows, columns), _ in self.cuts(shape)]
 
-    def cut(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices of a parameter's tensor: views, or copies where there are `repeats`."""
-        count, rows, columns = _batch_of(whole.shape)
-        sizes = [rows] if self.split_sizes is None else list(self.split_sizes)
-        apart = whole.reshape(count, self.repeats(whole.shape), sum(sizes), columns)
-        return [piece.flatten(0, 1) for own in apart for piece in own.split(sizes, dim=1)]
-
-    def joined(self, pieces: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
-        """A tensor of a parameter's shape, of matrices as `cut` gives them."""
-        _, _, columns = _batch_of(shape)
-        again, several = self.repeats(shape), len(self.split_sizes or (1,))
-        parts = [piece.reshape(again, len(piece) // again, columns) for piece in pieces]
-        whole = [torch.cat(parts[i : i + several], dim=1) for i in range(0, len(parts), several)]
-        return torch.stack(whole).view(*shape)
-
     def cuts(self, shape: Shape) -> list[Cut]:
         """The matrices of a parameter, and where their rows lie in it."""
         count, rows, columns = _batch_of(shape)
@@ -551,15 +537,15 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """The update of a parameter, fp32."""
     how: Orthogonal = work.how
-    updates, rows = [], 0
-    for piece in how.cut(direction):
+    updates, rows, cuts = [], 0, how.cuts(direction.shape)
+    for piece in (cut.of(direction) for cut in cuts):
         update = orthogonal(piece.float(), how)
         if how.second_moment:
             own = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
             update = normalized(update, own, how.beta2, how.ratio(piece.shape))
         updates.append(update.float())
         rows += len(piece)
-    return how.joined(updates, direction.shape)
+    return joined(cuts, updates, direction.shape)
 
 
 MUON = MatrixRule(
@@ -618,7 +604,12 @@ class MuonMaking(Making):
                 target.copy_((direction * powers[part.piece]).to(target.dtype))
 
     def make(
-        self, wholes: Matrices, own: Sequence[int], notes: Scales, kept: Sequence[dict[str, Any]]
+        self,
+        wholes: Matrices,
+        pieces: Sequence[Piece],
+        own: Sequence[int],
+        notes: Scales,
+        kept: Any,
     ) -> Matrices:
         """Iterates all matrices of one form together, and then steps second moments."""
         found: dict[int, torch.Tensor] = {}
@@ -648,11 +639,11 @@ class MuonMaking(Making):
         first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
         return room_of([first], self.how.is_gram(shape))
 
-    def together(self, room: Room, notes: Scales | None, make: Any) -> torch.Tensor:
+    def together(self, room: Room, notes: Any, make: Any) -> torch.Tensor:
         """The update of one matrix, by the products of `make`; notes: None where this rank failed.
 
         Then it makes no products, and goes on with the others.
         """
-        scales = notes or Scales(*torch.ones(len(Scales._fields), 1).unbind())
+        scales: Any = notes or Scales(*[make] * len(Scales._fields))
         is_gram = self.how.is_gram(room.first[0].shape)
         return iterated(room, scales, self.how, is_gram, make)[0]

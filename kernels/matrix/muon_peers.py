@@ -19,7 +19,7 @@ from megaopt.kernels.matrix.muon import EO, TORCH, Orthogonal
 from megaopt.kernels.matrix.shared import Making
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import Work, joined
 from megaopt.kernels.step.reference import controlled_grad, skips_of
 
 Numbers = tuple[float, float, float, float]
@@ -67,8 +67,9 @@ def step_as_eo(
         param.add_(param, alpha=-weight_decay * lr)
     buffer.lerp_(grad, 1 - momentum)
     direction = grad.lerp(buffer, momentum) if nesterov else buffer
-    updates = [_update_as_eo(piece, how) for piece in how.cut(direction)]
-    param.add_(how.joined(updates, param.shape), alpha=-lr)
+    cuts = how.cuts(direction.shape)
+    updates = [_update_as_eo(cut.of(direction), how) for cut in cuts]
+    param.add_(joined(cuts, updates, param.shape), alpha=-lr)
 
 
 def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
@@ -205,7 +206,7 @@ class PeerMaking(Making):
     plans = PeerPlans()
 
     def make(
-        self, wholes: list[torch.Tensor], own: Sequence[int], notes: Any, kept: Sequence[Any]
+        self, wholes: list[torch.Tensor], pieces: Any, own: Sequence[int], notes: Any, kept: Any
     ) -> list[torch.Tensor]:
         """The updates of whole matrices."""
         return [_update_as_eo(whole, self.matrix.how) for whole in wholes]

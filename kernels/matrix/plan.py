@@ -103,6 +103,11 @@ class MatrixPlan:
         """Steps matrices that are on several ranks by megaopt.kernels.matrix.shared's steps."""
         self._launches, self._is_shared = steps, True
 
+    def renew(self) -> None:
+        """Makes anew what ranks that share matrices keep, without a step; else nothing."""
+        if self._is_shared:
+            self._launches.renew(self._buffers, self.works)
+
     @property
     def many_calls(self) -> bool:
         """A step is many calls on the host, as Plan has it."""

@@ -18,35 +18,40 @@ UNIT = 64
 Matrices = list[torch.Tensor]
 
 
-def cuts(size: int, ranks: int, of_triangle: bool, unit: int = UNIT) -> list[int]:
+def cuts(size: int, ranks: int, of_triangle: bool) -> list[int]:
     """Where equal parts of the work begin, and the end; of_triangle: rows of a lower triangle."""
     power = 0.5 if of_triangle else 1.0
-    inner = [round(size * (rank / ranks) ** power / unit) * unit for rank in range(1, ranks)]
+    inner = [round(size * (rank / ranks) ** power / UNIT) * UNIT for rank in range(1, ranks)]
     return [0, *(min(each, size) for each in inner), size]
+
+
+def room_of(lengths: Sequence[int], rank: int) -> int:
+    """Numbers of memory in which a rank spreads its own, one copy for each, and takes all."""
+    return sum(lengths) + len(lengths) * lengths[rank]
 
 
 class Tiles:
     """Makes products in the place of muon.Immediate, of lists of one matrix.
 
     Args:
-        rank: this rank's place among those that make it.
-        ranks: how many these are.
-        spread: gives every rank's numbers, one behind another: shared.Exchange's.
+        exchange: the ranks that make it: shared.Exchange.
+        memory: of `numel` numbers, in which results go to the others.
         error: of this rank's, before: it makes nothing, and goes on with the others.
-        unit: as UNIT.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: int,
-        spread: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
-        error: Exception | None = None,
-        unit: int = UNIT,
-    ) -> None:
-        self._rank, self._ranks, self._spread, self._unit = rank, ranks, spread, unit
+    def __init__(self, exchange: Any, memory: torch.Tensor, error: Exception | None = None) -> None:
+        self._rank, self._ranks, self._spread = exchange.rank, exchange.ranks, exchange.spread
+        self._memory = memory
         self.error = error
         """What failed on this rank."""
+
+    @staticmethod
+    def numel(shape: Sequence[int], rank: int, ranks: int) -> int:
+        """Numbers of memory that the products of a matrix take on a rank."""
+        short, long = sorted(shape)
+        lengths = [(b - a) * short for a, b in pairwise(cuts(long, ranks, False))]
+        of_square = [(b - a) * b for a, b in pairwise(cuts(short, ranks, True))]
+        return max(room_of(lengths, rank), room_of(of_square, rank))
 
     def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
         """Makes S X of a symmetric matrix S, or of a tall matrix X S, by parts of the longer side.
@@ -55,7 +60,7 @@ class Tiles:
         """
         (square,), (whole,), (target,) = squares, matrices, out
         is_tall = whole.shape[0] > whole.shape[1]
-        ends = cuts(max(whole.shape), self._ranks, False, self._unit)
+        ends = cuts(max(whole.shape), self._ranks, False)
         cut = [_part(target, is_tall, *pair) for pair in pairwise(ends)]
         begin, end = ends[self._rank], ends[self._rank + 1]
         own = {name: _given(each, is_tall, begin, end) for name, each in others.items()}
@@ -70,7 +75,7 @@ class Tiles:
         """Makes a symmetric product by rows of its lower triangle."""
         (first,), (target,) = left, out
         second = first.mT if right is None else right[0]
-        ends = cuts(target.shape[0], self._ranks, True, self._unit)
+        ends = cuts(target.shape[0], self._ranks, True)
         cut = [target[a:b, :b] for a, b in pairwise(ends)]
         begin, end = ends[self._rank], ends[self._rank + 1]
 
@@ -107,7 +112,7 @@ class Tiles:
     def _exchange(self, cut: Matrices) -> None:
         """Every rank gets all parts of a result, of which it has its own."""
         sizes = [part.numel() for part in cut]
-        found = self._spread(cut[self._rank].flatten(), sizes)
+        found = self._spread([cut[self._rank]], sizes, self._memory)
         for part, own in zip(cut, torch.split(found, sizes), strict=True):
             part.copy_(own.view(part.shape))
 

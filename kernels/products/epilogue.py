@@ -5,13 +5,14 @@ What is added to a diagonal, and a factor of each product, come before the round
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
-from megaopt.kernels.products.reference import NAN, product_reference
+from megaopt.kernels.products.reference import NAN, products_reference
 
 # All NaNs are one, the one that NVIDIA's GPUs make: operations on fp32 numbers 0x7FFFFFFF, and
 # roundings of it 0x7FFF.
@@ -21,6 +22,10 @@ OUTS = {
     torch.float16: (torch.int16, 0x7FFF),
 }
 """The dtypes of results: integers of the same width, and the bits of a NaN."""
+
+
+AT_ONCE = 2**16
+"""Numbers of each matrix of small products that the twin makes together: they stay in caches."""
 
 
 class Factors(NamedTuple):
@@ -58,7 +63,7 @@ def finished_reference(
     diagonal: float = 0.0,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns scale (alpha total + beta added + diagonal I).
+    """Returns scale (alpha total + beta added + diagonal I), of one matrix or a stack of them.
 
     Each operation is rounded to fp32, and the result to the dtype.
     """
@@ -66,21 +71,42 @@ def finished_reference(
     if added is not None:
         value = value + added.float() * float(numpy.float32(beta))
     if diagonal:
-        value.diagonal().add_(float(numpy.float32(diagonal)))
+        value.diagonal(dim1=-2, dim2=-1).add_(float(numpy.float32(diagonal)))
     if scale is not None:
         value = value * scale
     return rounded_reference(value, dtype)
 
 
-def product_with_epilogue(own: Factors, numbers: Numbers, mirrored: bool) -> None:
-    """The twin of one product of kernel.products_kernel."""
-    total, (alpha, beta, diagonal) = product_reference(own.left, own.right), numbers
-    behind = (alpha, own.out.dtype, own.added, beta, diagonal, own.scale)
-    found = finished_reference(total, *behind)
+def products_with_epilogue(found: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
+    """The twin of kernel.products_kernel: products of one shape are made together, if small."""
+    alike: dict[Any, list[Factors]] = {}
+    for own in found:
+        shapes = own.left.shape, own.right.shape
+        few = alike.setdefault(shapes, [])
+        few.append(own)
+        if len(few) * max(own.left.numel(), own.right.numel(), own.out.numel()) > AT_ONCE:
+            _make(alike.pop(shapes), numbers, mirrored)
+    for few in alike.values():
+        _make(few, numbers, mirrored)
+
+
+def _make(few: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
+    """Products of one shape; those that may or may not be have all what one has."""
+    left, right, added, out, scale = zip(*few, strict=True)
+    total, (alpha, beta, diagonal) = products_reference(_stack(left), _stack(right)), numbers
+    beside = None if added[0] is None else _stack(added)
+    factors = None if scale[0] is None else _stack(scale)[:, None, None]
+    behind = (alpha, out[0].dtype, beside, beta, diagonal, factors)
+    results = finished_reference(total, *behind)
     if mirrored:
-        is_below = torch.ones_like(found, dtype=torch.bool).tril()
-        found = torch.where(is_below, found, found.mT)
-    own.out.copy_(found)
+        is_below = torch.ones_like(results, dtype=torch.bool).tril()
+        results = torch.where(is_below, results, results.mT)
+    torch._foreach_copy_(list(out), list(results.unbind()))
+
+
+def _stack(matrices: Sequence[Any]) -> torch.Tensor:
+    """Tensors of one shape; one alone without a copy."""
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
 
 
 if INTERPRETED:

@@ -14,7 +14,7 @@ from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
-from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, product_with_epilogue
+from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, products_with_epilogue
 from megaopt.kernels.products.reference import OPERANDS
 from megaopt.kernels.subnormals import check_subnormals
 
@@ -486,8 +486,7 @@ def _multiply(
         check_subnormals()
     torch.autograd.graph.increment_version(results)
     if not (device.type == "cuda" if launches is None else launches):
-        for product in found:
-            product_with_epilogue(product, numbers, is_mirrored and not is_squared)
+        products_with_epilogue(found, numbers, is_mirrored and not is_squared)
         return results
     if tables is None and is_capturing(device):
         raise ValueError("tables must be given within the capture of a CUDA graph, got None")

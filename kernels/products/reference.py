@@ -84,6 +84,22 @@ def product_reference(
     return torch.cat([_chain(part, right, begun, own) for part, begun in parts])
 
 
+def products_reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`product_reference` of each of some matrices of one shape: [n, m, k] and [n, k, columns]."""
+    count, rows, columns = len(left), left.shape[1], right.shape[2]
+    worth = left[0].numel() * columns >= WORTH_BUILDING
+    extension = native.get(worth) if left.device.type == "cpu" else None
+    if extension is None:
+        return torch.stack([product_reference(left[i], right[i]) for i in range(count)])
+    own = OPERANDS[left.dtype]
+    if left.dtype == torch.float32:
+        left, right = cut_to_tf32(left), cut_to_tf32(right)
+    out = left.new_zeros((count, rows, columns), dtype=torch.float32)
+    for each in zip(left.float(), right.float(), out, strict=True):
+        extension.add_product(*each, *own)
+    return out
+
+
 def cut_to_tf32(value: torch.Tensor) -> torch.Tensor:
     """fp32 numbers without the last 13 bits of their fractions."""
     return (value.view(torch.int32) & -0x2000).view(torch.float32)

@@ -26,8 +26,8 @@ Shape = Sequence[int]
 
 NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
 """How much of a matrix whose parts are on several ranks must come together: nothing; sums over its
-rows, which a transform asks `Parts` for; or all of it, for `after` (megaopt.kernels.matrix.shared).
-"""
+rows, which a transform asks `Parts` for; or all of it, for both transforms: one of the ranks has it
+whole (megaopt.kernels.matrix.shared)."""
 
 
 class Parts(Protocol):
@@ -93,10 +93,12 @@ class Transform:
     clip coefficient are taken from what it makes."""
     renew: Callable[..., None] | None = None
     """Makes what is kept anew, before a step. It is given works, the gradient of the matrix at an
-    index, the group of each matrix, the steps that each has taken (None, for all or for one: only
-    what is not made yet), and, unless it is None, what gives for the matrix at an index one number
-    that is not 0 where its step is left out. It writes what is kept in place, and sets `is_made`.
-    """
+    index, the group of each matrix, and, unless it is None, what gives for the matrix at an index
+    one number that is not 0 where its step is left out. It writes what is kept in place, and sets
+    `is_made`."""
+    turns: Callable[..., list[int]] = lambda works, groups, counts: list(range(len(works)))
+    """The indices of the works that `renew` is given, the same on all ranks: by works, the group of
+    each, and the steps that each has taken (None, for all or for one: it is nobody's turn)."""
 
 
 SAME = Transform(lambda matrix, work: matrix)
@@ -110,6 +112,22 @@ class Cut(NamedTuple):
     runs: Sequence[tuple[int, int]]
     """Its numbers, in order: where those that follow each other begin in the parameter, and how
     many they are. They are whole rows, or matrices of a batch."""
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The matrix of a parameter's tensor: a view where its numbers follow each other."""
+        flat = whole.reshape(-1)
+        runs = [flat[first : first + size] for first, size in self.runs]
+        return (runs[0] if len(runs) == 1 else torch.cat(runs)).view(*self.shape)
+
+
+def joined(cuts: Sequence[Cut], matrices: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
+    """A tensor of a parameter's shape, of all its matrices."""
+    whole = matrices[0].new_empty(math.prod(shape))
+    for cut, matrix in zip(cuts, matrices, strict=True):
+        parts = torch.split(matrix.reshape(-1), [size for _, size in cut.runs])
+        for (first, size), part in zip(cut.runs, parts, strict=True):
+            whole[first : first + size] = part
+    return whole.view(*shape)
 
 
 @dataclass(frozen=True)
@@ -132,19 +150,18 @@ class MatrixRule:
     kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = lambda how, shape: {}
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
-    """NOBODY, ROWS or WHOLE; the last only with `before` SAME."""
+    """NOBODY, ROWS or WHOLE."""
     cut: Callable[[Any, Shape], Sequence[Cut]] = lambda how, shape: [
         Cut(tuple(shape), [(0, math.prod(shape))])
     ]
-    """The matrices of a parameter, by `Matrix.how` and its shape."""
+    """The matrices of a parameter, by `Matrix.how` and its shape; one where `low_shape` is another.
+    """
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no plan steps."""
         if self.meets not in (NOBODY, ROWS, WHOLE):
             ways = f"{NOBODY!r}, {ROWS!r} or {WHOLE!r}"
             raise ValueError(f"meets of {self.name} must be {ways}, got {self.meets!r}")
-        if self.meets == WHOLE and self.before is not SAME:
-            raise ValueError(f"before of {self.name} must be SAME with meets {WHOLE!r}")
         if self.apply.moments:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")

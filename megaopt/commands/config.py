@@ -20,6 +20,7 @@ from megaopt.commands.toml_tables import (
     require,
 )
 from megaopt.options.checks import shown
+from megaopt.options.choices import ProjType
 
 Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]
 """Names in megaopt.float8.RECIPES, which is not imported to read a file."""
@@ -86,6 +87,8 @@ class GaLoreConfig(Table):
     scale: Number = 1.0  # what updates that are projected back are multiplied by
     refresh: Literal["subspace", "svd"] = "subspace"  # how projections are made
     stagger: bool = True  # whether they are made anew one after another, or all in one step
+    proj_type: ProjType = "std"
+    """The side on which gradients are projected; with ranks one process's bits are left's."""
 
 
 class Named(Table):
@@ -166,10 +169,15 @@ class MatrixVariant(Own):
     param groups."""
     resume_after: Count | None = None
     """Step after which the run is saved and continued in a fresh process; None: never."""
+    ranks: Ranks | None = None
+    """Processes of which each has rows of every weight and its state, as under FSDP2, and then
+    gathers the others'. None: the step is of this process alone."""
 
     def _check(self) -> None:
         straight = self.baseline is not None or self.resume_after is None
         self.need(straight, "resume_after", "left out of a baseline")
+        if self.ranks is not None:
+            self.need(self.resume_after is None, "resume_after", "left out with ranks")
 
 
 class GaLoreVariant(MatrixVariant):
@@ -190,14 +198,6 @@ class MuonVariant(MatrixVariant):
         "float32"
     )
     """The format of momentum_buffer."""
-    ranks: Ranks | None = None
-    """Processes of which each has rows of every weight and its state, as under FSDP2, and then
-    gathers the others'. None: the step is of this process alone."""
-
-    def _check(self) -> None:
-        super()._check()
-        if self.ranks is not None:
-            self.need(self.resume_after is None, "resume_after", "left out with ranks")
 
 
 Variant = UnfusedVariant | PeerVariant | FusedVariant | GaLoreVariant | MuonVariant

@@ -133,14 +133,19 @@ class DTensorView(ParamView):
         """The shape in which `boxes` are counted."""
         return self.whole_shape
 
-    def boxes(self, coordinates: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
-        """The shards at places of the mesh: the first index and the one behind the last."""
+    def boxes(
+        self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """The shards at places of the mesh: the first index and the one behind the last.
+
+        shape: of the parameter, or of another tensor that is split as it is.
+        """
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
         param, found = self.param, []
         for own in coordinates:
             sizes, starts = _compute_local_shape_and_global_offset(
-                param.shape, param.device_mesh.shape, list(own), param.placements
+                torch.Size(shape), param.device_mesh.shape, list(own), param.placements
             )
             found.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
         return found
@@ -150,10 +155,13 @@ class DTensorView(ParamView):
 
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """
-        own, shape = self.param.shape, self.local.shape
-        if not self.local.numel():
+        return self._placed(number, self.first_element, self.local.shape, self.param.shape)
+
+    def _placed(self, number: int, first: int, shape: Sequence[int], own: Sequence[int]) -> Place:
+        """The place of a shard of this shape in a tensor of another that is split as it is."""
+        if not math.prod(shape):
             return Place(number)
-        found = place_of_box(number, self.first_element, shape, own)
+        found = place_of_box(number, first, shape, own)
         if found is None:
             raise ValueError(
                 f"placements {tuple(self.param.placements)} of shape {tuple(own)} must split at "
@@ -247,17 +255,18 @@ class DTensorView(ParamView):
         param = self.param
         if not form.block or not self.keeps_blocks(form):
             return
+        shape = self.whole_state_shape(name.removesuffix("_dtype"))
         sizes = [1] * param.dim()
         for dim, placement in enumerate(param.placements):
             if not placement.is_replicate():
                 sizes[placement.dim] *= param.device_mesh.size(dim)
         axis = min(1, param.dim() - 1)  # of one dimension all elements are a row
-        is_whole = sizes[axis] == 1 or param.shape[axis] % (form.block * sizes[axis]) == 0
+        is_whole = sizes[axis] == 1 or shape[axis] % (form.block * sizes[axis]) == 0
         if not is_whole or max(sizes[2:], default=1) > 1 or (param.dim() > 2 and sizes[1] > 1):
             raise ValueError(
                 f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
                 f"each shard, got placements {tuple(param.placements)} of shape "
-                f"{tuple(param.shape)}; allowed: rows split over any number of ranks, columns of "
+                f"{tuple(shape)}; allowed: rows split over any number of ranks, columns of "
                 f"two dimensions, and one dimension, in equal parts of whole blocks"
             )
 
@@ -291,21 +300,36 @@ class MatrixDTensorView(MatrixView, DTensorView):
         is_whole = self.matrix.rule.meets == WHOLE
         return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
 
+    @property
+    def _low_box(self) -> tuple[tuple[int, int], ...]:
+        """Where the shard of the moments lies in all of them."""
+        here = self.param.device_mesh.get_coordinate()
+        return self.boxes([here], self.matrix.low_shape(self.whole_shape))[0]
+
+    @property
+    def low_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's moments: they are split as the parameter is."""
+        if self._keeps_shape:
+            return tuple(self.local.shape)
+        return tuple(end - begin for begin, end in self._low_box)
+
     def first_of(self, name: str) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""
-        if name == MASTER:
+        if name == MASTER or self._keeps_shape:
             return self.first_element
-        return self.matrix.low_place(Place(0, self.first_element), self.local.shape).first
+        _, columns = self.matrix.low_shape(self.whole_shape)
+        (row, _), (column, _) = self._low_box
+        return row * columns + column
 
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor split as the parameter is, with the shard's memory."""
-        if local.shape == self.local.shape or self._keeps_shape:
-            return super().wrap(local)
-        return self._reshaped(local, (self.matrix.low_shape(self.param.shape)[0], local.shape[1]))
+    def state_place(self, name: str, number: int) -> Place:
+        """The place of the shard's elements in the whole state tensor of this name."""
+        own = self.state_shape(name), self.whole_state_shape(name)
+        return self._placed(number, self.first_of(name), *own)
 
-    def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
-        """The scales of the moments' blocks, likewise."""
-        return super().wrap_scales(local) if self._keeps_shape else self.wrap(local)
+    def _wrap_low(self, local: torch.Tensor) -> torch.Tensor:
+        """A DTensor of a shard of the moments, of packed codes or of scales, with its memory."""
+        (rows, columns), (_, own) = self.matrix.low_shape(self.whole_shape), self.low_shape
+        return self._reshaped(local, (rows, columns * local.shape[1] // own if own else columns))
 
     def _check_blocks(self, where: str, name: str, form: Format) -> None:
         """Also where ranks would exchange parts of blocks: each matrix goes to its owner alone."""
@@ -313,7 +337,7 @@ class MatrixDTensorView(MatrixView, DTensorView):
         rule, how = self.matrix.rule, self.matrix.how
         if not form.block or rule.meets != WHOLE or self.split is None:
             return
-        cuts = rule.cut(how, self.whole_shape)
+        cuts = rule.cut(how, self.whole_state_shape(name.removesuffix("_dtype")))
         sizes = [size for cut in cuts for _, size in cut.runs]
         if self.keeps_blocks(form) and any(size % form.block for size in sizes):
             shapes = sorted({tuple(cut.shape) for cut in cuts})
@@ -324,11 +348,14 @@ class MatrixDTensorView(MatrixView, DTensorView):
 
     @property
     def _keeps_shape(self) -> bool:
-        return self.matrix.low_shape(self.local.shape) == tuple(self.local.shape)
+        return self.matrix.low_shape(self.whole_shape) == self.whole_shape
 
     def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """What is kept as DTensors that every rank has whole; others as of the parameter."""
-        return self.replicated(local) if name in self.kept else super().wrap_named(name, local)
+        if name in self.kept:
+            return self.replicated(local)
+        is_low = name != MASTER and not self._keeps_shape
+        return self._wrap_low(local) if is_low else super().wrap_named(name, local)
 
     def replicated(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor on the parameter's mesh that every rank has whole."""

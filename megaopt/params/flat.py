@@ -51,8 +51,14 @@ class FlatMatrixView(MatrixView):
         """The shape in which `boxes` are counted."""
         return (math.prod(self.whole_shape),)
 
-    def boxes(self, coordinates: Sequence[tuple[int, ...]]) -> list[tuple[tuple[int, int], ...]]:
-        """The parts at places of the mesh: the first element and the one behind the last."""
+    def boxes(
+        self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """The parts at places of the mesh: the first element and the one behind the last.
+
+        shape: the parameter's; nothing else is cut as flat parts are.
+        """
+        assert tuple(shape) == self.box_shape
         return [(self._parts.ends[rank],) for (rank,) in coordinates]
 
     @property

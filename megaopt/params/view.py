@@ -158,6 +158,10 @@ class ParamView:
         """Where `local` lies in the whole parameter, for random bits; number: the parameter's."""
         return Place(number, self.first_element)
 
+    def state_place(self, name: str, number: int) -> Place:
+        """Where its tensor of the state of this name lies in the whole one."""
+        return self.place(number)
+
     @property
     def sharding(self) -> tuple[object, ...] | None:
         """How a DTensor is split, as ranks compare it; None for other kinds."""
@@ -265,15 +269,18 @@ class MatrixView(ParamView):
         super().check(where, options, moments, masters)
         options.check_matrix(self, where, masters)
 
+    @property
+    def low_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's moments."""
+        return self.matrix.low_shape(self.local.shape)
+
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The low shape, but for the master."""
-        return self._shape(name, tuple(self.local.shape))
+        return tuple(self.local.shape) if name == MASTER else self.low_shape
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
         """The same over all ranks."""
-        return self._shape(name, tuple(self.param.shape))
-
-    def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        shape = tuple(self.param.shape)
         return shape if name == MASTER else self.matrix.low_shape(shape)
 
     @property
@@ -289,5 +296,5 @@ class MatrixView(ParamView):
 
     def block_scales_shape(self, block: int) -> tuple[int, ...]:
         """The shape of the moments' scales: (rows, blocks of a row)."""
-        rows, *columns = self.matrix.low_shape(self.local.shape)
+        rows, *columns = self.low_shape
         return (rows, math.prod(columns) // block)

@@ -47,7 +47,8 @@ def unscaled(
     else:
         value = get_unscaled(locals_of(own), name, form, view)
     known = [each for each in own.values() if local_of(each) is value]
-    return known[0] if known else view.wrap(value)
+    found: torch.Tensor = known[0] if known else view.wrap_state({name: value})[name]
+    return found
 
 
 def _made_by(owned: Owned) -> str:

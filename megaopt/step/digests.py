@@ -118,7 +118,7 @@ def _places(
     """Where a slot's tensors lie in their whole ones."""
     if formats.matrix is not None and slot not in (*BESIDE_STATE, "master"):
         own = zip(places, views, strict=True)
-        places = [formats.matrix.low_place(place, view.local.shape) for place, view in own]
+        places = [view.state_place(slot, place.number) for place, view in own]
     form = formats.by_slot.get(slot.removesuffix("_scale"))
     if form is None:
         return places

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ import torch.distributed as dist
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.shared import Making, SharedSteps
+from megaopt.kernels.matrix.shared import Making, Renewal, SharedSteps
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import ALONE, WHOLE, Parts
+from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Parts
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
@@ -42,6 +41,8 @@ class Matrices:
     """The view of each parameter."""
     labels: list[str]
     """What errors call each parameter."""
+    shared: SharedSteps | None = None
+    """The steps of matrices that ranks exchange; None for others."""
     _had: list[set[str]] = field(default_factory=list)
     """What each state kept before the step on its way, if that is many calls."""
 
@@ -49,11 +50,11 @@ class Matrices:
         """Tells the plan who holds the other parts of each matrix."""
         self._sharded = any(view.is_sharded for view in self.views)
         self._kept = [view.kept for view in self.views]
-        if not is_exchanged(self.views[0]):
+        if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
                 work.parts = parts_of(view)
 
-    def _local(self, state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    def _local(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
         own = {name: state[name] for name in names if state.get(name) is not None}
         return {name: local_of(each) for name, each in own.items()} if self._sharded else own
@@ -65,7 +66,7 @@ class Matrices:
         """
         self._had = []
         for kept, state, label in zip(self._kept, self.states, self.labels, strict=True):
-            own = self._local(state, set(kept))
+            own = self._local(state, kept)
             for name, each in own.items():
                 wanted = (torch.float32, kept[name], self.device)
                 is_tensor = isinstance(each, torch.Tensor)
@@ -121,6 +122,29 @@ class Matrices:
                 of a group: none of its matrices'.
             controls: the step's, which may leave it out; None: it does not.
         """
+        chosen = [groups[each] for each in self.group_numbers]
+        counted = None if counts is None else [counts[each] for each in self.group_numbers]
+        self._provide()
+        before = self.plan.matrix.rule.before
+        if before.renew is None:
+            return
+        make: Any = before.renew
+        turns = before.turns(self.plan.works, chosen, counted)
+
+        def renew(places: Sequence[int], grad: Any) -> None:
+            numbers = [self.group_numbers[place] for place in places]
+            # a number on its device that leaves the step of a matrix out where it is not 0
+            skip = None if controls is None else lambda i: controls[numbers[i], SKIP]
+            own = [self.plan.works[place] for place in places], grad
+            make(*own, [chosen[place] for place in places], skip)
+
+        if self.shared is not None:
+            self.shared.renewal = Renewal(turns, renew)
+        else:
+            renew(turns, lambda index: self.plan.grad(turns[index]))
+
+    def _provide(self) -> None:
+        """Gives the plan what states keep for the rule."""
         own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
         for work, view, kept, state in own:
             missing = {name: shape for name, shape in kept.items() if state.get(name) is None}
@@ -128,17 +152,7 @@ class Matrices:
                 new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
                 state.update(view.wrap_state(new))
                 work.is_made = None
-            work.kept = self._local(state, set(kept))
-        renew = self.plan.matrix.rule.before.renew
-        if renew is not None:
-            counted = None if counts is None else [counts[each] for each in self.group_numbers]
-            chosen = [groups[each] for each in self.group_numbers]
-            skip = None if controls is None else partial(self._skip, controls)
-            renew(self.plan.works, self.plan.grad, chosen, counted, skip)
-
-    def _skip(self, controls: torch.Tensor, index: int) -> torch.Tensor:
-        """The number on its device that leaves the step of a matrix out where it is not 0."""
-        return controls[self.group_numbers[index], SKIP]
+            work.kept = self._local(state, kept)
 
 
 def matrices_of(
@@ -154,15 +168,25 @@ def matrices_of(
     shapes = [torch.Size(view.whole_shape) if is_whole else view.local.shape for view in views]
     backend = owned.backend(device)
     plan = owned.options.matrix_plan(backend, formats, shapes, groups, spots, device)
-    if is_whole:
-        rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
-        cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
-        size = torch.empty(0, dtype=making.sent.dtype).element_size()
-        exchange = Owners(views, cuts, size, making.shares_work)
-        own = (groups, spots, BACKENDS[backend], device, exchange)
-        plan.share(SharedSteps(formats, making, *own))
     labels = [owned.labels[place] for place in places]
-    return Matrices(plan, states, device, groups, views, labels)
+    own = plan, states, device, groups, views, labels
+    if not is_whole:
+        return Matrices(*own)
+    rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
+    low_spots, lows = spots, None
+    if rule.before is not SAME:
+        lows = [plan.matrix.low_shape(view.whole_shape) for view in views]
+        if formats.draws or formats.block:
+            pairs = zip(views, places, strict=True)
+            moment = formats.moment_names[0]
+            low_spots = [view.state_place(moment, owned.numbers[place]) for view, place in pairs]
+    cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
+    size = torch.empty(0, dtype=making.sent.dtype).element_size()
+    exchange = Owners(views, cuts, lows, size, making.shares_work)
+    with_ranks = (groups, spots, low_spots, BACKENDS[backend], device, exchange)
+    shared = SharedSteps(formats, making, *with_ranks, [view.kept for view in views])
+    plan.share(shared)
+    return Matrices(*own, shared)
 
 
 def is_exchanged(view: ParamView) -> bool:

@@ -422,16 +422,20 @@ class Stepper:
             is_prepared and self._prepare,
             bool(batches.digests) and begin_digests,
             bool(batches.matrices) and refresh,
-            launch,
-            is_exchanged and gather_amaxes,
         ]
+        then: list[Stage | bool] = [launch, is_exchanged and gather_amaxes]
         last: list[Stage | bool] = [
             is_exchanged and exchange,
             bool(float8) and quantize,
             any(batch.copies for batch in batches.batches) and copy_results,
             bool(batches.digests) and finish_digests,
         ]
-        parts = [first, last] if is_exchanged else [[*first, *last]]
+        parts = [first]
+        for votes, own in ((self._is_exchanged, then), (is_exchanged, last)):
+            if votes:  # before an exchange, in which one that has failed would be waited for
+                parts.append(own)
+            else:
+                parts[-1] += own
         found = [(self._is_shared, [each for each in part if callable(each)]) for part in parts]
         return [(False, [self._meet]), *found] if asks or self._is_shared else found
 
@@ -473,7 +477,10 @@ class Stepper:
         request, found = run.request, None
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
-            found = run.meeting.meet(request, run.waits, look)
+            # ranks that make what matrices keep anew must do so in the same step
+            counts = self._is_exchanged and not self.options.capturable
+            steps = [group["step"] for group in run.groups] if counts else ()
+            found = run.meeting.meet(request, run.waits, look, steps)
         elif request.found_inf is None or not run.waits:
             found = request
         elif request.found_inf.numel() > 1:
@@ -531,10 +538,17 @@ def leave_out_digests(run: Run) -> None:
 
 
 def launch(run: Run) -> None:
-    """Steps all batches."""
+    """Steps all batches; where one fails, those in which other ranks wait for this one as well."""
+    failed: Exception | None = None
     for batch, rows in zip(run.batches.batches, run.ready, strict=True):
         scalars, controls = run.prepared.get(batch.device, (None, None))
-        batch.plan.step(rows if scalars is None else scalars, controls)
+        if failed is None or (batch.matrices is not None and batch.matrices.shared is not None):
+            try:
+                batch.plan.step(rows if scalars is None else scalars, controls)
+            except Exception as error:
+                failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def gather_amaxes(run: Run) -> None:

@@ -333,18 +333,6 @@ def one_infinity(options):
 # --- what is refused
 
 
-def refusals():
-    def build_one(dim=0, **options):
-        own = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(dim)], src_data_rank=None)
-        return said(lambda: GaLoreAdamW([torch.nn.Parameter(own)], rank=3, **options))
-
-    return [
-        build_one(),
-        build_one(proj_type="left"),
-        build_one(1, proj_type="auto"),
-    ]
-
-
 def under_fsdp1():
     """Views into a flat parameter, and the flat parameter itself."""
     found = []

@@ -56,7 +56,8 @@ def placed(options, steps, placements=None, sizes=None, shapes=SHAPES, split=Fal
         for name, param in list(model.named_parameters()):
             own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
             setattr(model, name, torch.nn.Parameter(own))
-    optimizer = FusedMuon(groups_of(list(model.parameters()), split), **options)
+    kind = options.pop("optimizer", FusedMuon)
+    optimizer = kind(groups_of(list(model.parameters()), split), **options)
     train(model, optimizer, steps, **step)
     return snapshot(optimizer)
 
@@ -201,7 +202,7 @@ def by_small_tiles(options, steps, replicas, shapes):
         for module in (tiles, muon):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
-        stack.enter_context(mock.patch.object(tiles.Tiles.__init__, "__defaults__", (None, 8)))
+        stack.enter_context(mock.patch.object(tiles, "UNIT", 8))
         found = trained(options, steps, replicas, shapes)
     return found, sum(work)
 

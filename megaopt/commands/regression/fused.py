@@ -16,6 +16,7 @@ from megaopt.commands.config import (
     FusedVariant,
     GaLoreConfig,
     GaLoreVariant,
+    MatrixVariant,
     MuonVariant,
     OptimizerConfig,
     PeerVariant,
@@ -241,7 +242,30 @@ def numbered_groups(
     return list(groups.values())
 
 
-class GaLoreWeights(FusedWeights):
+class MatrixWeights(FusedWeights):
+    """Owns a model's weights, or a rank's rows of them, through an optimizer of matrices.
+
+    With ranks the model is the same on each of the default process group, with the same gradients.
+    """
+
+    def __init__(self, model: nn.Module, variant: MatrixVariant) -> None:
+        self.masters, self._has_rows = None, variant.ranks is not None
+        self.pieces = rows_pieces(model) if self._has_rows else whole_pieces(model)
+
+    def step(self, learning_rate: float) -> None:
+        """Updates this rank's rows, then gathers the weights."""
+        super().step(learning_rate)
+        for piece in self.pieces if self._has_rows else ():
+            own: Any = piece.tensor.detach()
+            piece.source.detach().copy_(own.full_tensor())
+
+    def whole(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A parameter's whole state, which every rank gathers."""
+        own: Any = state
+        return {n: each.full_tensor() for n, each in own.items()} if self._has_rows else state
+
+
+class GaLoreWeights(MatrixWeights):
     """Owns a model's weights through GaLoreAdamW, which steps matrices by projected gradients."""
 
     def __init__(
@@ -251,7 +275,7 @@ class GaLoreWeights(FusedWeights):
         galore: GaLoreConfig,
         variant: GaLoreVariant,
     ) -> None:
-        self.pieces, self.masters = whole_pieces(model), None
+        super().__init__(model, variant)
         self.optimizer = GaLoreAdamW(
             numbered_groups(self.pieces, config, variant.layout),
             **arguments(config),
@@ -264,14 +288,16 @@ class GaLoreWeights(FusedWeights):
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """A parameter's state, its projection included."""
         state, kept = self.optimizer.state[piece.tensor], ("projection", "captured_energy")
-        return super().state_of(piece) | {name: state[name] for name in kept if name in state}
+        return self.whole(
+            super().state_of(piece) | {name: state[name] for name in kept if name in state}
+        )
 
 
-class MuonWeights(FusedWeights):
+class MuonWeights(MatrixWeights):
     """Owns a model's weights through FusedMuon, which leaves embeddings and norms to AdamW."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: MuonVariant) -> None:
-        self.pieces, self.masters = self._pieces(model), None
+        super().__init__(model, variant)
         for piece in self.pieces:
             is_embedding = piece.name.endswith("embedding.weight")
             piece.tensor.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
@@ -292,11 +318,13 @@ class MuonWeights(FusedWeights):
         """A piece's state in fp32, by the rule that steps it."""
         state = self.optimizer.state[piece.tensor]
         names = {**QUANTITIES, "momentum_buffer": "momentum_buffer"}
-        return {
-            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
-            for quantity, kind in names.items()
-            if state.get(kind) is not None
-        }
+        return self.whole(
+            {
+                quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+                for quantity, kind in names.items()
+                if state.get(kind) is not None
+            }
+        )
 
 
 class RowsPiece(Piece):
@@ -324,26 +352,9 @@ def mesh_of(device: str, ranks: int) -> Any:
     return init_device_mesh(device, (ranks,))
 
 
-class ShardedMuonWeights(MuonWeights):
-    """Owns a rank's rows of a model's weights through FusedMuon, and gathers the others'.
-
-    The model is the same on every rank of the default process group, with the same gradients.
-    """
-
-    def _pieces(self, model: nn.Module) -> list[Piece]:
-        return [
-            RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)), 0, parameter.numel())
-            for name, parameter in model.named_parameters()
-        ]
-
-    def step(self, learning_rate: float) -> None:
-        """Updates this rank's rows, then gathers the weights."""
-        super().step(learning_rate)
-        for piece in self.pieces:
-            own: Any = piece.tensor.detach()
-            piece.source.detach().copy_(own.full_tensor())
-
-    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """A parameter's whole state, which every rank gathers."""
-        state: Any = super().state_of(piece)
-        return {quantity: own.full_tensor() for quantity, own in state.items()}
+def rows_pieces(model: nn.Module) -> list[Piece]:
+    """Of each parameter this rank's rows."""
+    return [
+        RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)), 0, parameter.numel())
+        for name, parameter in model.named_parameters()
+    ]

@@ -24,7 +24,6 @@ from megaopt.commands.regression.fused import (
     GaLoreWeights,
     MuonWeights,
     PeerWeights,
-    ShardedMuonWeights,
     ShardedWeights,
 )
 from megaopt.commands.regression.outputs import about_file
@@ -142,8 +141,7 @@ def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWei
         assert config.galore is not None  # as the config was checked
         return GaLoreWeights(model, config.optimizer, config.galore, variant)
     if isinstance(variant, MuonVariant):
-        muon = MuonWeights if variant.ranks is None else ShardedMuonWeights
-        return muon(model, config.optimizer, variant)
+        return MuonWeights(model, config.optimizer, variant)
     owner = FusedWeights if variant.ranks is None else ShardedWeights
     return owner(model, config.optimizer, variant)
 

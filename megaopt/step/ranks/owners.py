@@ -9,13 +9,13 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, product
+from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.shared import Part, Piece
+from megaopt.kernels.matrix.shared import WHOLLY, Part, Piece
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, reduced
 
@@ -43,7 +43,7 @@ def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[M
     rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
     found = []
     for index, cut in enumerate(cuts):
-        kept = slice(rows[index], rows[index + 1]) if len(cuts) > 1 else slice(None)
+        kept = slice(rows[index], rows[index + 1]) if len(cuts) > 1 else WHOLLY
         boxes = [box_of(first, size, shape) for first, size in cut.runs if size]
         firsts = accumulate((size for _, size in cut.runs if size), initial=0)
         if boxes:
@@ -211,6 +211,20 @@ class Bucket:
                         begin += numel
 
 
+def _laid_out(
+    views: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    cuts: Sequence[Sequence[Cut]],
+    places: Sequence[tuple[int, ...]],
+) -> tuple[list[Matrix], list[list[Box]]]:
+    """The matrices of parameters of these shapes, and for each place of the mesh their shards."""
+    by_view = [view.boxes(places, shape) for view, shape in zip(views, shapes, strict=True)]
+    found = []
+    for param, (shape, own) in enumerate(zip(shapes, cuts, strict=True)):
+        found += matrices_of(param, shape, own)
+    return found, [[own[rank] for own in by_view] for rank in range(len(places))]
+
+
 def _has(own: Box, matrix: Matrix) -> bool:
     """Whether a box has a whole matrix."""
     return all(common(own, box) == box for box, _ in matrix.runs)
@@ -228,6 +242,7 @@ class Owners:
     Args:
         views: the parameters of a batch, of one mesh and split.
         cuts: for each its matrices.
+        lows: of each the shape of what is made of its gradient; None: its own.
         itemsize: bytes of a number that is sent.
         shares_work: a matrix that is most of the work is made by all ranks together.
         room: of a bucket, as ROOM.
@@ -237,6 +252,7 @@ class Owners:
         self,
         views: Sequence[Any],
         cuts: Sequence[Sequence[Cut]],
+        lows: Sequence[Sequence[int]] | None,
         itemsize: int,
         shares_work: bool = False,
         room: int = ROOM,
@@ -251,30 +267,32 @@ class Owners:
         self.rank, self.ranks = places.index(here), len(places)
         copies = [dim for dim in range(self._mesh.ndim) if dim not in dims]
         gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
-        by_view = [view.boxes(places) for view in views]
-        boxes = [[own[rank] for own in by_view] for rank in range(len(places))]
-        matrices = [
-            each
-            for param, (view, own) in enumerate(zip(views, cuts, strict=True))
-            for each in matrices_of(param, view.box_shape, own)
-        ]
+        shapes = [view.box_shape for view in views]
+        matrices, boxes = _laid_out(views, shapes, cuts, places)
         holders = [
             [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]
             for each in matrices
         ]
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))
-        self.buckets = list[Bucket]()
         self.owned: list[list[Piece]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > sum(costs)]
         rest = self._cut(matrices, owners, large, room // itemsize)
-        for chosen in [large, *rest] if large else rest:
-            given = [matrices[i] for i in chosen], [owners[i] for i in chosen]
-            self.buckets.append(Bucket(*given, boxes, self.rank, gives, chosen == large))
-            for index in chosen:
-                self.owned[owners[index]].append(matrices[index].piece)
-        most = [(0, 0), *(each.most for each in self.buckets)]
+        order = [large, *rest] if large else rest
+
+        def bucket(found: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
+            given = [found[i] for i in chosen], [owners[i] for i in chosen]
+            return Bucket(*given, boxes, self.rank, gives, chosen == large)
+
+        self.buckets = self.lows = [bucket(matrices, boxes, chosen) for chosen in order]
+        if lows is not None:
+            own = [[Cut(tuple(low), [(0, math.prod(low))])] for low in lows]
+            low_matrices, low_boxes = _laid_out(views, lows, own, places)
+            self.lows = [bucket(low_matrices, low_boxes, chosen) for chosen in order]
+        for index in chain(*order):
+            self.owned[owners[index]].append(matrices[index].piece)
+        most = [(0, 0), *(each.most for each in (*self.buckets, *self.lows))]
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 
     def _cut(
@@ -317,16 +335,21 @@ class Owners:
         return self._sent(far, near, bucket.leaving, bucket.coming)
 
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
-        """Gives all ranks the owner's matrix."""
+        """Gives all ranks the owner's tensor, in place."""
         group: Any = group_of(self._mesh)
         source: Any = dist.get_global_rank(group, owner)  # untyped in torch
         dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)
 
-    def spread(self, own: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """What all ranks have, of so many numbers each, one behind another."""
-        found = own.new_empty(sum(lengths))
-        leaving = [len(own)] * self.ranks
-        self._sent(own.repeat(self.ranks), found, leaving, lengths).wait()
+    def spread(
+        self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor
+    ) -> torch.Tensor:
+        """What all ranks have, of so many numbers each, one behind another; takes no memory."""
+        total, count = sum(lengths), lengths[self.rank]
+        found, out = memory[:total], memory[total : total + self.ranks * count]
+        for each, part in zip(own, torch.split(out[:count], [e.numel() for e in own]), strict=True):
+            part.view(each.shape).copy_(each)
+        out.view(self.ranks, count)[1:].copy_(out[:count])
+        self._sent(out, found, [count] * self.ranks, lengths).wait()
         return found
 
     def _sent(

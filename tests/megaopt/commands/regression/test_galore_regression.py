@@ -54,6 +54,17 @@ def test_kernels_too(build, run):
     assert regression.first_difference() is None
 
 
+def test_ranks_that_have_rows_of_the_weights_train_as_one(build, run):
+    """Projected on the left, over refreshes of some."""
+    text = galore("first") + galore("ranks", "first", ranks=3)
+    left = GALORE.replace("12", "3") + 'proj_type = "left"\n'
+    outcomes = run(build(left + text, steps=4))
+    found = outcomes["ranks"]
+    assert (found.difference, found.failure) == (None, None)
+    assert found.digests(4) == outcomes["first"].digests(4)
+    assert {"projection", "exp_avg"} <= {each.rpartition(" ")[2] for each in found.digests(4)}
+
+
 def test_a_flipped_bit_is_seen(build, run):
     regression = build(GALORE + galore("first") + galore("again", "first"), perturb=2)
     outcomes = run(regression)
@@ -87,6 +98,10 @@ def test_what_a_run_depends_on_is_seen(build, run, plant, monkeypatch, part):
 
 TWO = galore("first") + galore("again", "first")
 REFUSED = {
+    "ranks that stop": (
+        GALORE + galore("first") + galore("ranks", "first", ranks=2, resume_after=1),
+        r"resume_after must be left out with ranks, got 1",
+    ),
     "no table": (TWO, "galore must be a table"),
     "another kind's baseline": (
         GALORE + UNFUSED + galore("first") + galore("again", "unfused"),

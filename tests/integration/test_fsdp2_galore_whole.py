@@ -1,0 +1,197 @@
+"""GaLoreAdamW's DTensors whose products add up over ranks: owners make them as one process."""
+
+import fsdp2_ranks
+import galore_whole_ranks
+import pytest
+import torch
+from fsdp2_ranks import assert_same_on_all
+from galore_ranks import RANK, ranked, refreshed_by_hand, trained
+from galore_whole_ranks import placed_galore
+from interpreted import interpreted
+from runs import BF16, MASTER, REMAINDERS, assert_same
+
+from megaopt import FusedMuon
+
+SHAPES = [(24, 10), (7, 9), (9,), (6, 30), (4, 40), (12, 12), (33, 20)]
+"""Tall, wide and square; uneven on 2 and 3 ranks, of fewer rows than ranks; a vector."""
+LEFT = {"proj_type": "left"}
+DRAWN = {"exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic"}
+KINDS = {
+    "fp32": {},
+    "masters": {"weights": BF16, **MASTER},
+    "remainders, at once": {"weights": BF16, **REMAINDERS, "stagger": False},
+    "bf16": {"weights": BF16, **MASTER, "precision": "bf16"},
+    "tf32, svd": {"precision": "tf32", "refresh": "svd"},
+    "drawn": {"weights": BF16, "weight_rounding": "stochastic", "seed": 7, **DRAWN},
+}
+LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
+QUICK = ["1-fp32", "2-fp32", "2-bf16", "3-drawn", "3-remainders, at once", "2x2-masters"]
+CASES = [
+    pytest.param(*sizes, options, id=f"{layout}-{kind}",
+                 marks=[] if f"{layout}-{kind}" in QUICK else [pytest.mark.slow])
+    for layout, sizes in LAYOUTS.items()
+    for kind, options in KINDS.items()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "replicas", "options"), CASES)
+def test_fully_shard_has_the_bits_of_one_process(on_ranks, world, replicas, options):
+    """Weights, masters, moments, projections and their energies, over refreshes."""
+    given = ({**LEFT, **options}, 7)
+    expected = trained(*given, shapes=SHAPES, clip_norm=1.0)
+    found = on_ranks(world, trained, *given, replicas, SHAPES, clip_norm=1.0)
+    assert_same_on_all(found, expected)
+
+
+MATRICES = [shape for shape in SHAPES if len(shape) == 2]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "placements",
+    ["columns", "by turns", "rows and columns", "rows twice", "copies of columns"],
+)
+def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, side):
+    """Where each has a matrix: rows that are projected on the right stay where they are."""
+    kind = "fp32" if placements == "rows twice" else "drawn"
+    shapes = [s for s in MATRICES if side == "left" or placements != "by turns" or sum(s) % 2]
+    options, sizes = {**KINDS[kind], "proj_type": side}, (3,)
+    if placements not in ("columns", "by turns"):
+        sizes = (2, 2)
+    expected = placed_galore(options, 5, shapes=shapes)
+    named = {"placements": placements, "sizes": sizes, "shapes": shapes}
+    found = on_ranks(4 if len(sizes) == 2 else 3, placed_galore, options, 5, **named)
+    assert_same_on_all(found, expected)
+
+
+@interpreted
+def test_launches_have_the_same_bits(on_ranks):
+    options, shapes = {**LEFT, **KINDS["drawn"], "precision": "bf16"}, SHAPES[:3]
+    expected = trained(options, 2, shapes=shapes, clip_norm=1.0)
+    given = ({**options, "backend": "triton"}, 2, 1, shapes)
+    assert_same_on_all(on_ranks(2, trained, *given, clip_norm=1.0), expected)
+
+
+def test_refreshes_between_steps_are_those_of_steps(on_ranks):
+    """capturable=True."""
+    found = on_ranks(3, refreshed_by_hand, LEFT, 5)
+    assert_same_on_all(found, trained(LEFT, 5))
+
+
+@pytest.mark.parametrize("placements", ["rows", "columns", "rows and columns"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_moments_in_blocks_have_the_bits_of_one_process(on_ranks, side, placements):
+    """Of shards of whole blocks."""
+    blocks = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3", "seed": 3}
+    rank, shape = (17, (300, 256)) if side == "left" else (256, (600, 530))
+    options = {**blocks, "proj_type": side, "rank": rank}
+    sizes = (2, 2) if placements == "rows and columns" else (2,)
+    expected = placed_galore(options, 2, shapes=[shape])
+    named = {"placements": placements, "sizes": sizes, "shapes": [shape]}
+    if side == "right" and placements == "rows":
+        return  # made where the rows are: test_fsdp2_galore.py
+    found = on_ranks(4 if len(sizes) == 2 else 2, placed_galore, options, 2, **named)
+    assert found[0]["states"][0]["exp_avg"].dtype == torch.uint8
+    assert_same_on_all(found, expected)
+
+
+# --- states
+
+
+@pytest.mark.parametrize("steps", [2, 3], ids=["between", "at a refresh"])
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 1), (1, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["masters", "drawn"])
+@pytest.mark.sample(4)
+def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, worlds, steps, kind):
+    options, folder = {**LEFT, **KINDS[kind]}, str(tmp_path / "saved")
+    saved = on_ranks(worlds[0], galore_whole_ranks.saved_by_some, options, steps, folder, SHAPES)
+    given = (options, 4, steps, folder, SHAPES)
+    straight = trained(options, steps + 4, shapes=SHAPES)
+    for loaded, after in on_ranks(worlds[1], galore_whole_ranks.gone_on, *given):
+        assert_same(loaded, saved[0])
+        assert_same(after, straight)
+
+
+def test_ranks_have_moments_once_and_projections_each(on_ranks):
+    ranks = on_ranks(3, galore_whole_ranks.shards_of_states, LEFT, MATRICES)
+    for shape, *own in zip(MATRICES, *ranks, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert sum(each[name][0] for each in own) == RANK * shape[1]
+            assert {each[name][1:] for each in own} == {("S(0)", (RANK, shape[1]))}
+        assert {each["projection"] for each in own} == {(shape[0] * RANK, "R", (shape[0], RANK))}
+
+
+def test_each_matrix_is_made_once(on_ranks):
+    """Its update in each step, its projection in the first and where its turn is."""
+    found = on_ranks(3, galore_whole_ranks.made_here, LEFT, 3, [(20, 30)] * 6)
+    assert [updates for updates, _ in found] == [6, 6, 6]
+    # of six matrices two are refreshed in each step; the first makes all
+    assert sum(refreshes for _, refreshes in found) == 6 + 2 + 2
+
+
+# --- gradients, and ranks, that fail
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["first", "at a refresh"])
+@pytest.mark.parametrize("reason", ["found_inf", "nan"])
+@pytest.mark.parametrize("stays", [True, False], ids=["skip", "propagate"])
+def test_a_gradient_that_says_nothing_does_what_it_does_to_one_process(
+    on_ranks, reason, first, stays
+):
+    """A step is left out, or NaN goes into weights; projections stay in both."""
+    own = {**LEFT, "weights": BF16, **MASTER, "stagger": False}
+    given = ({**own, "nonfinite": "skip" if stays else "propagate"}, reason, first, SHAPES)
+    expected = galore_whole_ranks.left_out(*given)
+    for found in on_ranks(3, galore_whole_ranks.left_out, *given):
+        assert_same(found, expected)
+        before, after, then = found
+        if before is not None and (stays or reason == "found_inf"):
+            assert_same(after, before)
+            with pytest.raises(AssertionError):
+                assert_same(then["states"], before["states"])
+
+
+DIFFER = "ranks that hold parts of the same parameters must step the same"
+FAILED = "another rank that steps the same parameters failed in this step"
+WRONG = {
+    "gradient": (DIFFER, DIFFER),
+    "steps": (DIFFER, DIFFER),
+    "lr": (DIFFER, "lr must be a finite number"),
+    "exchange": (FAILED, "RuntimeError: no memory"),
+    "refresh": (FAILED, "RuntimeError: no memory"),
+    "update": (FAILED, "RuntimeError: no memory"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
+    """And all go on with the next step as if there had been none."""
+    options, (elsewhere, there) = {**LEFT, "weights": BF16, **MASTER, "stagger": False}, WRONG[kind]
+    straight = trained(options, 4, shapes=SHAPES)
+    found = on_ranks(3, galore_whole_ranks.said_of, kind, options, SHAPES)
+    for rank, (error, before, after, then) in enumerate(found):
+        assert (there if rank == 2 else elsewhere) in error
+        assert_same(after, before)
+        assert_same(then, straight)
+
+
+MUON = {"optimizer": FusedMuon}
+OUT_OF_MEMORY = {
+    "galore": (ranked({**LEFT, "weights": BF16, **MASTER, "stagger": False}), SHAPES[:4]),
+    "muon": ({**MUON, "weights": BF16, **MASTER, "precision": "fp16"}, [(24, 10), (7, 33), (9,)]),
+    "muon, together": ({**MUON, "second_moment": "normuon"}, [(40, 90), (10, 12)]),
+}
+
+
+@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("options", "shapes"), OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_a_rank_whose_memory_ends_anywhere_keeps_none_waiting(on_ranks, options, shapes, every):
+    """All raise, and nothing has changed on any; at every so manieth operation."""
+    ranks = on_ranks(2, galore_whole_ranks.without_memory, options, shapes, every)
+    straight = fsdp2_ranks.trained(options, 4, shapes=shapes)
+    for rank, (errors, before, after, then) in enumerate(ranks):
+        assert len(errors) > 20
+        said = "MemoryError: planted" if rank else "rank"
+        assert [error for error in errors if said not in error] == []
+        assert_same(after, before)
+        assert_same(then, straight)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import block_cases
 import pytest
 import torch
-from block_cases import BLOCKS, BLOCKS_OF_4_BITS, assert_stored, random_values
+from block_cases import BLOCKS, BLOCKS_OF_4_BITS, LINEAR, assert_stored, random_values
 from draw_cases import CASES, assert_words
 from encoding_cases import (
     assert_encoded,
@@ -202,7 +202,8 @@ def steps_in_blocks(module, here, name, formats):
 # --- the mutants
 
 
-E8, E4 = BLOCKS[0], BLOCKS_OF_4_BITS[0]
+E8, E4, LINEAR8 = BLOCKS[0], BLOCKS_OF_4_BITS[0], LINEAR[0]
+INT8 = "block_int8"
 E4M3, E5M3, E3M0, E4M0 = "block_e4m3", "block_e5m3", "block32_e3m0", "block32_e4m0"
 FP16, BF16, DRAWN24 = "float16_stochastic", "bfloat16_stochastic", "remainder8_stochastic"
 AVERAGE = "beta1 * exp_avg + one_minus_beta1 * grad"
@@ -495,11 +496,27 @@ MUTANTS = {
         "kernel: no NaN code": ("(code, LARGEST)", "(code, LARGEST - 1)", "block64_e5m3"),
     },
     ("formats/block8.py", stores_in_windows): {
-        "off by one": ("(amax_bits - 1) >> 23", "((amax_bits - 1) >> 23) + 1"),
-        "a power of two is the next one": ("(amax_bits - 1)", "amax_bits"),
+        "off by one": ("(amax_bits + OFFSET) >> 23", "((amax_bits + OFFSET) >> 23) + 1"),
+        "a power of two is the next one": ("(amax_bits + OFFSET)", "amax_bits"),
         "no smallest": (">> 23, SMALLEST_SCALE)", ">> 23, 0)"),
         "no largest": ("SMALLEST_SCALE), LARGEST_SCALE)", "SMALLEST_SCALE), 254)"),
         "infinities count": ("0x1000000", "0x0FFFFFF"),
+    },
+    ("formats/block_int8.py", stores): {
+        "the windows of the others": ('"window_offset": 0x1FFFF', '"window_offset": -1', INT8),
+        "kernel: the lower of the bits": ("(bits << 1) | 1", "((bits & 0xFF) << 9) | 1", INT8),
+        "kernel: NaN is a number": ("NAN_BYTE, NAN", "NAN_BYTE, value", INT8),
+        "kernel: no sign": ("code | 0x80, code).to(tl", "code, code).to(tl", INT8),
+        "kernel: a sign of what rounds to 0": ("(value < 0.0) & (code > 0)", "value < 0.0", INT8),
+        "kernel: the sign is not read": ("& -0x7F020000", "& 0xFE0000", INT8),
+        "kernel: infinities are the largest": (
+            "half(pattern, 17), NAN_CODE",
+            "half(pattern, 17), 127",
+            "block64_int8_nearest",
+        ),
+        "twin: to nearest": ("bits, NAN_MAGNITUDE", "(), NAN_MAGNITUDE", INT8),
+        "twin: NaN is a number": ("(code == NAN_MAGNITUDE, torch.nan)", "(code < 0, 0)", INT8),
+        "twin: a sign of what rounds to 0": ("(value < 0) & (code > 0)", "value < 0", INT8),
     },
     ("formats/block4.py", stores): {
         "kernel: no floor": ("NAN_OF_E4M0, 23), some(value))\n", "NAN_OF_E4M0, 23), 0)\n", E4M0),
@@ -550,6 +567,11 @@ MUTANTS = {
         "exp_avg_sq's window is one off": ("2.0**-114, 2.0**114", "2.0**-115, 2.0**115", E4M0),
     },
     ("chunks/blocks.py", stores_tiles): {
+        "another format's windows": (
+            "scale_of_key(largest, FORMAT.window_offset)",
+            "scale_of_key(largest, -1)",
+            LINEAR8,
+        ),
         "the neighbour's scale is read": (
             "scale_ptr + rows.to(tl.uint32) // FORMAT.block",
             "scale_ptr + tl.maximum(rows // FORMAT.block - 1, 0)",
@@ -571,6 +593,7 @@ MUTANTS = {
             "[: value.numel()]",
             E8,
         ),
+        "another format's windows": ("amax(1), form.window_offset", "amax(1), -1", LINEAR8),
         "the scale is the neighbour's": ("[lead : lead + like.numel()]", "[: like.numel()]", E8),
         "infinities count": (
             "torch.where(value.isfinite(), value.abs(), 0.0).r",

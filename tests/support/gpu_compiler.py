@@ -245,9 +245,9 @@ def main():
     pairs = [("block_e4m3", "block_e5m3"), ("block_int8", "block_e5m3")]
     for signed, unsigned in (*pairs, ("block32_e3m0", "block32_e4m0")):
         moments = {"exp_avg_dtype": signed, "exp_avg_sq_dtype": unsigned}
-        step(f"{signed} and {unsigned}", plain(shape=(272, 320)), **weights, **moments)
+        step(f"{signed} and {unsigned}", plain(shape=(272, 384)), **weights, **moments)
     own = {"kind": FusedSGD, "momentum": 0.9, "momentum_buffer_dtype": "block_int8"}
-    step("block_int8, sgd", plain(shape=(272, 320)), **weights, **own)
+    step("block_int8, sgd", plain(shape=(272, 384)), **weights, **own)
     beside = {"master_weights": True, "master_weight_dtype": "remainder8_stochastic"}
     for name, recipe in RECIPES.items():
         for kept, own in (("stochastic", weights), ("remainder8_stochastic", beside)):

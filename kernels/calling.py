@@ -92,7 +92,9 @@ class Replayed:
     def __init__(self, device: torch.device) -> None:
         self._device, self._left = device, 0
         if device.type == "cuda" and torch.version.hip is None:
-            self._left, self._stream = MOST_CAPTURES, torch.cuda.Stream(device)
+            self._left = MOST_CAPTURES
+            stream: Any = torch.cuda.Stream  # which has no types
+            self._stream = stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._told: object = None
 

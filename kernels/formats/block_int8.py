@@ -17,6 +17,8 @@ exp_avg by small roots: there they have to be kept.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megaopt.kernels.formats.base import Format
@@ -88,7 +90,7 @@ def encode_int8_reference(
 def _rows(name: str, block: int) -> tuple[Format, Format]:
     own = (torch.uint8, tl.int8, decode_int8, encode_int8)
     twins = (decode_int8_reference, encode_int8_reference)
-    window = {"block": block, "window_offset": 0x1FFFF}
+    window: dict[str, Any] = {"block": block, "window_offset": 0x1FFFF}
     drawn = Format(name, *own, *twins, one_nan=True, draws=True, **window)
     return drawn, nearest_of(drawn, encode_int8_nearest)
 

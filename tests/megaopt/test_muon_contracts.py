@@ -22,11 +22,14 @@ from runs import (
 
 from megaopt import FusedMuon
 
+ON_CPU, ON_GPU = range(20), range(20, 120)
+ON_EITHER = [*ON_CPU, *(pytest.param(number, marks=pytest.mark.gpu) for number in ON_GPU)]
+
 
 def drawn(number):
     """Shapes, a dtype and arguments of torch.optim.Muon."""
-    chosen = random.Random(number)
-    shapes = [(chosen.randint(1, 70), chosen.randint(1, 70)) for _ in range(3)]
+    chosen, most = random.Random(number), 600 if number in ON_GPU else 70
+    shapes = [(chosen.randint(1, most), chosen.randint(1, most)) for _ in range(3)]
     return shapes, chosen.choice((FP32, BF16)), {
         "lr": chosen.choice((1e-3, 0.02, 0.5)),
         "weight_decay": chosen.choice((0.0, 0.1, 0.3)),
@@ -39,13 +42,17 @@ def drawn(number):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(20))
+@pytest.mark.parametrize("number", ON_EITHER)
 def test_contract_torch_has_torchs_bits(number):
     """Weights and momentum, and what a state dict of the one makes in the other."""
-    shapes, dtype, options = drawn(number)
-    theirs = torch.optim.Muon(parameters(shapes, dtype), **options)
-    own = {"contract": "torch", "momentum_buffer_dtype": dtype}
-    ours = FusedMuon(parameters(shapes, dtype), **options, **own)
+    (shapes, dtype, options), place = drawn(number), "cuda" if number in ON_GPU else "cpu"
+    theirs, own = (
+        [torch.nn.Parameter(each.detach().to(place)) for each in parameters(shapes, dtype)]
+        for _ in range(2)
+    )
+    theirs = torch.optim.Muon(theirs, **options)
+    contract = {"contract": "torch", "momentum_buffer_dtype": dtype}
+    ours = FusedMuon(own, **options, **contract)
     assert {**ours.param_groups[0], **theirs.param_groups[0]}.keys() == ours.param_groups[0].keys()
     for step in range(4):
         for optimizer in (theirs, ours):
@@ -55,7 +62,7 @@ def test_contract_torch_has_torchs_bits(number):
             found = ours.state[own_param]["momentum_buffer"]
             assert_same(found, theirs.state[param]["momentum_buffer"])
         if step == 1:
-            again = FusedMuon(copy.deepcopy(params_of(ours)), **own)
+            again = FusedMuon(copy.deepcopy(params_of(ours)), **contract)
             again.load_state_dict(theirs.state_dict())
             ours = again
 

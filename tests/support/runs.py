@@ -49,7 +49,8 @@ def params_of(optimizer):
 
 def give_gradients(params, step, dtype=None):
     for index, param in enumerate(params):
-        param.grad = values(param.shape, 1000 * (step + 1) + index, dtype or param.dtype)
+        own = values(param.shape, 1000 * (step + 1) + index, dtype or param.dtype)
+        param.grad = own.to(param.device)
 
 
 def train(optimizer, steps, first=0):

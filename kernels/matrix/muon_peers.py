@@ -90,8 +90,9 @@ def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
     own = own.bfloat16()
     for a, b, c in how.coefficients:
         gram = own @ own.mT
-        poly = torch.addmm(gram, gram, gram, alpha=c, beta=b)
-        own = torch.addmm(own, poly, own, alpha=1.0, beta=a)
+        if c:
+            gram, b = torch.addmm(gram, gram, gram, alpha=c, beta=b), 1.0
+        own = torch.addmm(own, gram, own, alpha=b, beta=a)
     return own.float().mT if is_tall else own.float()
 
 

@@ -78,19 +78,29 @@ def test_contract_torch_is_not_contract_ieee():
         assert_same(*found)
 
 
-def step_of_emerging_optimizers(param, buffer, lr, momentum, nesterov):
-    """OrthogonalizedOptimizer.step of 0.2.0: decay 0.25, "quintic", "spectral"."""
-    sets = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
+SETS = {
+    "quintic": ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+                (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012)),
+    "cubic5": ((3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0),
+               (2.5368962, -1.4312570, 0.0), (2.4418906, -1.2764040, 0.0),
+               (2.2230472, -0.9630650, 0.0)),
+}  # fmt: skip
+
+
+def step_of_emerging_optimizers(param, buffer, lr, momentum, nesterov, coefficients):
+    """OrthogonalizedOptimizer.step of 0.2.0, and of 0.5.0 with "cubic5": decay 0.25, "spectral"."""
     param.add_(param, alpha=-0.25 * lr)
     buffer.lerp_(param.grad, 1 - momentum)
     x = param.grad.lerp(buffer, momentum) if nesterov else buffer
     is_tall = x.shape[0] > x.shape[1]
     x = x.mT if is_tall else x
     x = torch.nn.functional.normalize(x, p=2, dim=(-2, -1), eps=1e-7).to(BF16)
-    for a, b, c in sets:
+    for a, b, c in SETS[coefficients]:
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        if c:
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        else:
+            x = torch.addmm(x, gram, x, beta=a, alpha=b)
     x = (x.float().mT if is_tall else x.float()) * max(param.shape) ** 0.5 * 1.0
     param.add_(x, alpha=-lr)
 
@@ -98,12 +108,13 @@ def step_of_emerging_optimizers(param, buffer, lr, momentum, nesterov):
 @torch.no_grad()
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weights", [FP32, BF16])
-def test_contract_eo_has_the_operations_of_emerging_optimizers(nesterov, weights):
+@pytest.mark.parametrize("coefficients", SETS)
+def test_contract_eo_has_the_operations_of_emerging_optimizers(coefficients, nesterov, weights):
     """Of fp32 parameters, or of fp32 masters as Megatron keeps them."""
     shapes, options = [(24, 40), (33, 7), (16, 16)], MASTER if weights == BF16 else {}
     params = parameters(shapes, weights)
     optimizer = FusedMuon(
-        params, 0.02, 0.25, 0.75, nesterov, "quintic", adjust_lr_fn="spectral", contract="eo",
+        params, 0.02, 0.25, 0.75, nesterov, coefficients, adjust_lr_fn="spectral", contract="eo",
         **options,
     )  # fmt: skip
     masters = [param.detach().float().clone() for param in params]
@@ -112,7 +123,7 @@ def test_contract_eo_has_the_operations_of_emerging_optimizers(nesterov, weights
         train(optimizer, 1, step)
         for master, buffer, param in zip(masters, buffers, params, strict=True):
             master.grad = param.grad.float()
-            step_of_emerging_optimizers(master, buffer, 0.02, 0.75, nesterov)
+            step_of_emerging_optimizers(master, buffer, 0.02, 0.75, nesterov, coefficients)
     kept = [own["momentum_buffer"] for own in snapshot(optimizer)["states"]]
     assert_same(kept, buffers)
     assert_same(snapshot(optimizer)["weights"], [master.to(weights) for master in masters])

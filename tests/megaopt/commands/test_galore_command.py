@@ -350,7 +350,7 @@ def test_a_small_bench_on_a_gpu(megaopt, tmp_path):
     arguments = ("--M", 512, "--N", 512, 700, "--ranks", 128, "--precisions", "ieee", "bf16",
                  "--weights", "bfloat16")  # fmt: skip
     status, out, err = megaopt("galore", "bench", *arguments, "--out", "here")
-    assert (status, err) == (0, ""), out + err
+    assert status == 0, out + err  # torch's compiler tells on stderr what it tries
     record = json.loads((tmp_path / "here" / "record.json").read_text())
     assert len(record["cases"]) == 2 * 2 * len(KERNELS)
     assert all(case["step_ms"] > 0 and case["floor_ms"] > 0 for case in record["cases"])

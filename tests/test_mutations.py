@@ -503,7 +503,7 @@ MUTANTS = {
         "infinities count": ("0x1000000", "0x0FFFFFF"),
     },
     ("formats/block_int8.py", stores): {
-        "the windows of the others": ('"window_offset": 0x1FFFF', '"window_offset": -1', INT8),
+        "the windows of the others": ("OFFSET = 0x1FFFF", "OFFSET = -1", INT8),
         "kernel: the lower of the bits": ("(bits << 1) | 1", "((bits & 0xFF) << 9) | 1", INT8),
         "kernel: NaN is a number": ("NAN_BYTE, NAN", "NAN_BYTE, value", INT8),
         "kernel: no sign": ("code | 0x80, code).to(tl", "code, code).to(tl", INT8),

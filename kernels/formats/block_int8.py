@@ -25,6 +25,8 @@ from megaopt.kernels.formats.base import Format
 from megaopt.kernels.formats.block8 import cut, cut_reference, half, nearest_of
 from megaopt.kernels.optional_triton import helper, tl
 
+OFFSET = 0x1FFFF
+"""Carries into the exponent what is more than 127/128 of a power of two."""
 NAN_MAGNITUDE = 128
 NAN_CODE: tl.constexpr = tl.constexpr(NAN_MAGNITUDE)
 NAN_BYTE: tl.constexpr = tl.constexpr(-NAN_MAGNITUDE)
@@ -90,8 +92,8 @@ def encode_int8_reference(
 def _rows(name: str, block: int) -> tuple[Format, Format]:
     own = (torch.uint8, tl.int8, decode_int8, encode_int8)
     twins = (decode_int8_reference, encode_int8_reference)
-    window: dict[str, Any] = {"block": block, "window_offset": 0x1FFFF}
-    drawn = Format(name, *own, *twins, one_nan=True, draws=True, **window)
+    more: dict[str, Any] = {"block": block, "window_offset": OFFSET}
+    drawn = Format(name, *own, *twins, one_nan=True, draws=True, **more)
     return drawn, nearest_of(drawn, encode_int8_nearest)
 
 

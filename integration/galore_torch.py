@@ -56,7 +56,7 @@ class GaLoreAdamW8bit(
     _library: ClassVar[Any] = GaLoreOptions
     _keywords = ("seed",)
     _only: ClassVar = {**bitsandbytes._Base._only, "is_paged": (False,)}
-    _is_8bit = True
+    _bits = 8
 
     def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
         size = given["min_8bit_size"]

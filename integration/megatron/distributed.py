@@ -220,7 +220,7 @@ class MatrixShards(MainShards):
                 shard: Any = self._shard_of(model)
                 ends = ends_of(model, buffer)
                 shard.megaopt_first_element = ends[mesh.get_local_rank()][0]
-                shard.megaopt_whole_shape = tuple(model.shape)
+                shard.megaopt_whole_shape = (*model.shape,)
                 shard.megaopt_number = numbers[model]
                 setattr(shard, PARTS, FlatParts(mesh, ends))
                 setattr(shard, SPLIT_SIZES, getattr(model, SPLIT_SIZES, None))

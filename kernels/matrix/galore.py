@@ -209,7 +209,7 @@ GALORE = MatrixRule(
     ROWS,
 )
 GALORE_WHOLE = replace(GALORE, name="galore_whole", meets=WHOLE)
-"""Of matrices whose products add up over ranks."""
+"""GALORE for matrices whose products add up over ranks."""
 
 # --- a projection
 

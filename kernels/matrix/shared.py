@@ -310,7 +310,7 @@ class SharedSteps:
         ]
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
-        """Of the next step."""
+        """What is renewed in the next step."""
         self._lengths = [sum(_kept_numel(kept, each) for each in own) for own in exchange.owned]
         self._memory: list[Memory] = []
         self._rooms: list[Any] = []

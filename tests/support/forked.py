@@ -4,7 +4,14 @@ import contextlib
 import io
 import os
 
+import pytest
 from ranks import forking
+
+
+def pytest_alone(arguments):
+    """pytest with the plugins that the arguments name, whatever else is installed."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return pytest.main(arguments)
 
 
 def forked(function, *arguments, folder):

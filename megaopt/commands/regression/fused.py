@@ -353,7 +353,7 @@ def mesh_of(device: str, ranks: int) -> Any:
 
 
 def rows_pieces(model: nn.Module) -> list[Piece]:
-    """Of each parameter this rank's rows."""
+    """This rank's rows of each parameter."""
     return [
         RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)), 0, parameter.numel())
         for name, parameter in model.named_parameters()

@@ -185,7 +185,11 @@ def test_a_file_whose_name_is_dots_is_refused(tmp_path, name):
         read_config(path)
 
 
-PLAIN = [path for path in CONFIGS if not path.stem.endswith(("_te", "_fp8", "_galore", "_galore_ranks", "_muon"))]
+PLAIN = [
+    path
+    for path in CONFIGS
+    if not path.stem.endswith(("_te", "_fp8", "_galore", "_galore_ranks", "_muon"))
+]
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)

@@ -1,11 +1,10 @@
 """The plugin of pytest, in runs of pytest that have nothing else."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-from forked import forked
+from forked import forked, pytest_alone
 
 TESTS = """
 import sys
@@ -46,12 +45,6 @@ def test_golden(recorded_run):
 def test_golden_of_nothing():
     pass
 """
-
-
-def pytest_alone(arguments):
-    # as if it were installed: found by name here, whatever the machine's pytest would find
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    return pytest.main(arguments)
 
 
 @pytest.fixture

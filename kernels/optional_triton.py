@@ -59,7 +59,7 @@ else:
     jit = triton.jit
 
     def cache_folder() -> str:
-        """Where Triton keeps what it has compiled."""
+        """The folder in which Triton keeps what it has compiled."""
         return str(triton.knobs.cache.dir)
 
     set_allocator = triton.set_allocator

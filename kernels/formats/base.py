@@ -55,7 +55,7 @@ class Format:
     """Where positive: so many elements of the parameter, from its first on, share a scale of one
     byte (megaopt.kernels.formats.block8)."""
     window_offset: int = -1
-    """Where a block's window begins: its scale is the exponent of bits(amax) + window_offset. By -1
+    """Moves a block's window: its scale is the exponent of bits(amax) + window_offset. By -1
     a power of two is the largest of its window."""
     unsigned: bool = False
     """There are no codes for negative values."""

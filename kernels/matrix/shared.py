@@ -109,7 +109,7 @@ class Exchange(Protocol):
         """Gives all ranks the owner's tensor, in place."""
 
     def spread(self, own: Tensors, lengths: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
-        """What all ranks have, of so many numbers each, one behind another.
+        """Puts together what all ranks have, of so many numbers each, one behind another.
 
         memory: of `tiles.room_of` numbers; nothing else is taken.
         """
@@ -161,7 +161,7 @@ class Making:
 
 
 class Renewal(NamedTuple):
-    """What states keep is made anew in a step."""
+    """A step in which what states keep is made anew."""
 
     turns: Sequence[int]
     """Parameters by their places in the batch, the same on all ranks."""
@@ -246,7 +246,7 @@ class Way:
 
 
 class Memory(NamedTuple):
-    """What a bucket takes on its way."""
+    """The memory that a bucket takes on its way."""
 
     near: torch.Tensor
     """Parts that go to owners, and come from them."""
@@ -310,7 +310,7 @@ class SharedSteps:
         ]
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
-        """What is renewed in the next step."""
+        """The renewal that the next step makes."""
         self._lengths = [sum(_kept_numel(kept, each) for each in own) for own in exchange.owned]
         self._memory: list[Memory] = []
         self._rooms: list[Any] = []
@@ -331,7 +331,7 @@ class SharedSteps:
 
     @property
     def _phases(self) -> list[Callable[[Way, Memory, Run], None]]:
-        """What is done with each bucket, one after another."""
+        """The phases of each bucket, one after another."""
         first = [self._send, self._project] if self._is_projected else []
         return [*first, self._direct, self._make, self._finish]
 
@@ -519,7 +519,7 @@ class SharedSteps:
             work.is_made = work.is_made or None
 
     def _spread(self, works: Sequence[Work]) -> None:
-        """What is stepped in every step, in one message."""
+        """Gives all ranks what owners have stepped, in one message."""
         memory, self._spread_room = self._spread_room, None
         if memory is None:
             return

@@ -135,6 +135,15 @@ def said(action):
     return "nothing was refused"
 
 
+def raised_by(action):
+    """The type and the words of what an action raises; None where it raises nothing."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def assert_same_on_all(found, expected):
     for rank, own in enumerate(found):
         assert_same(own, expected, f"rank {rank}")

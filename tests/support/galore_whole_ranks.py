@@ -6,7 +6,7 @@ from unittest import mock
 import fsdp2_ranks
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import give, gradients, load, save, snapshot, train
+from fsdp2_ranks import give, gradients, load, raised_by, save, snapshot, train
 from galore_ranks import build, ranked
 from muon_ranks import placed
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -109,11 +109,7 @@ def said_of(kind, options, shapes):
         elif is_last:
             failing = mock.patch.object(*places[kind], side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
-        try:
-            optimizer.step()
-            error = None
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        error = raised_by(optimizer.step)
     group.update(step=3, lr=0.01)
     after = snapshot(optimizer)
     give(params, gradients(3, shapes, params[0].dtype))
@@ -161,14 +157,11 @@ def without_memory(options, shapes, every=1):
     before, errors = snapshot(optimizer), []
     for number in range(1, int(count) + 1, every):
         give(model.parameters(), gradients(3, shapes, model.p0.dtype))
-        try:
-            with Planted(number) if is_last else contextlib.nullcontext():
-                optimizer.step()
-        except Exception as raised:
-            errors.append(f"{type(raised).__name__}: {raised}")
-            continue
-        errors.append("none")
-        break
+        with Planted(number) if is_last else contextlib.nullcontext():
+            error = raised_by(optimizer.step)
+        errors.append(error or "none")
+        if error is None:
+            break
     after = snapshot(optimizer)
     train(model, optimizer, 1, 3)
     return errors, before, after, snapshot(optimizer)

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, give, gradients, said, snapshot, train, trained
+from fsdp2_ranks import Bare, build, give, gradients, raised_by, said, snapshot, train, trained
 from runs import FP32
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -146,11 +146,7 @@ def said_of(kind, options, shapes=SHAPES):
             place = (owners, "_copy") if kind == "exchange" else (tiles, "products")
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
-        try:
-            optimizer.step()
-            error = None
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
+        error = raised_by(optimizer.step)
     group.update(ns_steps=5, lr=1e-3)
     after = snapshot(optimizer)
     give(params, gradients(2, shapes, params[0].dtype))

@@ -343,7 +343,7 @@ class Owners:
     def spread(
         self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor
     ) -> torch.Tensor:
-        """What all ranks have, of so many numbers each, one behind another; takes no memory."""
+        """Puts together what all ranks have, one behind another; takes no memory."""
         total, count = sum(lengths), lengths[self.rank]
         found, out = memory[:total], memory[total : total + self.ranks * count]
         for each, part in zip(own, torch.split(out[:count], [e.numel() for e in own]), strict=True):

@@ -27,9 +27,10 @@ CASES = [
     (700, Place(0, LAST_PLACE // 2 - 699)),
     (5, Place(0, 3, 2, 1000)),
     (1101, Place(0, 24, 40, 96)),
-    (1101, Place(0, 24, 41, 96)),
+    (1601, Place(0, 24, 41, 96)),
 ]
-"""Whole tensors, shards that begin within a row or far behind, shards of columns."""
+"""Whole tensors, shards that begin within a row or far behind, shards of columns; the last has two
+chunks of SMALL."""
 
 
 def random_bits(count, dtype, seed=0):

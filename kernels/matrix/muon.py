@@ -279,13 +279,6 @@ class Orthogonal:
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
-    def is_in_a_row(self, shape: Shape) -> bool:
-        """Whether the rows of each matrix of a parameter follow each other in memory.
-
-        False too for a part of a parameter, of other rows than `split_sizes` add up to.
-        """
-        return self.split_sizes is None or sum(self.split_sizes) == _batch_of(shape)[1]
-
     def repeats(self, shape: Shape) -> int:
         """How often `split_sizes` come in each matrix of a whole parameter; 1 without them.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -80,8 +80,9 @@ def muon_plan(
 ) -> MatrixPlan:
     """The plan of parameters that MUON steps: in launches where the backend is "triton".
 
-    Contracts "torch" and "eo" are torch's operations on every backend. Matrices whose rows do not
-    follow each other are stepped one by one.
+    Contracts "torch" and "eo" are torch's operations on every backend. Where several matrices share
+    a scale, and their rows do not follow each other or their forms differ, all are stepped one by
+    one.
 
     Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
     """
@@ -92,7 +93,7 @@ def muon_plan(
     making: Any = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
     if how.contract != OWN:
         launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)
-    elif is_launched and all(map(how.is_in_a_row, shapes)):
+    elif is_launched and has_launches(formats, shapes):
         launches = MuonLaunches(formats, shapes, groups, places, device, room)
     step = LaunchedStep() if is_launched else step_tensor
     return MatrixPlan(formats, groups, places, step, launches, making)
@@ -156,32 +157,56 @@ class Notes:
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter, or a matrix of a batch of them: what is stepped in one wave."""
+    """What is stepped in one wave: a matrix, or all those of a parameter that share a scale."""
 
     param: int
     """The parameter's place in the batch."""
-    first: int
-    """Its first number in the parameter."""
-    shape: torch.Size
+    shapes: list[tuple[int, int]]
+    """Of its matrices, which lie one behind another in the workspace."""
+    runs: Sequence[tuple[int, int]]
+    """Its numbers, in that order: where those that follow each other begin in the parameter, and
+    how many they are."""
+    row: int = 0
+    """The rows of the parameter's matrices before these."""
+
+    @property
+    def numel(self) -> int:
+        """Its numbers."""
+        return sum(count for _, count in self.runs)
+
+
+def has_launches(formats: Formats, shapes: Sequence[torch.Size]) -> bool:
+    """Whether the parts of parameters have their scales for themselves, and one form each."""
+    assert formats.matrix is not None
+    how: Orthogonal = formats.matrix.how
+    own = [how.cuts(shape) for shape in shapes]
+    if formats.scaled:
+        in_order = all(len(cut.runs) == 1 for cuts in own for cut in cuts)
+        return in_order and all(len({how.is_gram(cut.shape) for cut in cuts}) < 2 for cuts in own)
+    block = formats.block or 1
+    return not any(first % block for cuts in own for cut in cuts for first, _ in cut.runs)
 
 
 def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part]:
-    """The parts of parameters: of three dimensions the matrices, but with a scale for the whole."""
+    """The parts of parameters, but for empty ones."""
+    assert formats.matrix is not None
     found = []
     for param, shape in enumerate(shapes):
-        if len(shape) == 3 and not formats.scaled:
-            rest = torch.Size(shape[1:])
-            found += [Part(param, index * rest.numel(), rest) for index in range(shape[0])]
-        else:
-            found.append(Part(param, 0, shape))
-    return found
+        cuts, row = formats.matrix.how.cuts(shape), 0
+        if formats.scaled:
+            found.append(Part(param, [cut.shape for cut in cuts], [(0, shape.numel())]))
+            continue
+        for cut in cuts:
+            found.append(Part(param, [cut.shape], cut.runs, row))
+            row += cut.shape[0]
+    return [part for part in found if part.numel]
 
 
 @dataclass(frozen=True)
 class Piece:
     """A matrix of a part."""
 
-    param: int
+    part: int
     """The part's place in the wave."""
     first: int
     """Its first number in the part."""
@@ -193,22 +218,54 @@ class Piece:
         return self.shape[0] * self.shape[1]
 
 
-def pieces_of(how: Orthogonal, shapes: Sequence[torch.Size]) -> Iterator[Piece]:
+def pieces_of(parts: Sequence[Part]) -> Iterator[Piece]:
     """The matrices of parts, but for empty ones."""
-    for param, shape in enumerate(shapes):
+    for index, part in enumerate(parts):
         first = 0
-        for own in how.pieces(shape):
-            piece = Piece(param, first, own)
+        for shape in part.shapes:
+            piece = Piece(index, first, shape)
             first += piece.numel
             if piece.numel:
                 yield piece
 
 
+class Runs(NamedTuple):
+    """All runs of a wave's parts: a number of each, but for `places`."""
+
+    parts: numpy.ndarray
+    """Its part's place in the wave,"""
+    params: numpy.ndarray
+    """the parameter's place in the batch,"""
+    firsts: numpy.ndarray
+    """its first number in the parameter,"""
+    begins: numpy.ndarray
+    """that in the part as it lies in the workspace,"""
+    sizes: list[int]
+    """and how many there are."""
+
+    def places(self, parts: Sequence[int], size: int) -> numpy.ndarray:
+        """Where they lie, in bytes; parts: where parts do; size: of a number."""
+        found: numpy.ndarray = numpy.array(parts)[self.parts] + self.begins * size
+        return found
+
+
+def runs_of(parts: Sequence[Part]) -> Runs:
+    """The runs of a wave's parts, in order."""
+    rows = []
+    for index, part in enumerate(parts):
+        begin = 0
+        for first, size in part.runs:
+            rows.append((index, part.param, first, begin, size))
+            begin += size
+    *numbers, sizes = numpy.array(rows).T
+    return Runs(*numbers, sizes.tolist())
+
+
 class Layout:
     """Where a wave's matrices lie, in bytes from the workspace's beginning."""
 
-    def __init__(self, how: Orthogonal, shapes: Sequence[torch.Size], is_gram: bool) -> None:
-        self.how, self.pieces = how, list(pieces_of(how, shapes))
+    def __init__(self, how: Orthogonal, parts: Sequence[Part], is_gram: bool) -> None:
+        self.how, self.pieces = how, list(pieces_of(parts))
         self.is_scaled = how.precision == FP16
         """Directions are fp32 first, and cast when their norms are known."""
         self.wide_size = 4 if self.is_scaled else how.dtype.itemsize
@@ -217,14 +274,14 @@ class Layout:
         self.bins = self._take(count * BANKS * ROWS * 2 * 8)
         self.scales = self._take(len(Scales._fields) * count * 4)
         size = how.dtype.itemsize
-        self.first = [self._take(shape.numel() * size) for shape in shapes]
+        self.first = [self._take(part.numel * size) for part in parts]
         self.wide = self.first
         behind = 0
         if self.is_scaled:  # they are gone before what lies over them comes
             begin = self.used
-            self.wide = [self._take(shape.numel() * self.wide_size) for shape in shapes]
+            self.wide = [self._take(part.numel * self.wide_size) for part in parts]
             behind, self.used = self.used, begin
-        self.second = [self._take(shape.numel() * size) for shape in shapes]
+        self.second = [self._take(part.numel * size) for part in parts]
         sizes = [min(piece.shape) * self.stride(piece) * size for piece in self.pieces]
         self.squares = [[self._take(each) for each in sizes] for _ in range(SQUARES[is_gram])]
         self.used = max(self.used, behind)
@@ -237,7 +294,7 @@ class Layout:
     def places(self, firsts: Sequence[int], size: int | None = None) -> numpy.ndarray:
         """Where the pieces of matrices lie that begin there; size: of a number, in bytes."""
         size = self.how.dtype.itemsize if size is None else size
-        return numpy.array([firsts[each.param] + each.first * size for each in self.pieces])
+        return numpy.array([firsts[each.part] + each.first * size for each in self.pieces])
 
     @staticmethod
     def stride(piece: Piece) -> int:
@@ -300,8 +357,8 @@ class MuonLaunches:
         parts, how = parts_of(formats, shapes), formats.matrix.how
         self._device = device
         self._waves = [
-            Wave(formats, device, is_gram, [parts[i] for i in own], groups, places)
-            for own, is_gram in _waves(how, [part.shape for part in parts], room)
+            Wave(formats, device, is_gram, own, groups, places)
+            for own, is_gram in waves(how, parts, room)
         ]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
@@ -339,25 +396,22 @@ class MuonLaunches:
         self._replayed((stream_of(self._device), told, places), launches)
 
 
-def _waves(
-    how: Orthogonal, shapes: Sequence[torch.Size], room: int
-) -> Iterator[tuple[list[int], bool]]:
-    """The places of parts that are stepped together, and whether in Gram's form."""
+def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[tuple[list[Part], bool]]:
+    """The parts that are stepped together, and whether in Gram's form."""
 
-    def kind(index: int) -> Any:
-        own = how.pieces(shapes[index])[0]
+    def kind(part: Part) -> Any:
+        own = part.shapes[0]
         return how.is_gram(own), own[0] > own[1], own
 
-    order = sorted((i for i, shape in enumerate(shapes) if shape.numel()), key=kind)
-    for is_gram, alike in groupby(order, lambda index: bool(kind(index)[0])):
-        own: list[int] = []
+    for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: bool(kind(part)[0])):
+        own: list[Part] = []
         used = 0
-        for index in alike:
-            needed = Layout(how, [shapes[index]], is_gram).used
+        for part in alike:
+            needed = Layout(how, [part], is_gram).used
             if own and used + needed > room:
                 yield own, is_gram
                 own, used = [], 0
-            own.append(index)
+            own.append(part)
             used += needed
         yield own, is_gram
 
@@ -420,18 +474,18 @@ class SecondMoments:
         heights = [piece.shape[0] for piece in pieces]
         self._rows[int(muon_kernel.COLUMNS)] = [piece.shape[1] for piece in pieces]
         self._rows[int(muon_kernel.HEIGHT)] = heights
-        self._rows[int(muon_kernel.GROUP)] = [groups[piece.param] for piece in pieces]
+        self._rows[int(muon_kernel.GROUP)] = [groups[piece.part] for piece in pieces]
         self._rows[int(muon_kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
         self._chunks = Chunks(heights, ONE_ROW, device)
 
     def step(
         self,
         updates: numpy.ndarray,
-        seconds: numpy.ndarray,
+        seconds: Sequence[int],
         ratios: torch.Tensor,
         left_out: torch.Tensor | None,
     ) -> None:
-        """Makes rows alike; updates, seconds: each part's addresses; left_out: controls."""
+        """Makes rows alike; updates: each matrix's address; seconds: each part's."""
         how, count = self._layout.how, len(self._layout.pieces)
         table = self._told(updates, seconds)
         squares, roots = ratios.new_empty((2, self._chunks.count)).unbind()
@@ -446,14 +500,11 @@ class SecondMoments:
         arguments = (*tables, roots, factors, count)
         call(muon_kernel.row_scale_kernel, self._chunks.count, arguments, own)
 
-    def _told(self, updates: numpy.ndarray, seconds: numpy.ndarray) -> torch.Tensor:
+    def _told(self, updates: numpy.ndarray, seconds: Sequence[int]) -> torch.Tensor:
         """The table on the device, with the addresses of this step."""
-        pieces, size = self._layout.pieces, self._layout.how.dtype.itemsize
-        self._rows[int(muon_kernel.UPDATE)] = [
-            updates[piece.param] + piece.first * size for piece in pieces
-        ]
+        self._rows[int(muon_kernel.UPDATE)] = updates
         self._rows[int(muon_kernel.SECOND)] = [
-            seconds[piece.param] + piece.first // piece.shape[1] * 4 for piece in pieces
+            seconds[piece.part] + piece.first // piece.shape[1] * 4 for piece in self._layout.pieces
         ]
         return self._table.update(self._rows)
 
@@ -472,13 +523,14 @@ class Wave:
     ) -> None:
         assert formats.matrix is not None
         self.how: Orthogonal = formats.matrix.how
-        shapes, groups = [part.shape for part in parts], [groups[part.param] for part in parts]
-        places = [_place(places[part.param], part) for part in parts]
-        self._params = numpy.array([part.param for part in parts])
-        self._firsts = numpy.array([part.first for part in parts])
-        self._columns = numpy.array([self.how.pieces(shape)[0][1] for shape in shapes])
-        self.layout, self._is_gram = Layout(self.how, shapes, is_gram), is_gram
-        own = ([shape.numel() for shape in shapes], groups, device, None, places)
+        self._parts, self._runs = parts, runs_of(parts)
+        self.layout, self._is_gram = Layout(self.how, parts, is_gram), is_gram
+        params, firsts = self._runs.params.tolist(), self._runs.firsts.tolist()
+        shifted = [
+            places[param]._replace(first=places[param].first + first)
+            for param, first in zip(params, firsts, strict=True)
+        ]
+        own = (self._runs.sizes, [groups[each] for each in params], device, None, shifted)
         wide, rule = (
             FLOAT32 if self.layout.is_scaled else WEIGHTS[self.how.dtype],
             formats.matrix.rule,
@@ -489,7 +541,8 @@ class Wave:
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         self._second, last = None, self._ratios
         if self.how.second_moment:  # behind which the ratios come
-            self._second = SecondMoments(self.layout, groups, device)
+            own_groups = [groups[part.param] for part in parts]
+            self._second = SecondMoments(self.layout, own_groups, device)
             last = torch.ones_like(last)
         self._norms = Norms(self.layout, last)
         self._tables, self._products = Tables(), list[NotedLaunch]()
@@ -507,17 +560,19 @@ class Wave:
         base = workspace.data_ptr()
         if not self._products:
             self._note(workspace)
-        self._look(self._direction, addresses, weight=base + numpy.array(self.layout.wide))
+        wide = self._runs.places(self.layout.wide, self.layout.wide_size)
+        self._look(self._direction, addresses, weight=base + wide)
         self._direction.step(scalars, controls)
         self._norms.step(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
-        updates = base + numpy.array(self._result)
         if self._second is not None:
-            rows = self._firsts // self._columns
-            seconds = addresses[SECOND_MOMENT][self._params] + 4 * rows
+            rows = addresses[SECOND_MOMENT]
+            seconds = [rows[part.param] + 4 * part.row for part in self._parts]
+            updates = base + self.layout.places(self._result)
             self._second.step(updates, seconds, self._ratios, left_out)
-        self._look(self._apply, addresses, grad=updates)
+        results = self._runs.places(self._result, self.how.dtype.itemsize)
+        self._look(self._apply, addresses, grad=base + results)
         self._apply.step(scalars, left_out)
 
     def _look(
@@ -528,7 +583,8 @@ class Wave:
             if slot in others:
                 now = others[slot]
             else:
-                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+                runs = self._runs
+                now = addresses[slot][runs.params] + _bytes(plan.formats, slot, runs.firsts)
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
 
@@ -539,10 +595,6 @@ class Wave:
         result = iterated(room, scales, self.how, self._is_gram, notes)
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
         self._result = self.layout.first if result is room.first else self.layout.second
-
-
-def _place(place: Place, part: Part) -> Place:
-    return place._replace(first=place.first + part.first)
 
 
 def _addresses_of(tensors: Sequence[torch.Tensor]) -> numpy.ndarray:

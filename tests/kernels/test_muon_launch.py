@@ -9,9 +9,9 @@ from muon_cases import FORMS, ROW, SHAPES, SIMPLE, buffers, formats_of, how_of, 
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
-from megaopt.kernels.matrix import muon_launch
+from megaopt.kernels.matrix import muon, muon_launch
 from megaopt.kernels.matrix.muon import Orthogonal
-from megaopt.kernels.matrix.muon_launch import Layout, muon_plan
+from megaopt.kernels.matrix.muon_launch import Layout, muon_plan, parts_of
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.place import Place
@@ -110,6 +110,44 @@ def test_parameters_of_several_matrices(second_moment, device):
     assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
 
 
+def is_launched(formats, shapes, device):
+    sizes = [*map(torch.Size, shapes)]
+    return not muon_plan("triton", formats, sizes, [0] * len(sizes), None, device).many_calls
+
+
+@pytest.mark.parametrize("moment", ["float32", "bfloat16_stochastic", "block64_e4m3"])
+def test_rows_that_come_again_are_launched(moment, device):
+    """Those of query groups: a matrix's rows do not follow each other."""
+    how = short("standard fp16", split_sizes=(4, 1, 1), adjust="original")
+    formats = formats_of(how, BF16, moment=MOMENTS[moment])
+    shapes = [(18, 64), (2, 12, 64), (24, 64)]
+    assert is_launched(formats, shapes, device)
+    assert_launches_are_the_twin(formats, shapes, device)
+
+
+@pytest.mark.parametrize("momentum", ["float32", "scaled_float16"])
+def test_matrices_of_a_parameter_have_their_own_forms(momentum, device, monkeypatch):
+    """Of few rows Gram's, of more the standard one."""
+    monkeypatch.setattr(muon, "GRAM_SHORT", 4)
+    how = short("standard fp16", method="auto", split_sizes=(16, 6, 6), restarts=(1,))
+    assert {how.is_gram(shape) for shape in how.pieces((28, 24))} == {True, False}
+    moment = MOMENTS[momentum]
+    formats = formats_of(how, BF16, moment=moment)
+    assert is_launched(formats, [(28, 24)], device) is (momentum == "float32")
+    assert_launches_are_the_twin(formats, [(28, 24), (2, 28, 24)], device)
+
+
+def test_blocks_of_several_matrices_are_stepped_one_by_one(device):
+    """A matrix of a batch has whole blocks, its rows have not."""
+    whole, cut = (
+        formats_of(short(split_sizes=sizes), BF16, moment=MOMENTS["block64_e4m3"])
+        for sizes in (None, (1, 3))
+    )
+    shapes = [(3, 4, 16)]
+    assert [is_launched(each, shapes, device) for each in (whole, cut)] == [True, False]
+    assert_launches_are_the_twin(cut, shapes, device)
+
+
 def test_a_batch_of_matrices_is_cut_where_there_is_no_room(device):
     """Its moments in blocks of 8 and of 4 bits, and rounded by random bits."""
     shapes, how = [(3, 8, 64), (4, 6), (2, 5, 64)], shortest(second_moment="normuon")
@@ -132,7 +170,8 @@ def test_company_order_and_workspace_show_in_no_bit(form, device):
     once = {"steps": 1}
     together = stepped("triton", formats, shapes, before, device, places=places, **once)
     how = formats.matrix.how
-    needed = [Layout(how, [torch.Size(shape)], "gram" in form).used for shape in shapes]
+    parts = parts_of(formats, [*map(torch.Size, shapes)])
+    needed = [Layout(how, [part], "gram" in form).used for part in parts]
     for room in (1, 2 * max(needed)):
         found = stepped("triton", formats, shapes, before, device, room=room, places=places, **once)
         assert_same_buffers(found, together)
@@ -192,12 +231,11 @@ def test_a_workspace_that_moves_shows_in_no_bit(device, monkeypatch):
 def test_waves_are_bounded():
     how = Orthogonal(how_of().coefficients, precision="fp16")
     shapes = [torch.Size(shape) for shape in [(4096, 4096)] * 5 + [(14336, 4096)] * 5]
-    found = list(muon_launch._waves(how, shapes, muon_launch.ROOM))
-    assert sorted(index for own, _ in found for index in own) == list(range(10))
+    found = list(muon_launch.waves(how, parts_of(formats_of(how), shapes), muon_launch.ROOM))
+    assert sorted(part.param for own, _ in found for part in own) == list(range(10))
     for own, is_gram in found:
-        used = Layout(how, [shapes[i] for i in own], is_gram).used
-        assert used <= muon_launch.ROOM or len(own) == 1
-        assert is_gram == (own[0] >= 5)
+        assert Layout(how, own, is_gram).used <= muon_launch.ROOM or len(own) == 1
+        assert {is_gram} == {part.param >= 5 for part in own}
 
 
 # --- what a step is told

@@ -659,6 +659,7 @@ def test_the_check_notices_a_mutant(file, check, change, here):
 
 # the unchanged encodings are checked in tests/kernels/test_stochastic.py
 @pytest.mark.parametrize(("file", "check"), [each for each in MUTANTS if each[1] is not encodes])
+@pytest.mark.sample(2)
 def test_the_checks_pass_on_the_true_sources(file, check, here):
     module, seen = import_module(f"megaopt.kernels.{file[:-3].replace('/', '.')}"), []
     for _, _, *more in MUTANTS[file, check].values():

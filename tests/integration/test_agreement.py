@@ -38,6 +38,7 @@ def assert_refused(found, name=None):
 
 @pytest.mark.parametrize("name", KINDS["DTensors"].built)
 @worlds
+@pytest.mark.sample(2)
 def test_optimizers_that_are_not_alike(on_ranks, world, name):
     assert_refused(on_ranks(world, attacks.built, "DTensors", name, {}, CLIP))
 

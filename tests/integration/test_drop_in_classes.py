@@ -162,6 +162,7 @@ STANDS_FOR = {
 
 
 @pytest.mark.parametrize(("kind", "given", "base", "same"), STANDS_FOR.values(), ids=STANDS_FOR)
+@pytest.mark.sample(2)
 def test_the_bits_are_those_of_the_optimizer_that_it_stands_for(kind, given, base, same):
     found, expected = kind(parameters(LARGE), **given), base(parameters(LARGE), **same)
     assert isinstance(found, base)

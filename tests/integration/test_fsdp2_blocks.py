@@ -46,6 +46,7 @@ LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "2x2": (4, 2)}
         for number, layout in enumerate(LAYOUTS)
     ],
 )
+@pytest.mark.sample(2)
 def test_sharded_steps_are_whole_steps(on_ranks, kind, layout):
     world, replicas = LAYOUTS[layout]
     found = on_ranks(world, trained, KINDS[kind], 3, replicas)

@@ -52,6 +52,7 @@ UNLIKE = [
     ids=str,
 )
 @pytest.mark.thirds
+@pytest.mark.sample(2)
 def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat):
     """Also with what is missing left out: the run goes on with the bits of one that did not try."""
     folder, options = str(tmp_path / "checkpoint"), KINDS[own]
@@ -94,6 +95,7 @@ def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
         ("masters", "24 bits"),
     ],
 )
+@pytest.mark.sample(2)
 def test_states_are_changed_into_other_formats(on, tmp_path, saved, own, worlds):
     """Read, split anew and stored again: the bits of one process that saved nothing."""
     folder, (saved, own) = str(tmp_path / "checkpoint"), (KINDS[saved], KINDS[own])

@@ -56,6 +56,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("options", "world", "replicas"), EXACT)
+@pytest.mark.sample(2)
 def test_steps_are_whole_steps(on_ranks, options, world, replicas):
     """Moments, weights, masters, random bits, norm, to the bit; of ieee where products are exact.
 
@@ -145,6 +146,7 @@ def test_gradients_may_be_released(on_ranks):
 
 
 @all_layouts
+@pytest.mark.sample(2)
 def test_bytes_are_those_of_refreshes_alone(on_ranks, world, replicas):
     for stagger in (True, False):
         own = {"stagger": stagger}

@@ -35,6 +35,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "replicas", "options"), CASES)
+@pytest.mark.sample(2)
 def test_fully_shard_has_the_bits_of_one_process(on_ranks, world, replicas, options):
     """Weights, masters, moments, projections and their energies, over refreshes."""
     given = ({**LEFT, **options}, 7)
@@ -51,6 +52,7 @@ MATRICES = [shape for shape in SHAPES if len(shape) == 2]
     "placements",
     ["columns", "by turns", "rows and columns", "rows twice", "copies of columns"],
 )
+@pytest.mark.sample(2)
 def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, side):
     """Where each has a matrix: rows that are projected on the right stay where they are."""
     kind = "fp32" if placements == "rows twice" else "drawn"
@@ -135,6 +137,7 @@ def test_each_matrix_is_made_once(on_ranks):
 @pytest.mark.parametrize("first", [0, 3], ids=["first", "at a refresh"])
 @pytest.mark.parametrize("reason", ["found_inf", "nan"])
 @pytest.mark.parametrize("stays", [True, False], ids=["skip", "propagate"])
+@pytest.mark.sample(2)
 def test_a_gradient_that_says_nothing_does_what_it_does_to_one_process(
     on_ranks, reason, first, stays
 ):
@@ -183,7 +186,7 @@ OUT_OF_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("every", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("options", "shapes"), OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
 def test_a_rank_whose_memory_ends_anywhere_keeps_none_waiting(on_ranks, options, shapes, every):
     """All raise, and nothing has changed on any; at every so manieth operation."""

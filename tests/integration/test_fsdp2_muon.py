@@ -50,6 +50,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("world", "replicas", "options"), slow_but(SHARDED, QUICK))
+@pytest.mark.sample(2)
 def test_fully_shard_has_the_bits_of_one_process(on_ranks, world, replicas, options):
     """Weights, masters, momenta, second moments."""
     own = ({**options, "optimizer": FusedMuon}, STEPS)
@@ -69,6 +70,7 @@ def test_eight_ranks_of_which_some_have_nothing(on_ranks, options):
 
 @pytest.mark.parametrize("split", slow_but({"whole": (False,), "split": (True,)}, ["split"]))
 @pytest.mark.parametrize("placements", [*PLACEMENTS, *MESHES])
+@pytest.mark.sample(2)
 def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, split):
     """Also of two dimensions of a mesh, and of matrices that lie one below another."""
     # random bits go by places, which these do not have

@@ -79,15 +79,7 @@ if HAS_KEYS:
     }  # fmt: skip
 
 
-QUICK = (
-    "bf16 gradients",
-    "query groups",
-    "experts",
-    "pipeline",
-    "duplicated",
-    "on owners, bf16 gradients",
-    "in buffers of owners",
-)
+QUICK = ("query groups", "experts", "duplicated", "in buffers of owners")
 
 
 def slow_but(names, quick):
@@ -204,7 +196,7 @@ if HAS_KEYS:
     SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
 
 
-@pytest.mark.parametrize("name", slow_but(SAVED, ("on owners", "in shards")))
+@pytest.mark.parametrize("name", slow_but(SAVED, ("in shards",)))
 def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     case = case_of("main_shards", **SAVED[name])
     straight = once(2, train, case, 4)

@@ -86,6 +86,7 @@ def peer():
 
 
 @pytest.mark.parametrize("name", [name for name in IN_BLOCKS if "4bit" not in name])
+@pytest.mark.sample(2)
 def test_exp_avg_sq_is_no_further_from_fp64_than_theirs(name, peer):
     kinds = getattr(torchao, name), getattr(peer, name)
     stopped.assert_no_further(*kinds, lambda state: state["exp_avg_sq"].dequantize())

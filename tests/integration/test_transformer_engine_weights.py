@@ -82,6 +82,7 @@ def pair(recipe, backend, **options):
 )
 @pytest.mark.halved
 @pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.sample(2)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):
     assert_steps_are_ours(name, backend, dtype=torch.float32, direct_cast=direct)
 

@@ -83,6 +83,7 @@ def cases_of_words():
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *COMPLEX], ids=str)
+@pytest.mark.sample(2)
 def test_twin_and_kernel_are_the_page(dtype, device):
     assert_all_agree(*cases_of(dtype), device)
 

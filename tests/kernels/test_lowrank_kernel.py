@@ -196,6 +196,7 @@ def by_strips(low_rank, device, **strip):
 
 
 @pytest.mark.parametrize(("side", "rank", "strip"), STRIPPED)
+@pytest.mark.sample(2)
 def test_strips_show_in_no_bit(side, rank, strip, device):
     expected, _ = by_strips(LowRank(side, rank), device)
     found, before = by_strips(LowRank(side, rank), device, **strip)

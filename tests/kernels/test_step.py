@@ -71,6 +71,7 @@ def test_each_format_is_among_the_curated_ones():
 
 
 @each_of(CURATED)
+@pytest.mark.sample(2)
 def test_every_format_agrees(formats, device):
     assert_hard_tensors_agree(formats, ADAMW, device)
 

@@ -41,6 +41,7 @@ def reference(form, code, scale):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.sample(2)
 def test_words_are_read_as_their_codes_are(form, device):
     scales = torch.arange(1, 254) if form.block else torch.tensor([127])
     code = every_code(form, len(scales))

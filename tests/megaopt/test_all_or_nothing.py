@@ -187,6 +187,7 @@ def test_an_operation_that_fails_changes_nothing(start, do, stride):
 @pytest.mark.thirds
 @some_or_all(121)
 @pytest.mark.parametrize(("start", "do"), ATTACKED.values(), ids=ATTACKED)
+@pytest.mark.sample(2)
 def test_a_line_that_fails_changes_nothing(start, do, stride):
     """As where somebody stops a notebook's cell."""
     assert failures(start, do, failing_line, stride) > 10

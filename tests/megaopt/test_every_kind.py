@@ -53,6 +53,7 @@ def some_of_each_kind(times=1, but=(), **others):
     but={"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES
 )
 @pytest.mark.thirds
+@pytest.mark.sample(2)
 def test_kernel_and_twin_take_the_same_steps(kind, capturable):
     """Clipped and not, with lr and step on the device and not."""
     kernel = made(kind, backend="triton", capturable=capturable)
@@ -134,6 +135,7 @@ WAYS = {
 
 @some_of_each_kind(2, way=WAYS, done=[0, 2], capturable=MODES)
 @pytest.mark.thirds
+@pytest.mark.sample(3)
 def test_a_run_goes_on_elsewhere_as_here(kind, way, done, capturable):
     """Before the first step and after some; the two share no memory."""
     optimizer = made(kind, capturable=capturable)
@@ -189,6 +191,7 @@ def scaler(optimizer, scale, found_inf):
 
 @some_of_each_kind(capturable=MODES)
 @pytest.mark.thirds
+@pytest.mark.sample(2)
 def test_a_power_of_two_as_loss_scale_moves_no_bit(kind, capturable):
     """The norm is that of the unscaled gradients."""
     scaled, plain = (made(kind, capturable=capturable) for _ in range(2))
@@ -217,6 +220,7 @@ def left_out_for_an_infinity(optimizer):
 @some_of_each_kind(leave_out=[left_out_by_the_scaler, left_out_for_an_infinity], capturable=MODES)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.thirds
+@pytest.mark.sample(2)
 def test_a_step_that_is_left_out_changes_nothing(kind, capturable, backend, leave_out):
     """Nor the random bits of the next one."""
     options = {"capturable": capturable, "backend": backend}
@@ -235,6 +239,7 @@ def test_a_step_that_is_left_out_changes_nothing(kind, capturable, backend, leav
 
 
 @each_kind
+@pytest.mark.sample(2)
 def test_released_gradients_have_the_steps_bits(kind):
     found = []
     for releases in (False, True):

@@ -169,6 +169,7 @@ def every_case():
 
 @pytest.mark.parametrize(("name", "kept", "moments", "backend"), [*every_case()])
 @pytest.mark.thirds
+@pytest.mark.sample(2)
 def test_steps_are_the_oracles(name, kept, moments, backend, device):
     if backend == "reference":
         device = "cpu"

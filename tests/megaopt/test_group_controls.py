@@ -60,8 +60,8 @@ def assert_stepped_as_alone(make):
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("reference", marks=pytest.mark.sample(3)),
-        pytest.param("triton", marks=pytest.mark.sample(18)),
+        pytest.param("reference", marks=pytest.mark.sample(6)),
+        pytest.param("triton", marks=pytest.mark.sample(30)),
     ],
 )
 @pytest.mark.thirds

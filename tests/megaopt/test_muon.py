@@ -427,7 +427,9 @@ def test_it_resumes_at_each_step(options):
         assert_same_run(resumed, straight)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
+@pytest.mark.parametrize(
+    "backend", ["reference", pytest.param("triton", marks=[interpreted, pytest.mark.slow])]
+)
 def test_ranks_split_the_whole_matrix(on_ranks, backend):
     """Their own rows may be no whole number of the sizes that come again."""
     given = {"optimizer": split_muon, "backend": backend, "weights": FP32}

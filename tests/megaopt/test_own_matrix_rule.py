@@ -53,6 +53,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("world", "replicas", "options"), RUNS)
+@pytest.mark.sample(2)
 def test_ranks_have_the_bits_of_one_process(on_ranks, world, replicas, options):
     """Weights, masters, moments; of a clipped step, too."""
     run, given = partial(trained, shapes=SHAPES, clip_norm=1.0), {**options, "optimizer": Muon}

@@ -89,7 +89,7 @@ CASES = {
 @both_backends
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.thirds
 def test_a_parameter_is_stepped_as_by_an_optimizer_of_its_own(case, capturable, backend):
     kind, dtype, options = CASES[case]

@@ -98,6 +98,7 @@ def run_of(name):
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.sample(2)
 def test_every_rule_and_format_has_the_same_bits(switch):
     for name, case in CASES.items():
         assert_same(run(case, SWITCHES[switch]), run_of(name), name)

@@ -138,6 +138,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.sample(2)
 def test_misspelled_keys_of_any_optimizer_are_refused_by_all(kind):
     for key in (*SHORT, *itertools.chain.from_iterable(map(one_edit_away, LONG))):
         group = {"params": parameters([(3,)]), key: 3}

@@ -148,6 +148,7 @@ def test_both_twins_agree_on_shapes(dtype, shape):
 @pytest.mark.parametrize("dtype", OPERANDS)
 @pytest.mark.parametrize("binades", [0, 5, 20, 40, 90, 130, 240])
 @pytest.mark.parametrize("around", [-70, -40, 0, 40, 62])
+@pytest.mark.sample(2)
 def test_both_twins_agree_on_spreads(dtype, binades, around):
     """Products of fp32's whole range and beyond, subnormal and infinite results among them."""
     needs_native()

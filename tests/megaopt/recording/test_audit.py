@@ -55,6 +55,7 @@ def odd(step, param, grad):
 @pytest.mark.halved
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "options"), KINDS)
+@pytest.mark.sample(4)
 def test_torchs_optimizers_obey(tmp_path, name, options, dtype):
     for way in ways(name, dtype):
         for lr, scale in REGIMES:
@@ -81,6 +82,7 @@ def test_capturable_steps_obey(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.sample(2)
 def test_options_that_are_tensors_accuse_nobody(tmp_path, name):
     """They make fp32 of what is computed with them, beside fp64 weights too."""
     betas = tuple(map(torch.tensor, ADAM["betas"]))
@@ -104,6 +106,7 @@ def test_numbers_of_fp64_are_held_to_fp64(tmp_path, own_laws):
 
 
 @pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.sample(2)
 def test_odd_gradients_accuse_nobody(tmp_path, name):
     for dtype in DTYPES:
         model = Model(dtype=dtype)

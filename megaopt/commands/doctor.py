@@ -12,8 +12,8 @@ from rich.markup import escape
 from megaopt.commands import environment, exits
 from megaopt.commands.bench import equality
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import make_console, make_table
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU

@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
+from megaopt.kernels.matrix.products import BF16, product
 
 MOST_STEPS = 50
 LEAST_STEPS = 3
 SECONDS = 0.6
 """About how long a case's steps may take in one loop: a slow step is repeated less often."""
+
+SIDE = 8192
+"""Rows and columns of the matrices whose product says how fast the device multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +206,19 @@ def _scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, time.perf_counter() - start
+
+
+def product_speed(device: torch.device, precision: str) -> float:
+    """Operations per second of torch's product of square matrices: the median of three."""
+    dtype = torch.bfloat16 if precision == BF16 else torch.float32
+    some = torch.randn(SIDE, SIDE, device=device).to(dtype)
+    product(some, some, precision)
+    times: list[float] = []
+    for _ in range(3):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        product(some, some, precision)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))

@@ -1,30 +1,26 @@
 """The cases of a run, what came out of them, and the table, record and pictures of that."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from rich.table import Table
 
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Figures, record_of_figures
-from megaopt.commands.bench.modes import MODES, Mode
-from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.modes import MODES
+from megaopt.commands.bench.report import FLOOR, KINDS, draw_bars, make_figure
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
+from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.console import make_table
-from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import require
 
 HEADINGS = (
     "case", "bits", ">B/param", ">held", ">ms", ">of copy", ">wall", ">new grads", ">launches",
     ">scratch", "against: ours faster, ms / wall / new grads",
 )  # fmt: skip
-OURS, PEER, FAILED = "#3b6ea5", "#b4b4b4", "#a03030"
-BAR = 0.8
 GAP = 0.95
 """Above a group of bars, for its heading."""
 
@@ -34,7 +30,7 @@ class Case:
     """One measurement: a set of tensors, and the optimizer that steps them."""
 
     tensors: TensorSet
-    subject: Mode | Peer
+    subject: Subject
 
     @property
     def name(self) -> str:
@@ -43,7 +39,7 @@ class Case:
 
 
 def select(
-    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Peer] = ()
+    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Subject] = ()
 ) -> list[Case]:
     """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
 
@@ -76,7 +72,7 @@ def select(
     return cases
 
 
-def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | Peer]:
+def _in_order(modes: Sequence[Subject], peers: Sequence[Subject]) -> Iterator[Subject]:
     last = {name: mode.name for mode in modes for name in mode.against}
     for mode in modes:
         yield mode
@@ -114,8 +110,8 @@ class Ratio:
 
 def ratios(result: Result, results: Sequence[Result]) -> list[Ratio]:
     """Return a mode's ratios to the peers that it is against, as far as both were measured."""
-    ours, subject = result.figures, result.case.subject
-    if ours is None or not isinstance(subject, Mode):
+    ours = result.figures
+    if ours is None:
         return []
     measured = {
         other.case.subject.name: other.figures
@@ -129,7 +125,7 @@ def ratios(result: Result, results: Sequence[Result]) -> list[Ratio]:
             wall=theirs.wall_ms / ours.wall_ms,
             wall_moved=theirs.wall_moved_ms / ours.wall_moved_ms,
         )
-        for name in subject.against
+        for name in result.case.subject.against
         if (theirs := measured.get(name)) is not None
     ]
 
@@ -193,65 +189,59 @@ def record_of(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    case, figures, check = result.case, result.figures, result.check
-    ours = isinstance(case.subject, Mode)
+    case, subject, figures, check = result.case, result.case.subject, result.figures, result.check
     record: dict[str, Any] = {
         "case": case.name,
         "set": case.tensors.name,
-        "ours" if ours else "peer": case.subject.name,
-        "description": case.subject.description,
+        "ours" if subject.is_ours else "peer": subject.name,
+        "description": subject.description,
         "bytes_per_parameter": result.bytes_per_parameter,
         "problem": result.problem,
     }
-    if isinstance(case.subject, Mode):
-        record["contract"] = case.subject.contract
-        if case.subject.recipe is not None:
-            recipe = case.subject.recipe
-            record |= {"scaling": recipe.scaling, "direct": recipe.direct}
+    if subject.is_ours:
+        record["contract"] = subject.contract
+        if subject.recipe is not None:
+            record |= {"scaling": subject.recipe.scaling, "direct": subject.recipe.direct}
         record["checked_against"] = check.against if check else None
         equal = None if check is None or check.against is None else check.difference is None
         record["equal"] = equal
     if figures is not None:
         record |= record_of_figures(figures)
-        if ours:
+        if subject.is_ours:
             record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
     return record
 
 
-def draw(folder: Path, results: Sequence[Result], hardware: str | None) -> list[Path]:
-    """Draw percentages of a same-run copy as horizontal bars, into speed_<set>.png for each set.
-
-    Neighbours with one description stand together under it. Returns the files.
-    """
-    paths = []
-    for name in dict.fromkeys(result.case.tensors.name for result in results):
-        group = [result for result in results if result.case.tensors.name == name]
-        paths.append(folder / f"speed_{name}.png")
-        _draw_set(paths[-1], group, hardware)
-    return paths
+def draw(results: Sequence[Result], hardware: str | None) -> dict[str, Callable[[], Figure]]:
+    """What draws percentages of a same-run copy as horizontal bars: speed_<set>.png of each set."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.case.tensors.name, []).append(result)
+    return {f"speed_{n}.png": partial(_draw_set, own, hardware) for n, own in groups.items()}
 
 
-def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> None:
+def _draw_set(results: Sequence[Result], hardware: str | None) -> Figure:
+    """Neighbours with one description stand together under it."""
     rows, headings = _rows(results)
-    height = rows[-1] + 1
-    figure = Figure(figsize=(10, 1.5 + 0.24 * height), dpi=150)
-    figure.set_layout_engine("constrained")
+    height, tensors = rows[-1] + 1, results[0].case.tensors
+    title = f"{tensors.name}, {hardware}: {tensors.description}"
+    figure = make_figure(title, (10, 1.5 + 0.24 * height))
     axes = figure.subplots()
+    speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in results]
     # notes stand in one column, right of the line and of the longest bar
-    column = 3 + max([100.0, *(r.figures.percent_of_copy for r in results if r.figures)])
-    _draw_bars(axes, results, rows, column)
+    column = 3 + max(100.0, *speeds)
+    names = [f"{r.case.subject.name} ({r.bytes_per_parameter:.4g} B)" for r in results]
+    ours, notes = [r.case.subject.is_ours for r in results], list(map(_note, results))
+    draw_bars(axes, rows, list(zip(names, speeds, ours, notes, strict=True)), column)
+    axes.axvline(100, color=FLOOR, linewidth=1, linestyle="--")
     for row, heading in headings:
         axes.text(1, row, heading, va="center", fontsize=8, color="#555555", style="italic")
     axes.set_ylim(height - 0.4, -0.6)
     axes.set_xlim(0, column + 55)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
-    tensors = results[0].case.tensors
-    title = f"{tensors.name}, {hardware}: {tensors.description}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
-    figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    save(path, figure)
+    figure.legend(handles=KINDS, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
+    return figure
 
 
 def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str]]]:
@@ -268,20 +258,6 @@ def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str
         rows.append(row)
         previous = heading
     return rows, headings
-
-
-def _draw_bars(axes: Axes, results: Sequence[Result], rows: Sequence[float], column: float) -> None:
-    colours = [OURS if isinstance(r.case.subject, Mode) else PEER for r in results]
-    speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in results]
-    axes.barh(rows, speeds, color=colours, height=BAR)
-    labels = [f"{r.case.subject.name} ({r.bytes_per_parameter:.4g} B)" for r in results]
-    axes.set_yticks(rows, labels, fontsize=8)
-    axes.axvline(100, color="#222222", linewidth=1, linestyle="--")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for row, result in zip(rows, results, strict=True):
-        colour = "black" if result.figures else FAILED
-        axes.text(column, row, _note(result), va="center", fontsize=8, color=colour)
 
 
 def _note(result: Result) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import gc
+import importlib
 import itertools
 import math
-import statistics
+import sys
 import time
+import types
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +25,19 @@ from rich.table import Table
 from torch.nn import Parameter
 
 from megaopt.commands import exits
-from megaopt.commands.bench.command import why_not
 from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
     Figures,
     measure,
+    product_speed,
     record_of_figures,
 )
-from megaopt.commands.bench.peers import SHARED
+from megaopt.commands.bench.report import FLOOR, make_figure, require_gpu, told, write
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.console import make_console, make_table, print_table
+from megaopt.commands.bench.subjects import SHARED
+from megaopt.commands.console import make_console, make_table
 from megaopt.commands.galore.errors import (
     KERNELS,
     WEIGHTS,
@@ -39,24 +45,16 @@ from megaopt.commands.galore.errors import (
     check_setup,
     measure_errors,
 )
-from megaopt.commands.galore.peers import (
-    COMPILED,
-    PEERS,
-    is_there,
-    peer,
-    why_not_peer,
-)
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32, product
+from megaopt.kernels.matrix.galore import RIGHT
+from megaopt.kernels.matrix.launch import why_not_kernel
+from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32
 from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
-SIDE = 8192
-"""Rows and columns of the matrices whose product says how fast the device multiplies."""
 TITLE = (
     "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "
     "operations at the speed of a large product"
@@ -71,7 +69,11 @@ COLOURS = {
     "fused": "#7a2c6b", "grouped": "#2c7a4b", "hybrid": "#3b6ea5", "compiled": "#c98a2b",
     "torch": "#b4b4b4", "galore_torch": "#a53b3b",
 }  # fmt: skip
-FLOOR = "#222222"
+COMPILED, GALORE_TORCH = "compiled", "galore_torch"
+PEERS = (COMPILED, GALORE_TORCH)
+PACKAGES = ("galore_torch", "transformers")
+"""What galore_torch needs."""
+BETAS, EPS = (0.9, 0.999), 1e-6
 
 
 def floor_bytes(setup: Setup) -> int:
@@ -217,8 +219,7 @@ def main(
             kernels run.
         OSError: the record or the picture cannot be written.
     """
-    if reason := why_not():
-        raise ConfigError(f"galore bench cannot run here: {reason}")
+    require_gpu("galore bench")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
     given: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
     given |= {"grads": [each or None for each in grads], "moments": moments}
@@ -236,9 +237,8 @@ def main(
         results = sorted([*results, result], key=lambda each: setups.index(each.setup))
         record["cases"] = [record_of_result(each) for each in results]
         write_json(out / "record.json", record)  # each time: a run may be ended
-    print_table(console, table_of(results))
-    draw(out / "speed.png", results, record["environment"]["gpu"])
-    console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
+    picture = partial(draw, results, record["environment"]["gpu"])
+    write(console, out, record, [table_of(results)], {"speed.png": picture})
     return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
 
 
@@ -250,15 +250,10 @@ def _measured(
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     ranks = list(dict.fromkeys(each.rank for each in setups))
     for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
-        console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
+        measured = partial(run, setup, device, copy, most)
         if time.monotonic() - start > seconds:
-            result = Result(setup, None, f"not begun within {seconds} seconds")
-        else:
-            result = run(setup, device, copy, most)
-        gc.collect()  # an optimizer can be part of a reference cycle
-        torch.cuda.empty_cache()
-        if result.problem:
-            console.print(f"no speed: {result.problem}", style="red", markup=False)
+            measured = partial(Result, setup, None, f"not begun within {seconds} seconds")
+        result = told(console, _name(setup), setup.kernel, measured)
         yield replace(result, speed=speeds[setup.precision])
 
 
@@ -275,22 +270,6 @@ def _dtypes(setup: Setup) -> str:
     grads = f", {setup.grad} gradients" if setup.grad else ""
     moments = f", {setup.moments} moments" if setup.moments != "float32" else ""
     return f"{setup.weights}{grads}{moments}"
-
-
-def product_speed(device: torch.device, precision: str) -> float:
-    """Operations per second of torch's product of square matrices: the median of three."""
-    dtype = torch.bfloat16 if precision == BF16 else torch.float32
-    some = torch.randn(SIDE, SIDE, device=device).to(dtype)
-    product(some, some, precision)
-    times: list[float] = []
-    for _ in range(3):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        product(some, some, precision)
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]))
-    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))
 
 
 def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
@@ -359,25 +338,23 @@ def _cells(result: Result) -> list[str]:
     ]
 
 
-def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
-    """Draws a field for each matrix and dtype into a PNG file, with a line for each kernel."""
-    fields = list(dict.fromkeys(map(_field, results)))
+def draw(results: Sequence[Result], hardware: str | None) -> Figure:
+    """A field for each matrix and dtype, with a line for each kernel."""
+    fields: dict[str, list[Result]] = {}
+    for result in results:
+        setup = result.setup
+        title = f"{_matrix(setup)}, {_dtypes(setup)} weights, {setup.precision}"
+        fields.setdefault(title, []).append(result)
     columns = min(2, len(fields))
     rows = -(-len(fields) // columns)
-    figure = Figure(figsize=(1 + 4.5 * columns, 1 + 3.2 * rows), dpi=150, layout="constrained")
+    title = f"GaLore's step without a refresh, {hardware}"
+    figure = make_figure(title, (1 + 4.5 * columns, 1 + 3.2 * rows))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, field in zip(grid, fields, strict=False):
-        _draw_field(axes, field, [result for result in results if _field(result) == field])
+    for axes, (title, own) in zip(grid, fields.items(), strict=False):
+        _draw_field(axes, title, own)
     for axes in grid[len(fields) :]:
         axes.set_visible(False)
-    title = f"GaLore's step without a refresh, {hardware}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    save(path, figure)
-
-
-def _field(result: Result) -> str:
-    setup = result.setup
-    return f"{_matrix(setup)}, {_dtypes(setup)} weights, {setup.precision}"
+    return figure
 
 
 def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
@@ -398,3 +375,133 @@ def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
     axes.set_ylabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
+
+
+# --- the peers: the pull request's reference, compiled, and galore_torch
+
+
+def is_there(setup: Setup) -> bool:
+    """Whether there is such a case: galore_torch's products are of its weights' dtype."""
+    if setup.kernel != GALORE_TORCH:
+        return True
+    is_plain = setup.grad is None and setup.moments == "float32"
+    return is_plain and (setup.precision == BF16) == (setup.weights == "bfloat16")
+
+
+def why_not_peer(name: str, device: torch.device) -> str | None:
+    """The reason why a peer does not run on a device; None where it does."""
+    if name == COMPILED:
+        return why_not_kernel("compiled", device)
+    missing = [each for each in PACKAGES if each not in sys.modules and find_spec(each) is None]
+    return f"it needs {', '.join(missing)}" if missing else None
+
+
+def reference(
+    grad: torch.Tensor,
+    projection: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    param: torch.Tensor,
+    weight: torch.Tensor,
+    right: bool,
+) -> None:
+    """GaLore's pull request's reference: projection, Adam, back-projection and update, in place.
+
+    Products are of the dtype of grad [m, n] and projection, rounded by torch's global settings;
+    moments and param [m, n] are fp32. weight: param in 16 bits, or param itself.
+    """
+    low = (grad @ projection.mT if right else projection.mT @ grad).float()
+    exp_avg.mul_(BETAS[0]).add_(low, alpha=1 - BETAS[0])
+    exp_avg_sq.mul_(BETAS[1]).addcmul_(low, low, value=1 - BETAS[1])
+    direction = (exp_avg / (exp_avg_sq.sqrt() + EPS)).to(projection.dtype)
+    back = direction @ projection if right else projection @ direction
+    param.add_(back, alpha=-SHARED["lr"])
+    if weight is not param:
+        weight.copy_(param)
+
+
+class Compiled:
+    """`reference` of each matrix, as the pull request compiles it: fullgraph, max-autotune."""
+
+    def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
+        """Makes states and projections, random ones: no step makes one."""
+        self._setup = setup
+        self.state: dict[Parameter, dict[str, Any]] = {param: {} for param in params}
+        self._step = torch.compile(reference, fullgraph=True, mode="max-autotune", dynamic=False)
+        dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
+        for param in params:
+            own, low = self.state[param], setup.low_rank.low_shape(param.shape)
+            own["exp_avg"] = torch.zeros(low, device=param.device)
+            own["exp_avg_sq"] = torch.zeros_like(own["exp_avg"])
+            own["projection"] = _projection(setup, param, dtype)
+            is_plain = param.dtype == torch.float32
+            own["master_param"] = None if is_plain else param.detach().float()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every matrix."""
+        with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
+            # the compiler advises TF32 where fp32 was asked for
+            warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
+            for param, own in self.state.items():
+                weight = param.detach()
+                projection, master = own["projection"], own["master_param"]
+                grad = getattr(param, self._setup.grad_name).to(projection.dtype)
+                tensors = (grad, projection, own["exp_avg"], own["exp_avg_sq"])
+                right = self._setup.low_rank.side == RIGHT
+                self._step(*tensors, weight if master is None else master, weight, right)
+
+
+class GaLoreTorch:
+    """galore_torch's AdamW, without masters, in the dtype of the weights."""
+
+    def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
+        """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
+        own: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        own["proj_type"] = setup.proj_type
+        module = _adamw()
+        group = {"params": list(params), **own}
+        self._own = module.AdamW([group], **SHARED, no_deprecation_warning=True)
+        self.state, self._tf32 = self._own.state, setup.precision == TF32
+        for param in params:
+            projector = module.GaLoreProjector(**own)
+            projector.ortho_matrix = _projection(setup, param, param.dtype)
+            self.state[param] |= {"step": 1, "projector": projector}
+
+    def step(self) -> None:
+        """One step of every matrix."""
+        with _tf32(self._tf32):
+            self._own.step()
+
+
+def peer(params: Sequence[Parameter], setup: Setup) -> Any:
+    """The peer that a case names, of these parameters."""
+    return (Compiled if setup.kernel == COMPILED else GaLoreTorch)(params, setup)
+
+
+def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A random one, whose rows or columns are about as long as those of an orthonormal one."""
+    size = setup.low_rank.projection_shape(param.shape)
+    return torch.randn(size, device=param.device).div_(max(size) ** 0.5).to(dtype)
+
+
+@contextmanager
+def _tf32(is_on: bool) -> Iterator[None]:
+    """Products of fp32 numbers in TF32, or not, by torch's own switch."""
+    place: Any = torch.backends.cuda.matmul
+    before = place.fp32_precision
+    place.fp32_precision = TF32 if is_on else "ieee"
+    try:
+        yield
+    finally:
+        place.fp32_precision = before
+
+
+def _adamw() -> Any:
+    """The module galore_torch.adamw; the package's own __init__ wants more than AdamW does."""
+    if "galore_torch" not in sys.modules:
+        package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
+        assert spec is not None
+        package.__path__, package.__spec__ = list(spec.submodule_search_locations or ()), spec
+        sys.modules["galore_torch"] = package
+    return importlib.import_module("galore_torch.adamw")

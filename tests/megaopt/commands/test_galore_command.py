@@ -17,9 +17,9 @@ from mutants import mutant
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.measure import Figures
-from megaopt.commands.bench.peers import SHARED
-from megaopt.commands.galore import bench, peers
-from megaopt.commands.galore.bench import floor_bytes
+from megaopt.commands.bench.subjects import SHARED
+from megaopt.commands.galore import bench
+from megaopt.commands.galore.bench import BETAS, EPS, floor_bytes, is_there, reference
 from megaopt.commands.galore.errors import (
     GROUP,
     KERNELS,
@@ -30,7 +30,6 @@ from megaopt.commands.galore.errors import (
     measure_errors,
     plain_step,
 )
-from megaopt.commands.galore.peers import BETAS, EPS, is_there, reference
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix import galore, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT
@@ -255,7 +254,7 @@ def stepped(instance, copy, most):
 @pytest.fixture
 def bench_on_cpu(monkeypatch):
     """As if there were a GPU, with given figures in the place of measured ones."""
-    monkeypatch.setattr(bench, "why_not", lambda: None)
+    monkeypatch.setattr(bench, "require_gpu", lambda name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(bench, "check_setup", lambda setup, device: check_setup(setup, CPU))
@@ -305,7 +304,7 @@ def test_peers_have_the_cases_that_there_are(monkeypatch):
         if is_there(Setup(kernel="galore_torch", weights=weights, precision=precision, **own))
     ]
     assert found == [("float32", "ieee"), ("float32", "tf32"), ("bfloat16", "bf16")]
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "galore_torch", raising=False)
     with pytest.raises(ValueError, match=r"galore_torch: it needs .*galore_torch"):
         bench.check_case(Setup(kernel="galore_torch", **own), CPU)

@@ -17,9 +17,9 @@ from megaopt.commands.bench.command import HostFigures, host_record, host_table,
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Figures, count_device_work
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.results import Case, Ratio, Result, ratios, record_of, select, table_of
 from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 

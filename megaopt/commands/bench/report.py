@@ -1,0 +1,108 @@
+"""What every bench does around its cases: asks for a GPU, tells, writes, and draws bars."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+from rich.table import Table
+
+from megaopt.commands.console import print_table
+from megaopt.commands.regression.picture import save
+from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels.backends import BACKENDS
+from megaopt.saving.files import write_json
+
+OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
+KINDS = (Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries"))
+"""Bars' colours in a legend."""
+
+
+def require_gpu(command: str) -> None:
+    """Raises ConfigError where the step cannot be timed, which says why."""
+    reason: str | None = "needs a CUDA GPU, torch.cuda.is_available() is False here"
+    if torch.cuda.is_available():
+        reason = BACKENDS["triton"].why_not(torch.device("cuda"))
+    if reason is not None:
+        raise ConfigError(f"{command} cannot run here: {reason}")
+
+
+class _Result(Protocol):
+    @property
+    def problem(self) -> str | None: ...
+
+
+R = TypeVar("R", bound=_Result)
+
+
+def told(console: Console, name: str, what: str, run: Callable[[], R]) -> R:
+    """What `run` measures of a case; the console is told of it, and of why it has no speed."""
+    # a line and no spinner: its thread would stand in the way of the host's times
+    console.print(f"{name}: {what}", markup=False, highlight=False)
+    result = run()
+    free_memory()
+    if result.problem:
+        console.print(f"{name}: no speed: {result.problem}", style="red", markup=False)
+    return result
+
+
+def free_memory() -> None:
+    """Gives back what the optimizer of a case had on the GPU."""
+    gc.collect()  # an optimizer can be part of a reference cycle
+    torch.cuda.empty_cache()
+
+
+def write(
+    console: Console,
+    out: Path,
+    record: Mapping[str, Any],
+    tables: Iterable[Table],
+    pictures: Mapping[str, Callable[[], Figure]],
+) -> None:
+    """Prints tables, writes record.json and pictures into a folder, and says where they are."""
+    # before the files are written, which may fail
+    for table in tables:
+        print_table(console, table)
+    write_json(out / "record.json", record)
+    for name, draw in pictures.items():
+        save(out / name, draw())
+    files = [out / name for name in ("record.json", *pictures)]
+    console.print(", ".join(map(str, files)), markup=False)
+
+
+def make_figure(title: str, size: tuple[float, float], dpi: int = 150) -> Figure:
+    """An empty picture with a title."""
+    figure = Figure(figsize=size, dpi=dpi, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return figure
+
+
+def draw_bars(
+    axes: Axes,
+    places: Sequence[float],
+    bars: Sequence[tuple[str, float, bool, str]],
+    column: float | None = None,
+) -> None:
+    """Horizontal bars, each beside a note.
+
+    Args:
+        axes: Where they are drawn.
+        places: Of the bars, from the top.
+        bars: Label, length (0: there is none), whether it is ours, and note.
+        column: Where notes begin; None: behind their bars.
+    """
+    labels, lengths, ours, notes = zip(*bars, strict=True)
+    axes.barh(places, lengths, color=[OURS if own else PEER for own in ours])
+    axes.set_yticks(places, labels, fontsize=8)
+    for place, length, note in zip(places, lengths, notes, strict=True):
+        colour = "black" if length else FAILED
+        at = length if column is None else column
+        axes.text(at, place, note, va="center", fontsize=8, color=colour)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -22,4 +22,4 @@ def cases() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    save(PICTURE, draw(cases(), "H100"))
+    save(PICTURE, draw({"cases": cases(), "environment": {"gpu": "H100"}}))

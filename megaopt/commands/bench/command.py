@@ -11,11 +11,21 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from megaopt.commands.bench import report
 from megaopt.commands.bench.equality import check
 from megaopt.commands.bench.measure import Copy, measure, wall_ms
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.report import require_gpu, told, write
-from megaopt.commands.bench.results import Case, Result, draw, record_of, select, table_of
+from megaopt.commands.bench.report import Record
+from megaopt.commands.bench.results import (
+    NAMED,
+    TIMED,
+    TITLE,
+    Case,
+    add_ratios,
+    draw,
+    record_of,
+    select,
+)
 from megaopt.commands.bench.sets import HOST, TensorSet
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.console import make_console, make_table
@@ -60,7 +70,7 @@ def main(
     console = make_console()
     wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
     source = describe_source()
-    require_gpu("bench")
+    report.require_gpu("bench")
     make_folder(out)
     subjects = [case.subject for case in wanted]
     skipped = {each.package: reason for each in subjects if (reason := each.why_not())}
@@ -68,26 +78,28 @@ def main(
         console.print(f"skipped: {reason}", markup=False)
     device = torch.device("cuda", torch.cuda.current_device())
     copy = Copy(device)
-    results = [
-        told(console, case.name, case.subject.description, partial(run, case, device, copy))
-        for case in wanted
-        if case.subject.package not in skipped
+    cases = [case for case in wanted if case.subject.package not in skipped]
+    timed = [
+        report.told(console, case.name, case.subject.description, partial(run, case, device, copy))
+        for case in cases
     ]
-    timed = [result.case.subject for result in results]
-    libraries = {each.package: each.version() for each in timed if not each.is_ours}
+    add_ratios(timed)
+    peers_timed = [case.subject for case in cases if not case.subject.is_ours]
+    libraries = {each.package: each.version() for each in peers_timed}
     record = made_with(source) | {"libraries": dict(sorted(libraries.items())), "skipped": skipped}
-    record |= record_of(results)
-    tables = [table_of(results)] if results else []
+    record |= {"sets": {case.tensors.name: case.tensors.description for case in cases}}
+    record |= {"cases": timed}
+    tables = [report.table_of(TITLE, timed, NAMED, TIMED)] if timed else []
     # where it is asked for, or nothing is
     if HOST in sets or not (sets or only):
         host = measure_host(device)
         record["host"] = host_record(host)
         tables.append(host_table(host))
-    write(console, out, record, tables, draw(results, record["environment"]["gpu"]))
-    return 0 if all(r.figures for r in results if r.case.subject.is_ours) else 1
+    report.write(console, out, record, tables, draw(record))
+    return 0 if all(report.is_timed(case) for case in timed if "ours" in case) else 1
 
 
-def run(case: Case, device: torch.device, copy: Copy) -> Result:
+def run(case: Case, device: torch.device, copy: Copy) -> Record:
     """Measure a case; one of ours only where a smaller instance of it has the promised bits."""
     subject, checked = case.subject, None
     backend = {"backend": "triton"} if subject.is_ours else {}
@@ -96,16 +108,16 @@ def run(case: Case, device: torch.device, copy: Copy) -> Result:
             checked = check(subject, case.tensors.shrunk(CHECKED_ELEMENTS), device)
             if checked.difference is not None:
                 problem = f"differs from {checked.against}: {checked.difference}"
-                return Result(case, None, problem, checked)
+                return record_of(case, None, problem, checked)
         figures = measure(subject.instance(case.tensors, device, **backend), copy)
-        return Result(case, figures, None, checked)
+        return record_of(case, figures, None, checked)
     except torch.OutOfMemoryError as error:
-        return Result(case, None, f"out of memory: {error}")
+        return record_of(case, None, f"out of memory: {error}")
     except Exception as error:
         if subject.is_ours:
             raise
         # another library fails in its own way; the run goes on
-        return Result(case, None, f"{type(error).__name__}: {error}")
+        return record_of(case, None, f"{type(error).__name__}: {error}")
 
 
 # --- the host's share of a step: how long a call of step() keeps the thread that calls it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -14,13 +14,17 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
-from megaopt.commands.console import print_table
+from megaopt.commands.console import make_table, print_table
 from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
+Record = dict[str, Any]
+"""A case, ready for JSON: what it is, "problem" (None: none), and what was measured of it."""
+Columns = Mapping[str, Callable[[Record], str]]
+"""Headings, and what makes the cells beneath."""
 KINDS = (Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries"))
 """Bars' colours in a legend."""
 
@@ -34,23 +38,15 @@ def require_gpu(command: str) -> None:
         raise ConfigError(f"{command} cannot run here: {reason}")
 
 
-class _Result(Protocol):
-    @property
-    def problem(self) -> str | None: ...
-
-
-R = TypeVar("R", bound=_Result)
-
-
-def told(console: Console, name: str, what: str, run: Callable[[], R]) -> R:
-    """What `run` measures of a case; the console is told of it, and of why it has no speed."""
+def told(console: Console, name: str, what: str, run: Callable[[], Record]) -> Record:
+    """The record that `run` makes of a case; the console hears of it, and why it has no speed."""
     # a line and no spinner: its thread would stand in the way of the host's times
     console.print(f"{name}: {what}", markup=False, highlight=False)
-    result = run()
+    case = run()
     free_memory()
-    if result.problem:
-        console.print(f"{name}: no speed: {result.problem}", style="red", markup=False)
-    return result
+    if case["problem"]:
+        console.print(f"{name}: no speed: {case['problem']}", style="red", markup=False)
+    return case
 
 
 def free_memory() -> None:
@@ -75,6 +71,37 @@ def write(
         save(out / name, draw())
     files = [out / name for name in ("record.json", *pictures)]
     console.print(", ".join(map(str, files)), markup=False)
+
+
+def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns) -> Table:
+    """The table of a bench; `timed`: columns of cases with a time, which is in the first one.
+
+    A line parts cases of one set (or another first cell of `named`) from those of the next.
+    """
+    table, previous = make_table(title, [*named, *timed]), None
+    for case in cases:
+        cells = [cell(case) for cell in named.values()]
+        if previous not in (None, case.get("set", cells[0])):
+            table.add_section()
+        previous = case.get("set", cells[0])
+        without = ["[red]no speed[/red]", *[""] * (len(timed) - 1)]
+        found = [cell(case) for cell in timed.values()] if is_timed(case) else without
+        table.add_row(*cells, *found)
+    return table
+
+
+def is_timed(case: Record) -> bool:
+    """Whether something was measured."""
+    return "step_ms" in case
+
+
+MS: Columns = {">ms": lambda case: f"{case['step_ms']:.3f}"}
+OF_FLOOR: Columns = {">of floor": lambda case: f"{100 * case['floor_ms'] / case['step_ms']:.1f}%"}
+WALL: Columns = {">wall": lambda case: f"{case['wall_ms']:.3f}"}
+LAUNCHES: Columns = {
+    ">launches": lambda case: str(case["launches"] or "unknown"),
+    ">scratch MiB": lambda case: f"{case['scratch_bytes'] / 2**20:.1f}",
+}
 
 
 def make_figure(title: str, size: tuple[float, float], dpi: int = 150) -> Figure:

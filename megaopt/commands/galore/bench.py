@@ -11,9 +11,10 @@ import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 from torch.nn import Parameter
 
 from megaopt.commands import exits
+from megaopt.commands.bench import report
 from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
@@ -34,10 +35,10 @@ from megaopt.commands.bench.measure import (
     product_speed,
     record_of_figures,
 )
-from megaopt.commands.bench.report import FLOOR, make_figure, require_gpu, told, write
+from megaopt.commands.bench.report import Columns, Record
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
-from megaopt.commands.console import make_console, make_table
+from megaopt.commands.console import make_console
 from megaopt.commands.galore.errors import (
     KERNELS,
     WEIGHTS,
@@ -59,10 +60,6 @@ TITLE = (
     "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "
     "operations at the speed of a large product"
 )
-HEADINGS = (
-    "matrix", "weights", "precision", ">rank", "kernel", ">ms", ">floor ms", ">of floor",
-    ">TFLOP/s", ">wall", ">launches", ">scratch MiB",
-)  # fmt: skip
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 COLOURS = {
@@ -99,27 +96,6 @@ def floor_bytes(setup: Setup) -> int:
 def operations(setup: Setup) -> int:
     """Floating-point operations of the two products, a multiplication and an addition each."""
     return setup.matrices * 2 * 2 * setup.rows * setup.columns * setup.rank
-
-
-@dataclass(frozen=True)
-class Result:
-    """One case: figures, or why there are none."""
-
-    setup: Setup
-    figures: Figures | None
-    """`bytes` are those of `floor_bytes`, counted on the tensors."""
-    problem: str | None = None
-    speed: float = math.inf
-    """Operations per second of a large product of torch's, of the same precision."""
-
-    @property
-    def floor_ms(self) -> float | None:
-        """Milliseconds of a copy of the bytes that the step must move, or of its operations."""
-        figures = self.figures
-        if figures is None:
-            return None
-        moving = figures.bytes / figures.copy_bandwidth
-        return 1e3 * max(moving, operations(self.setup) / self.speed)
 
 
 def select(
@@ -162,14 +138,23 @@ def check_case(setup: Setup, device: torch.device) -> None:
         refuse("kernels", f"others than {setup.kernel} here", f"{setup.kernel}: {reason}")
 
 
-def record_of_result(result: Result) -> dict[str, Any]:
-    """A case, ready for JSON."""
-    setup, figures = result.setup, result.figures
+def record_of(
+    setup: Setup, speed: float, figures: Figures | None, problem: str | None = None
+) -> Record:
+    """The record of a case: its floor is a copy of the bytes that it must move, or its operations.
+
+    Args:
+        setup: What was measured.
+        speed: Operations per second of a large product of torch's, of the same precision.
+        figures: None where there are none.
+        problem: Why there are none.
+    """
     record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
-    record["problem"] = result.problem
+    record["problem"] = problem
     if figures is not None:
-        record |= record_of_figures(figures)
-        record |= {"speed": result.speed, "floor_ms": result.floor_ms}
+        record |= record_of_figures(replace(figures, bytes=floor_bytes(setup)))
+        moving = floor_bytes(setup) / figures.copy_bandwidth
+        record |= {"speed": speed, "floor_ms": 1e3 * max(moving, operations(setup) / speed)}
     return record
 
 
@@ -219,7 +204,7 @@ def main(
             kernels run.
         OSError: the record or the picture cannot be written.
     """
-    require_gpu("galore bench")
+    report.require_gpu("galore bench")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
     given: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
     given |= {"grads": [each or None for each in grads], "moments": moments}
@@ -231,48 +216,69 @@ def main(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     make_folder(out)
-    results: list[Result] = []
+    measured: dict[Setup, Record] = {}
     record: dict[str, Any] = made_with(source)
-    for result in _measured(setups, device, console, repetitions, seconds or math.inf):
-        results = sorted([*results, result], key=lambda each: setups.index(each.setup))
-        record["cases"] = [record_of_result(each) for each in results]
+    for setup, case in _measured(setups, device, console, repetitions, seconds or math.inf):
+        measured[setup] = case
+        record["cases"] = [measured[each] for each in setups if each in measured]
         write_json(out / "record.json", record)  # each time: a run may be ended
-    picture = partial(draw, results, record["environment"]["gpu"])
-    write(console, out, record, [table_of(results)], {"speed.png": picture})
-    return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
+    table = report.table_of(TITLE, record["cases"], NAMED, TIMED)
+    report.write(console, out, record, [table], {"speed.png": partial(draw, record)})
+    return exits.DONE if all(map(report.is_timed, record["cases"])) else exits.DIFFERENT
 
 
 def _measured(
     setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
-) -> Iterator[Result]:
-    """A result for each case, rank by rank; those of COMPILED come last."""
+) -> Iterator[tuple[Setup, Record]]:
+    """Each case with its record, rank by rank; those of COMPILED come last."""
     copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     ranks = list(dict.fromkeys(each.rank for each in setups))
     for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
-        measured = partial(run, setup, device, copy, most)
+        speed = speeds[setup.precision]
+        measured = partial(run, setup, device, copy, speed, most)
         if time.monotonic() - start > seconds:
-            measured = partial(Result, setup, None, f"not begun within {seconds} seconds")
-        result = told(console, _name(setup), setup.kernel, measured)
-        yield replace(result, speed=speeds[setup.precision])
-
-
-def _matrix(setup: Setup) -> str:
-    count = "" if setup.matrices == 1 else f"{setup.matrices} of "
-    return f"{count}{setup.rows} x {setup.columns}"
+            problem = f"not begun within {seconds} seconds"
+            measured = partial(record_of, setup, speed, None, problem)
+        yield setup, report.told(console, _name(setup), setup.kernel, measured)
 
 
 def _name(setup: Setup) -> str:
-    return f"{_matrix(setup)}, {_dtypes(setup)}, {setup.precision}, rank {setup.rank}"
+    case = asdict(setup)
+    return f"{_matrix(case)}, {_dtypes(case)}, {setup.precision}, rank {setup.rank}"
 
 
-def _dtypes(setup: Setup) -> str:
-    grads = f", {setup.grad} gradients" if setup.grad else ""
-    moments = f", {setup.moments} moments" if setup.moments != "float32" else ""
-    return f"{setup.weights}{grads}{moments}"
+def _matrix(case: Record) -> str:
+    count = "" if case["matrices"] == 1 else f"{case['matrices']} of "
+    return f"{count}{case['rows']} x {case['columns']}"
 
 
-def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
+def _dtypes(case: Record) -> str:
+    grads = f", {case['grad']} gradients" if case["grad"] else ""
+    moments = f", {case['moments']} moments" if case["moments"] != "float32" else ""
+    return f"{case['weights']}{grads}{moments}"
+
+
+NAMED: Columns = {
+    "matrix": _matrix,
+    "weights": _dtypes,
+    "precision": itemgetter("precision"),
+    ">rank": lambda case: str(case["rank"]),
+    "kernel": itemgetter("kernel"),
+}
+TIMED: Columns = {
+    **report.MS,
+    ">floor ms": lambda case: f"{case['floor_ms']:.3f}",
+    **report.OF_FLOOR,
+    ">TFLOP/s": lambda case: f"{case['operations'] / case['step_ms'] / 1e9:.1f}",
+    **report.WALL,
+    **report.LAUNCHES,
+}
+
+
+def run(
+    setup: Setup, device: torch.device, copy: Copy, speed: float, most: int = MOST_STEPS
+) -> Record:
     """Measures a case; of ours only where its errors are within their bounds.
 
     Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
@@ -281,11 +287,11 @@ def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) 
         checked = replace(setup, grad=None, moments="float32")
         wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
         if beyond := [each.name for each in wrong if not each.holds]:
-            return Result(setup, None, f"errors beyond their bounds: {', '.join(beyond)}")
-        figures = measure(_instance(setup, device), copy, most)
-        return Result(setup, replace(figures, bytes=floor_bytes(setup)))
+            problem = f"errors beyond their bounds: {', '.join(beyond)}"
+            return record_of(setup, speed, None, problem)
+        return record_of(setup, speed, measure(_instance(setup, device), copy, most))
     except torch.OutOfMemoryError as error:
-        return Result(setup, None, f"out of memory: {error}")
+        return record_of(setup, speed, None, f"out of memory: {error}")
 
 
 def _instance(setup: Setup, device: torch.device) -> Instance:
@@ -308,66 +314,36 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
     return build(*own, weight=Parameter, grad_dtype=grads, seed=setup.seed)
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Times, floors, and the speed of the two products, as a table for the terminal."""
-    table = make_table(TITLE, HEADINGS)
-    previous = None
-    for result in results:
-        setup = result.setup
-        place = (_matrix(setup), _dtypes(setup))
-        if previous not in (None, place):
-            table.add_section()
-        previous = place
-        named = (_matrix(setup), _dtypes(setup), setup.precision, str(setup.rank), setup.kernel)
-        table.add_row(*named, *_cells(result))
-    return table
-
-
-def _cells(result: Result) -> list[str]:
-    figures, floor = result.figures, result.floor_ms
-    if figures is None or floor is None:
-        return ["[red]no speed[/red]", *[""] * 6]
-    return [
-        f"{figures.step_ms:.3f}",
-        f"{floor:.3f}",
-        f"{100 * floor / figures.step_ms:.1f}%",
-        f"{operations(result.setup) / figures.step_ms / 1e9:.1f}",
-        f"{figures.wall_ms:.3f}",
-        "unknown" if figures.launches is None else str(figures.launches),
-        f"{figures.scratch_bytes / 2**20:.1f}",
-    ]
-
-
-def draw(results: Sequence[Result], hardware: str | None) -> Figure:
+def draw(record: Record) -> Figure:
     """A field for each matrix and dtype, with a line for each kernel."""
-    fields: dict[str, list[Result]] = {}
-    for result in results:
-        setup = result.setup
-        title = f"{_matrix(setup)}, {_dtypes(setup)} weights, {setup.precision}"
-        fields.setdefault(title, []).append(result)
+    fields: dict[str, list[Record]] = {}
+    for case in record["cases"]:
+        title = f"{_matrix(case)}, {_dtypes(case)} weights, {case['precision']}"
+        fields.setdefault(title, []).append(case)
     columns = min(2, len(fields))
     rows = -(-len(fields) // columns)
-    title = f"GaLore's step without a refresh, {hardware}"
-    figure = make_figure(title, (1 + 4.5 * columns, 1 + 3.2 * rows))
+    title = f"GaLore's step without a refresh, {record['environment']['gpu']}"
+    figure = report.make_figure(title, (1 + 4.5 * columns, 1 + 3.2 * rows))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, (title, own) in zip(grid, fields.items(), strict=False):
-        _draw_field(axes, title, own)
+    for axes, (title, cases) in zip(grid, fields.items(), strict=False):
+        _draw_field(axes, title, cases)
     for axes in grid[len(fields) :]:
         axes.set_visible(False)
     return figure
 
 
-def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    for kernel in dict.fromkeys(result.setup.kernel for result in results):
-        own = [each for each in results if each.setup.kernel == kernel and each.figures]
-        times = [each.figures.step_ms for each in own if each.figures]
-        ranks = [each.setup.rank for each in own]
-        axes.plot(ranks, times, marker="o", color=COLOURS[kernel], label=kernel)
-    floors = {each.setup.rank: each.floor_ms for each in results if each.floor_ms is not None}
+def _draw_field(axes: Axes, title: str, cases: Sequence[Record]) -> None:
+    timed = [case for case in cases if report.is_timed(case)]
+    for kernel in dict.fromkeys(case["kernel"] for case in cases):
+        times = {case["rank"]: case["step_ms"] for case in timed if case["kernel"] == kernel}
+        style = {"marker": "o", "color": COLOURS[kernel], "label": kernel}
+        axes.plot(list(times), list(times.values()), **style)
+    floors = {case["rank"]: case["floor_ms"] for case in timed}
+    style = {"color": report.FLOOR, "linewidth": 1, "linestyle": "--"}
     label = "a copy of the bytes, or the operations"
-    axes.plot(list(floors), list(floors.values()), "--", color=FLOOR, linewidth=1, label=label)
+    axes.plot(list(floors), list(floors.values()), label=label, **style)
     axes.set_xscale("log", base=2)
-    ranks = sorted({each.setup.rank for each in results})
+    ranks = sorted({case["rank"] for case in cases})
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left", fontsize=9)

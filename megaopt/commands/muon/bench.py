@@ -9,10 +9,11 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +22,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.console import Console
-from rich.table import Table
 from torch.nn import Parameter
 
 from megaopt.commands import exits
+from megaopt.commands.bench import report
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
-    Figures,
     measure,
     product_speed,
     record_of_figures,
     wall_ms,
 )
-from megaopt.commands.bench.report import (
-    FLOOR,
-    KINDS,
-    draw_bars,
-    free_memory,
-    make_figure,
-    require_gpu,
-    write,
-)
+from megaopt.commands.bench.report import Columns, Record
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import Subject
-from megaopt.commands.console import make_console, make_table
+from megaopt.commands.console import make_console
 from megaopt.commands.regression.group import deaf
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
@@ -56,10 +48,6 @@ TITLE = (
     "Muon's step: ms on the device; floor: the fewest operations at a large product's speed, and a "
     "copy of its bytes; host: ms of step() until it returns"
 )
-HEADINGS = (
-    "set", "optimizer", "what", ">ms", ">rounds", ">of floor", ">host", ">wall", ">launches",
-    ">scratch MiB", ">slower than ours",
-)  # fmt: skip
 BYTES = 20
 """What a step must move of a parameter: bf16 gradient and weight, fp32 master and momentum, twice.
 """
@@ -169,44 +157,6 @@ def floor_bytes(tensors: TensorSet) -> int:
 # --- its run
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one round of a case gave."""
-
-    figures: Figures
-    """`bytes` are those of `floor_bytes`."""
-    host_ms: float
-    """Median milliseconds of step() until it returns, the device idle before."""
-    speed: float
-    """Operations per second of a large bf16 product of torch's, in the same process just before."""
-    version: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """One optimizer on one set: the middle round of those that succeeded, or why there is none."""
-
-    tensors: TensorSet
-    subject: Subject
-    rounds: Sequence[Measured]
-    problem: str | None = None
-
-    @property
-    def middle(self) -> Measured | None:
-        """The round of median time, the slower of two."""
-        own = sorted(self.rounds, key=lambda each: each.figures.step_ms)
-        return own[len(own) // 2] if own else None
-
-    @property
-    def floor_ms(self) -> float:
-        """Milliseconds of the operations and then of a copy of the bytes; NaN without a round."""
-        found = self.middle
-        if found is None:
-            return math.nan
-        moving = floor_bytes(self.tensors) / found.figures.copy_bandwidth
-        return 1e3 * (operations(self.tensors) / found.speed + moving)
-
-
 def main(
     *,
     sets: tuple[str, ...] = tuple(SETS),
@@ -246,19 +196,18 @@ def main(
         require(unknown is None and len(values) > 0, name, unknown, f"of {', '.join(table)}")
     for name, value in (("rounds", rounds), ("patience", patience), ("repetitions", repetitions)):
         require(value >= 1, name, value, "a whole number >= 1")
-    require_gpu("muon bench")
+    report.require_gpu("muon bench")
     source, console = describe_source(), make_console()
     make_folder(out)
     skipped = [name for name in only if not SUBJECTS[name].is_installed]
     for name in skipped:
         console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed", markup=False)
     turns = list(itertools.product(sets, range(rounds), [n for n in only if n not in skipped]))
-    results = _in_turn(turns, patience, seconds or math.inf, repetitions, console)
-    cases = [record_of(each) for each in results]
+    cases = _in_turn(turns, patience, seconds or math.inf, repetitions, console)
     record = made_with(source) | {"skipped": skipped, "cases": cases}
-    picture = partial(draw, cases, record["environment"]["gpu"])
-    write(console, out, record, [table_of(results)], {"speed.png": picture})
-    failed = any(each.subject.is_ours and not each.rounds for each in results)
+    tables = [report.table_of(TITLE, cases, NAMED, _timed(cases))]
+    report.write(console, out, record, tables, {"speed.png": partial(draw, record)})
+    failed = [case for case in cases if _is_ours(case) and not report.is_timed(case)]
     return exits.DIFFERENT if failed else exits.DONE
 
 
@@ -268,10 +217,10 @@ def _in_turn(
     seconds: float,
     most: int,
     console: Console,
-) -> list[Result]:
+) -> list[Record]:
     """What all turns gave, each of a set, a round and an optimizer, which has its own process."""
     workers = {name: Worker(partial(measured, name)) for _, _, name in turns}
-    found: dict[tuple[str, str], list[Measured]] = {(own, name): [] for own, _, name in turns}
+    found: dict[tuple[str, str], list[Record]] = {(own, name): [] for own, _, name in turns}
     problems: dict[tuple[str, str], str] = {}
     gone: dict[str, str] = {}
     last = time.monotonic() + seconds
@@ -282,7 +231,7 @@ def _in_turn(
                 problems.setdefault(key, gone.get(name, "not begun in time"))
                 continue
             try:
-                own: Measured = workers[name].ask((tensors, most), patience)
+                own: Record = workers[name].ask((tensors, most), patience)
             except Failed as error:
                 problems[key] = str(error)
                 if workers[name].is_over:
@@ -290,111 +239,127 @@ def _in_turn(
                 console.print(f"{tensors}, {name}: {error}", style="red", markup=False)
                 continue
             found[key].append(own)
-            words = f"{tensors}, {name}: {own.figures.step_ms:.3f} ms"
+            words = f"{tensors}, {name}: {own['step_ms']:.3f} ms"
             console.print(words, markup=False, highlight=False)
     finally:
         for worker in workers.values():
             worker.end()
-    return [Result(SETS[k[0]], SUBJECTS[k[1]], own, problems.get(k)) for k, own in found.items()]
+    return [record_of(*key, rounds, problems.get(key)) for key, rounds in found.items()]
 
 
-def measured(name: str, question: tuple[str, int]) -> Measured:
-    """One round of a case, in its process: (one of SETS, the most steps behind a time)."""
+def measured(name: str, question: tuple[str, int]) -> Record:
+    """One round of a case, in its process: (one of SETS, the most steps behind a time).
+
+    Returns:
+        The figures, with the bytes of the floor; host_ms, median milliseconds of step() until it
+        returns, the device idle before; speed, operations per second of a large bf16 product of
+        torch's just before; version, of the library.
+    """
     (tensors, most), subject = question, SUBJECTS[name]
     device = torch.device("cuda", torch.cuda.current_device())
-    free_memory()
+    report.free_memory()
     speed, own = product_speed(device, BF16), SETS[tensors]
     instance = subject.instance(own, device)
     figures = replace(measure(instance, Copy(device), most), bytes=floor_bytes(own))
     host = wall_ms(instance.optimizer.step, lambda: None, figures.repetitions, waits=False)
     if any(bool(each.isnan().any()) for each in instance.parameters):
         raise RuntimeError("weights became NaN")
-    version = "" if subject.is_ours else subject.version()
+    found = record_of_figures(figures) | {"host_ms": host, "speed": speed}
+    found["version"] = "" if subject.is_ours else subject.version()
     del instance
-    free_memory()  # for the next one's process
-    return Measured(figures, host, speed, version)
+    report.free_memory()  # for the next one's process
+    return found
 
 
-def record_of(result: Result) -> dict[str, Any]:
-    """A case, ready for JSON: of the middle round, and the times of all."""
-    own, found = result.tensors, result.middle
-    record: dict[str, Any] = {"set": own.description, "optimizer": result.subject.name}
-    record |= {"what": result.subject.description, "problem": result.problem}
-    record |= {"floor_bytes": floor_bytes(own), "operations": operations(own)}
-    if found is not None:
-        record |= record_of_figures(found.figures)
-        record |= {"host_ms": found.host_ms, "speed": found.speed, "floor_ms": result.floor_ms}
-        record |= {"version": found.version}
-        record["rounds_ms"] = [each.figures.step_ms for each in result.rounds]
+def record_of(
+    tensors: str, name: str, rounds: Sequence[Record], problem: str | None = None
+) -> Record:
+    """The record of a case: of the round of median time, the slower of two; and all times.
+
+    The floor is the operations and then a copy of the bytes.
+    """
+    own, moved = SETS[tensors], floor_bytes(SETS[tensors])
+    record: Record = {"set": own.description, "optimizer": name}
+    record |= {"what": SUBJECTS[name].description, "problem": problem}
+    record |= {"floor_bytes": moved, "operations": operations(own)}
+    if rounds:
+        in_order = sorted(rounds, key=itemgetter("step_ms"))
+        record |= in_order[len(rounds) // 2]
+        seconds = operations(own) / record["speed"] + moved / record["copy_bandwidth"]
+        record["floor_ms"] = 1e3 * seconds
+        record["rounds_ms"] = [each["step_ms"] for each in rounds]
     return record
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Times beside the floor and our fastest, as a table for the terminal."""
-    table = make_table(TITLE, HEADINGS)
-    for result in results:
-        if result.subject == results[0].subject and result is not results[0]:
-            table.add_section()
-        named = result.tensors.name, result.subject.name, result.subject.description
-        table.add_row(*named, *_cells(result, results))
-    return table
+def _is_ours(case: Record) -> bool:
+    return SUBJECTS[case["optimizer"]].is_ours
 
 
-def _cells(result: Result, results: Sequence[Result]) -> list[str]:
-    found = result.middle
-    if found is None:
-        return ["[red]no time[/red]", *[""] * 7]
-    figures = found.figures
-    ours = [r.middle for r in results if r.tensors == result.tensors and r.subject.is_ours]
-    best = min((each.figures.step_ms for each in ours if each), default=None)
-    return [
-        f"{figures.step_ms:.3f}",
-        " ".join(f"{each.figures.step_ms:.1f}" for each in result.rounds),
-        f"{100 * result.floor_ms / figures.step_ms:.1f}%",
-        f"{found.host_ms:.2f}",
-        f"{figures.wall_ms:.3f}",
-        "unknown" if figures.launches is None else str(figures.launches),
-        f"{figures.scratch_bytes / 2**20:.0f}",
-        "" if result.subject.is_ours or best is None else f"{figures.step_ms / best:.2f}x",
-    ]
+def _set_of(case: Record) -> TensorSet:
+    return next(own for own in SETS.values() if own.description == case["set"])
 
 
-def draw(cases: Sequence[Mapping[str, Any]], hardware: str | None) -> Figure:
-    """Milliseconds of a record's cases as horizontal bars, a field for each set."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
+NAMED: Columns = {
+    "set": lambda case: _set_of(case).name,
+    "optimizer": itemgetter("optimizer"),
+    "what": itemgetter("what"),
+}
+
+
+def _timed(cases: Sequence[Record]) -> Columns:
+    """The columns of times; the last one compares them with the fastest of ours on the set."""
+    best: dict[str, float] = {}
     for case in cases:
+        if _is_ours(case) and report.is_timed(case):
+            best[case["set"]] = min(case["step_ms"], best.get(case["set"], math.inf))
+
+    def slower(case: Record) -> str:
+        is_beside_ours = case["set"] in best and not _is_ours(case)
+        return f"{case['step_ms'] / best[case['set']]:.2f}x" if is_beside_ours else ""
+
+    return {
+        **report.MS,
+        ">rounds": lambda case: " ".join(f"{ms:.1f}" for ms in case["rounds_ms"]),
+        **report.OF_FLOOR,
+        ">host": lambda case: f"{case['host_ms']:.2f}",
+        **report.WALL,
+        **report.LAUNCHES,
+        ">slower than ours": slower,
+    }
+
+
+def draw(record: Record) -> Figure:
+    """Milliseconds as horizontal bars, a field for each set."""
+    groups: dict[str, list[Record]] = {}
+    for case in record["cases"]:
         groups.setdefault(case["set"], []).append(case)
-    heights = [1 + len(own) for own in groups.values()]
+    heights = [1 + len(cases) for cases in groups.values()]
     title = "One step of Muon: bf16 weights and gradients, fp32 masters and momentum"
-    figure = make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
+    figure = report.make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
     fields = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, own in zip(fields, groups.values(), strict=True):
-        _draw_set(axes, own)
-    fields[-1].set_xlabel(f"ms of one step on one {hardware}; shorter is better", fontsize=9)
+    for axes, cases in zip(fields, groups.values(), strict=True):
+        _draw_set(axes, cases)
+    label = f"ms of one step on one {record['environment']['gpu']}; shorter is better"
+    fields[-1].set_xlabel(label, fontsize=9)
     shown = "fewest operations known, at the speed of torch's large product, and a copy"
-    marks = [*KINDS, Line2D([], [], color=FLOOR, linestyle="--", label=shown)]
+    marks = [*report.KINDS, Line2D([], [], color=report.FLOOR, linestyle="--", label=shown)]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
-def _draw_set(axes: Axes, cases: Sequence[Mapping[str, Any]]) -> None:
+def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
     """The fastest first; below them those without a time."""
-    cases = sorted(cases, key=lambda case: case.get("step_ms", math.inf))
-    times = [case.get("step_ms", 0.0) for case in cases]
-    subjects = [SUBJECTS[case["optimizer"]] for case in cases]
-    notes = [
-        f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
-        for case, ms in zip(cases, times, strict=True)
-    ]
-    named = [(each.title, each.is_ours) for each in subjects]
-    bars = [(t, ms, own, note) for (t, own), ms, note in zip(named, times, notes, strict=True)]
-    draw_bars(axes, range(len(bars)), bars)
-    floors = [case["floor_ms"] for case in cases if "floor_ms" in case]
-    if floors:
-        axes.axvline(min(floors), color=FLOOR, linewidth=1.2, linestyle="--")
-    axes.set_xlim(0, 1.15 * max([*times, 1e-9]))
+    bars = []
+    for case in sorted(cases, key=lambda each: each.get("step_ms", math.inf)):
+        ms, title = case.get("step_ms", 0.0), SUBJECTS[case["optimizer"]].title
+        note = f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
+        bars.append((title, ms, _is_ours(case), note))
+    report.draw_bars(axes, range(len(bars)), bars)
+    if floors := [case["floor_ms"] for case in cases if report.is_timed(case)]:
+        axes.axvline(min(floors), color=report.FLOOR, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, 1.15 * max(1e-9, *(ms for _, ms, _, _ in bars)))
     axes.invert_yaxis()
-    own = next(each for each in SETS.values() if each.description == cases[0]["set"])
+    own = _set_of(cases[0])
     title = f"{own.description}: {len(own.sizes)} matrices, {sum(own.sizes) / 1e6:.0f}e6 parameters"
     axes.set_title(title, loc="left", fontsize=9, style="italic", color="#555555")
     axes.tick_params(labelsize=8)

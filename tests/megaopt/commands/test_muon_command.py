@@ -12,7 +12,7 @@ from interpreted import interpreted
 from torch.nn import Parameter
 
 from megaopt.commands.bench.instance import bytes_per_step
-from megaopt.commands.bench.measure import Figures
+from megaopt.commands.bench.measure import Figures, record_of_figures
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
@@ -20,7 +20,6 @@ from megaopt.commands.muon.bench import (
     SETS,
     SUBJECTS,
     Failed,
-    Measured,
     Worker,
     floor_bytes,
     operations,
@@ -224,12 +223,13 @@ def asked(monkeypatch):
                 self.is_over = True
                 raise Failed("no answer within 7 seconds")
             times = self.times.setdefault(question[0], list(TIMES[self.name]))
-            return Measured(replace(FIGURES, step_ms=times.pop(0)), 1.5, 1e15, "1.0")
+            more = {"host_ms": 1.5, "speed": 1e15, "version": "1.0"}
+            return record_of_figures(replace(FIGURES, step_ms=times.pop(0))) | more
 
         def end(self):
             self.is_over = True
 
-    monkeypatch.setattr(bench, "require_gpu", lambda name: None)
+    monkeypatch.setattr(bench.report, "require_gpu", lambda name: None)
     monkeypatch.setattr(bench, "Worker", Fake)
     there = {**SUBJECTS, "dion": replace(SUBJECTS["torch"], name="dion")}
     there["lacking"] = replace(SUBJECTS["dion"], module="no_such_library.muon")

@@ -10,7 +10,7 @@ from megaopt.commands.bench import command
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.results import Case, Result, select
+from megaopt.commands.bench.results import Case, record_of, select
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.source import describe_source
@@ -35,8 +35,8 @@ def test_case_that_differs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Subject, "instance", not_called)
     monkeypatch.setattr(command, "measure", not_called)
     result = command.run(select(("A",), ("bf16",))[0], CPU, None)
-    assert result.figures is None
-    assert result.problem == "differs from reference: step 1, tensor 0"
+    assert "step_ms" not in result
+    assert result["problem"] == "differs from reference: step 1, tensor 0"
 
 
 def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Subject, "instance", failing)
     peer = Case(SETS["C"], PEERS["apex-fp32"])
     result = command.run(peer, CPU, None)
-    assert (result.figures, result.problem) == (None, "RuntimeError: needs amp_C")
+    assert (result.get("step_ms"), result["problem"]) == (None, "RuntimeError: needs amp_C")
     with pytest.raises(AssertionError):  # the check: ours is not run without it
         command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
 
@@ -58,11 +58,11 @@ def test_peers_are_measured_unless_refused(
 ) -> None:
     seen: list[Case] = []
 
-    def measured(case: Case, *_: object) -> Result:
+    def measured(case: Case, *_: object) -> dict[str, object]:
         seen.append(case)
-        return Result(case, None, "not measured")
+        return record_of(case, None, "not measured")
 
-    monkeypatch.setattr(command, "require_gpu", lambda name: None)
+    monkeypatch.setattr(command.report, "require_gpu", lambda name: None)
     monkeypatch.setattr(command, "Copy", lambda device: None)
     monkeypatch.setattr(command, "run", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -16,7 +16,7 @@ from megaopt.kernels.matrix.products import BF16, product
 MOST_STEPS = 50
 LEAST_STEPS = 3
 SECONDS = 0.6
-"""About how long a case's steps may take in one loop: a slow step is repeated less often."""
+"""About how long a case's steps may take in one loop."""
 
 SIDE = 8192
 """Rows and columns of the matrices whose product says how fast the device multiplies."""
@@ -94,7 +94,8 @@ def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Figures:
     for _ in range(2):  # compile, allocate the state, fill the plan
         step()
     scratch, seconds = _scratch_and_time(step)
-    count = min(most, repetitions(seconds))
+    # a slow step is repeated less often
+    count = min(most, max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds))))
     copies, steps = _device_times(step, copy, count)
     kernels, transfers = _launches(step)
     return Figures(
@@ -114,11 +115,6 @@ def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Figures:
         transfers=transfers,
         scratch_bytes=scratch,
     )
-
-
-def repetitions(seconds: float) -> int:
-    """Return how often a step that takes so many seconds is repeated."""
-    return max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds)))
 
 
 def _device_times(

@@ -297,7 +297,8 @@ def run(
 def _instance(setup: Setup, device: torch.device) -> Instance:
     def make(parameters: Sequence[Parameter]) -> Any:
         if setup.kernel in PEERS:
-            return peer(parameters, setup)
+            kind = Compiled if setup.kernel == COMPILED else GaLoreTorch
+            return kind(parameters, setup)
         return GaLoreAdamW(
             parameters,
             **SHARED,
@@ -448,11 +449,6 @@ class GaLoreTorch:
         """One step of every matrix."""
         with _tf32(self._tf32):
             self._own.step()
-
-
-def peer(params: Sequence[Parameter], setup: Setup) -> Any:
-    """The peer that a case names, of these parameters."""
-    return (Compiled if setup.kernel == COMPILED else GaLoreTorch)(params, setup)
 
 
 def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -202,8 +202,9 @@ def main(
     skipped = [name for name in only if not SUBJECTS[name].is_installed]
     for name in skipped:
         console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed", markup=False)
-    turns = list(itertools.product(sets, range(rounds), [n for n in only if n not in skipped]))
-    cases = _in_turn(turns, patience, seconds or math.inf, repetitions, console)
+    names = [name for name in only if name not in skipped]
+    turns = list(itertools.product(sets, range(rounds), names))
+    cases = _in_turn(names, turns, patience, seconds or math.inf, repetitions, console)
     record = made_with(source) | {"skipped": skipped, "cases": cases}
     tables = [report.table_of(TITLE, cases, NAMED, _timed(cases))]
     report.write(console, out, record, tables, {"speed.png": partial(draw, record)})
@@ -212,14 +213,18 @@ def main(
 
 
 def _in_turn(
+    names: Sequence[str],
     turns: Sequence[tuple[str, int, str]],
     patience: float,
     seconds: float,
     most: int,
     console: Console,
 ) -> list[Record]:
-    """What all turns gave, each of a set, a round and an optimizer, which has its own process."""
-    workers = {name: Worker(partial(measured, name)) for _, _, name in turns}
+    """The records of all turns, each of a set, a round and an optimizer.
+
+    An optimizer that lost its process, and any after so many seconds, is not asked.
+    """
+    workers = {name: Worker(partial(measured, name)) for name in dict.fromkeys(names)}
     found: dict[tuple[str, str], list[Record]] = {(own, name): [] for own, _, name in turns}
     problems: dict[tuple[str, str], str] = {}
     gone: dict[str, str] = {}

@@ -210,12 +210,14 @@ TIMES = {"ours": [100.0, 98.0], "torch": [140.0, 150.0], "dion": [200.0, 200.0]}
 @pytest.fixture
 def asked(monkeypatch):
     """As if there were a GPU, with given times; the questions in order. "dion" hangs on set E."""
-    questions = []
+    questions, names = [], set()
 
     class Fake:
         def __init__(self, work):
             (self.name,), self.is_over = work.args, False
             self.times = {}
+            assert self.name not in names  # one process each
+            names.add(self.name)
 
         def ask(self, question, seconds):
             questions.append((question[0], self.name))

@@ -102,7 +102,7 @@ def main(
 def run(case: Case, device: torch.device, copy: Copy) -> Record:
     """Measure a case; one of ours only where a smaller instance of it has the promised bits."""
     subject, checked = case.subject, None
-    backend = {"backend": "triton"} if subject.is_ours else {}
+    backend: dict[str, Any] = {"backend": "triton"} if subject.is_ours else {}
     try:
         if subject.is_ours:
             checked = check(subject, case.tensors.shrunk(CHECKED_ELEMENTS), device)

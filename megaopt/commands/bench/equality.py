@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def pairs(
     if peer is not None and peer.decoupled_grad and mode.weight_dtype is not torch.float32:
         grad_dtypes.append(torch.float32)
     for dtype in grad_dtypes:
-        own, more = (tensors, device, dtype), {"use_decoupled_grad": True} if dtype else {}
+        own = (tensors, device, dtype)
+        more: dict[str, Any] = {"use_decoupled_grad": True} if dtype else {}
         ours = mode.instance(*own, backend="triton", **more)
         theirs = peer.instance(*own, **more) if peer else mode.instance(*own, backend="reference")
         yield str(dtype or mode.weight_dtype), ours, theirs

@@ -192,8 +192,8 @@ def _draw_set(record: Record, name: str) -> Figure:
     axes.set_xlim(0, column + 55)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
-    legend = {"loc": "outside lower right", "ncols": 2, "fontsize": 8, "frameon": False}
-    figure.legend(handles=report.KINDS, **legend)
+    kinds = report.KINDS
+    figure.legend(handles=kinds, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     return figure
 
 

@@ -336,6 +336,7 @@ def _peer(
 
 def _peers() -> Iterator[Subject]:
     masters: dict[str, Any] = {"master_weights": True}
+    alone: dict[str, Any] = {"master_weight_bits": None}
     adam, formats = "FusedAdam", "bf16 weights, fp32 masters"
     yield _peer("transformerengine-bf16", adam, formats, 28, **masters)
     row: tuple[Any, ...] = (adam, "bf16 weights, int16 remainders", 26)
@@ -345,8 +346,8 @@ def _peers() -> Iterator[Subject]:
         ("fp16", torch.float16, f"{formats}, fp16 moments", 20),
         ("fp8", torch.uint8, f"{formats}, fp8 moments", 16),
     ):
-        row, moments = (adam, words, size), {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
-        yield _peer(f"transformerengine-{name}-moments", *row, **masters, **moments)
+        moments: dict[str, Any] = {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+        yield _peer(f"transformerengine-{name}-moments", adam, words, size, **masters, **moments)
     for name, scaling, size, around in (
         ("delayed", "delayed", 27, FusedFloat8Adam),
         ("delayed-cast", "delayed", 27, AdamThenCast),
@@ -365,7 +366,7 @@ def _peers() -> Iterator[Subject]:
     # unquantized, its moments are stored in the weights' dtype
     row = ("FlashAdamW", "bf16 weights and moments, 16 more bits a weight", 18)
     yield _peer("flashoptim-32bit-master", *row, quantize=False, master_weight_bits=32)
-    bits, alone = "8-bit moments", {"master_weight_bits": None}
+    bits = "8-bit moments"
     row = ("FlashAdamW", f"bf16 weights, 8 more bits a weight, {bits}", 12)
     yield _peer("flashoptim-8bit", *row)
     row = ("FlashAdamW", f"bf16 weights, 16 more bits a weight, {bits}", 14)

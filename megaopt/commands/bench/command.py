@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from rich.table import Table
 
 from megaopt.commands.bench import report
 from megaopt.commands.bench.equality import check
-from megaopt.commands.bench.measure import Copy, measure, wall_ms
+from megaopt.commands.bench.measure import Copy, Record, measure, wall_ms
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.report import Record
 from megaopt.commands.bench.results import (
     NAMED,
     TIMED,
@@ -123,27 +121,20 @@ def run(case: Case, device: torch.device, copy: Copy) -> Record:
 # --- the host's share of a step: how long a call of step() keeps the thread that calls it
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostFigures:
-    """Median milliseconds of step() until it returns, the device idle before, not waited for after.
-
-    Ours has bf16 weights with fp32 masters, torch's AdamW(fused=True) bf16 weights alone.
-    """
-
-    tensors: int
-    ours_ms: float
-    torch_ms: float
-    ours_moved_ms: float
-    """With every gradient newly allocated before each step (not timed)."""
-    torch_moved_ms: float
-
-
 def measure_host(
     device: torch.device, counts: Sequence[int] = HOST_COUNTS, backend: str = "triton"
-) -> list[HostFigures]:
+) -> list[Record]:
     """Measure ours and torch's, one after the other, for each number of tensors.
 
-    Raises RuntimeError where ours differs from the reference by a bit.
+    Ours has bf16 weights with fp32 masters, torch's AdamW(fused=True) bf16 weights alone.
+
+    Returns:
+        tensors; ours_ms and torch_ms, median milliseconds of step() until it returns, the device
+        idle before, not waited for after; ours_moved_ms and torch_moved_ms, the same with every
+        gradient newly allocated before each step (not timed).
+
+    Raises:
+        RuntimeError: ours differs from the reference by a bit.
     """
     native.build()
     checked = check(HOST_MODE, tensors_of(min(counts)), device) if backend == "triton" else None
@@ -153,9 +144,8 @@ def measure_host(
     for count in counts:
         ours, ours_moved = _host_times(HOST_MODE, count, device, backend=backend)
         theirs, moved = _host_times(HOST_PEER, count, device)
-        times = {"ours_ms": ours, "torch_ms": theirs}
-        times |= {"ours_moved_ms": ours_moved, "torch_moved_ms": moved}
-        found.append(HostFigures(tensors=count, **times))
+        in_place = {"tensors": count, "ours_ms": ours, "torch_ms": theirs}
+        found.append(in_place | {"ours_moved_ms": ours_moved, "torch_moved_ms": moved})
     return found
 
 
@@ -176,23 +166,23 @@ def _host_times(
     return in_place, wall_ms(step, instance.move_gradients, HOST_STEPS, waits=False)
 
 
-def host_table(figures: Sequence[HostFigures]) -> Table:
+def host_table(figures: Sequence[Record]) -> Table:
     """Return the figures as a table for the terminal."""
     title = "the host's share: ms of step() until it returns, and torch AdamW(fused=True)'s"
     headings = (">tensors", ">ours", ">torch", ">faster", ">new grads: ours", ">torch", ">faster")
     table = make_table(title, headings)
     for each in figures:
-        pairs = ((each.ours_ms, each.torch_ms), (each.ours_moved_ms, each.torch_moved_ms))
+        pairs = [(each[f"ours{kind}"], each[f"torch{kind}"]) for kind in ("_ms", "_moved_ms")]
         cells = [[f"{o:.3f}", f"{t:.3f}", f"{t / o:.2f}x"] for o, t in pairs]
-        table.add_row(f"{each.tensors:,}", *cells[0], *cells[1])
+        table.add_row(f"{each['tensors']:,}", *cells[0], *cells[1])
     return table
 
 
-def host_record(figures: Sequence[HostFigures]) -> dict[str, Any]:
+def host_record(figures: Sequence[Record]) -> dict[str, Any]:
     """Return the figures ready for JSON, and whether the extension was there."""
     return {
         "extension": native.status().partition(":")[0],
         "elements": HOST_ELEMENTS,
         "repetitions": HOST_STEPS,
-        "cases": [asdict(each) for each in figures],
+        "cases": [*figures],
     }

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
 
+from megaopt.commands.bench.measure import Record
 from megaopt.commands.console import make_table, print_table
 from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import ConfigError
@@ -21,8 +22,6 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
-Record = dict[str, Any]
-"""A case, ready for JSON: what it is, "problem" (None: none), and what was measured of it."""
 Columns = Mapping[str, Callable[[Record], str]]
 """Headings, and what makes the cells beneath."""
 KINDS = (Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries"))

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from megaopt.commands.bench import report
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures, record_of_figures
+from megaopt.commands.bench.measure import Record
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.report import Columns, Record
+from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.toml_tables import require
@@ -81,7 +81,7 @@ def _in_order(modes: Sequence[Subject], peers: Sequence[Subject]) -> Iterator[Su
 
 
 def record_of(
-    case: Case, figures: Figures | None, problem: str | None = None, check: Check | None = None
+    case: Case, figures: Record | None, problem: str | None = None, check: Check | None = None
 ) -> Record:
     """The record of a case; its bytes are counted where it was measured, else declared.
 
@@ -92,7 +92,7 @@ def record_of(
         check: What the bits were compared with; None for a peer.
     """
     subject = case.subject
-    record = {
+    record: Record = {
         "case": case.name,
         "set": case.tensors.name,
         "ours" if subject.is_ours else "peer": subject.name,
@@ -108,8 +108,8 @@ def record_of(
         equal = None if check is None or check.against is None else check.difference is None
         record["equal"] = equal
     if figures is not None:
-        record |= record_of_figures(figures)
-        record["bytes_per_parameter"] = figures.bytes / figures.elements
+        record |= figures
+        record["bytes_per_parameter"] = figures["bytes"] / figures["elements"]
     return record
 
 

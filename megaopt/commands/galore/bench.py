@@ -30,12 +30,12 @@ from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
-    Figures,
+    Record,
     measure,
     product_speed,
-    record_of_figures,
+    with_rates,
 )
-from megaopt.commands.bench.report import Columns, Record
+from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.console import make_console
@@ -139,7 +139,7 @@ def check_case(setup: Setup, device: torch.device) -> None:
 
 
 def record_of(
-    setup: Setup, speed: float, figures: Figures | None, problem: str | None = None
+    setup: Setup, speed: float, figures: Record | None, problem: str | None = None
 ) -> Record:
     """The record of a case: its floor is a copy of the bytes that it must move, or its operations.
 
@@ -152,8 +152,8 @@ def record_of(
     record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
     record["problem"] = problem
     if figures is not None:
-        record |= record_of_figures(replace(figures, bytes=floor_bytes(setup)))
-        moving = floor_bytes(setup) / figures.copy_bandwidth
+        record |= with_rates(figures | {"bytes": floor_bytes(setup)})
+        moving = floor_bytes(setup) / figures["copy_bandwidth"]
         record |= {"speed": speed, "floor_ms": 1e3 * max(moving, operations(setup) / speed)}
     return record
 

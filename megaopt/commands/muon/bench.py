@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from operator import itemgetter
@@ -29,12 +28,13 @@ from megaopt.commands.bench import report
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
+    Record,
     measure,
     product_speed,
-    record_of_figures,
     wall_ms,
+    with_rates,
 )
-from megaopt.commands.bench.report import Columns, Record
+from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.console import make_console
@@ -265,11 +265,12 @@ def measured(name: str, question: tuple[str, int]) -> Record:
     report.free_memory()
     speed, own = product_speed(device, BF16), SETS[tensors]
     instance = subject.instance(own, device)
-    figures = replace(measure(instance, Copy(device), most), bytes=floor_bytes(own))
-    host = wall_ms(instance.optimizer.step, lambda: None, figures.repetitions, waits=False)
+    found = with_rates(measure(instance, Copy(device), most) | {"bytes": floor_bytes(own)})
+    count = found["repetitions"]
+    found["host_ms"] = wall_ms(instance.optimizer.step, lambda: None, count, waits=False)
     if any(bool(each.isnan().any()) for each in instance.parameters):
         raise RuntimeError("weights became NaN")
-    found = record_of_figures(figures) | {"host_ms": host, "speed": speed}
+    found["speed"] = speed
     found["version"] = "" if subject.is_ours else subject.version()
     del instance
     report.free_memory()  # for the next one's process

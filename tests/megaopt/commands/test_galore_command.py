@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from galore_cases import Twin
 from mutants import mutant
 
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
-from megaopt.commands.bench.measure import Figures
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.galore import bench
 from megaopt.commands.galore.bench import BETAS, EPS, floor_bytes, is_there, reference
@@ -234,14 +234,6 @@ def test_floors_are_those_of_the_optimizers_own_tensors(weights, grad, moments):
     moved += 2 * (state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes)
     moved += weight.nbytes if master is None else 2 * master.nbytes
     assert floor_bytes(setup) == moved == bytes_per_step(made)
-
-
-FIGURES = Figures(
-    tensors=1, elements=300, bytes=1, held_bytes=1, repetitions=50, step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1), copy_bytes=56_000, copy_ms=3.0, copy_ms_quartiles=(2.9, 3.1),
-    wall_ms=2.25, wall_moved_ms=2.5, kernels={"step_kernel": 1, "gemm": 2}, transfers={},
-    scratch_bytes=2**20,
-)  # fmt: skip
 
 
 def stepped(instance, copy, most):

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from interpreted import interpreted
 from torch.nn import Parameter
 
 from megaopt.commands.bench.instance import bytes_per_step
-from megaopt.commands.bench.measure import Figures, record_of_figures
+from megaopt.commands.bench.measure import with_rates
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
@@ -198,12 +199,7 @@ def test_a_peer_steps_masters():
 # --- bench
 
 
-FIGURES = Figures(
-    tensors=1, elements=300, bytes=1, held_bytes=1, repetitions=50, step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1), copy_bytes=10**9, copy_ms=0.5, copy_ms_quartiles=(0.5, 0.5),
-    wall_ms=2.25, wall_moved_ms=2.5, kernels={"step_kernel": 1, "gemm": 2}, transfers={},
-    scratch_bytes=2**20,
-)  # fmt: skip
+COPY = {"copy_bytes": 10**9, "copy_ms": 0.5}
 TIMES = {"ours": [100.0, 98.0], "torch": [140.0, 150.0], "dion": [200.0, 200.0]}
 
 
@@ -226,7 +222,7 @@ def asked(monkeypatch):
                 raise Failed("no answer within 7 seconds")
             times = self.times.setdefault(question[0], list(TIMES[self.name]))
             more = {"host_ms": 1.5, "speed": 1e15, "version": "1.0"}
-            return record_of_figures(replace(FIGURES, step_ms=times.pop(0))) | more
+            return with_rates(FIGURES | {"step_ms": times.pop(0)} | COPY) | more
 
         def end(self):
             self.is_over = True

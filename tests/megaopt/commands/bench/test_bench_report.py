@@ -2,65 +2,50 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from rich.console import Console
 from torch.autograd import DeviceType
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.command import HostFigures, host_record, host_table, measure_host
+from megaopt.commands.bench.command import host_record, host_table, measure_host
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures, count_device_work
+from megaopt.commands.bench.measure import Record, count_device_work, with_rates
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.report import Record, table_of
+from megaopt.commands.bench.report import table_of
 from megaopt.commands.bench.results import NAMED, TIMED, Case, add_ratios, record_of, select
 from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 
-FIGURES = Figures(
-    tensors=1,
-    elements=1000,
-    bytes=28_000,
-    held_bytes=14_000,
-    repetitions=50,
-    step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1),
-    copy_bytes=56_000,
-    copy_ms=3.0,
-    copy_ms_quartiles=(2.9, 3.1),
-    wall_ms=2.25,
-    wall_moved_ms=2.5,
-    kernels={"step_kernel": 1},
-    transfers={"Memcpy HtoD": 2},
-    scratch_bytes=2**20,
-)
 A_BF16 = Case(SETS["A"], MODES["bf16"])
 A_TE = Case(SETS["A"], PEERS["transformerengine-bf16"])
 A_FP32 = Case(SETS["A"], MODES["fp32"])
 C_BF16 = Case(SETS["C"], MODES["bf16"])
-SLOW = replace(FIGURES, step_ms=3.0, wall_ms=9.0, wall_moved_ms=20.0, bytes=26_500)
+SLOW = with_rates(
+    FIGURES | {"step_ms": 3.0, "wall_ms": 9.0, "wall_moved_ms": 20.0, "bytes": 26_500}
+)
 CASES = [
     record_of(A_BF16, FIGURES, None, Check("reference")),
     record_of(A_TE, SLOW),
     record_of(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
-    record_of(C_BF16, replace(FIGURES, kernels={}), None, Check(None)),
+    record_of(C_BF16, with_rates(FIGURES | {"kernels": {}}), None, Check(None)),
 ]
 add_ratios(CASES)
 
 
 def test_percent_and_bandwidth() -> None:
-    assert FIGURES.percent_of_copy == 75.0  # 14 against 18.67 bytes/us
-    assert FIGURES.copy_bandwidth == 56_000 / 3e-3
-    assert FIGURES.launches == 1
-    assert replace(FIGURES, kernels={"a": 2, "b": 3}).launches == 5
-    assert replace(FIGURES, kernels={}).launches is None
+    assert FIGURES["percent_of_copy"] == 75.0  # 14 against 18.67 bytes/us
+    assert FIGURES["copy_bandwidth"] == 56_000 / 3e-3
+    assert FIGURES["launches"] == 1
+    assert with_rates(FIGURES | {"kernels": {"a": 2, "b": 3}})["launches"] == 5
+    assert with_rates(FIGURES | {"kernels": {}})["launches"] is None
 
 
 def test_only_work_on_the_device_is_counted() -> None:
@@ -95,9 +80,9 @@ def test_record_holds_every_figure(tmp_path: Path) -> None:
     assert (good["case"], good["ours"], good["contract"]) == ("A/bf16", "bf16", "ieee")
     assert (good["checked_against"], good["equal"]) == ("reference", True)
     for name in ("step_ms", "copy_ms", "wall_ms", "wall_moved_ms", "bytes", "scratch_bytes"):
-        assert good[name] == getattr(FIGURES, name)
+        assert good[name] == FIGURES[name]
     assert good["kernels"] == {"step_kernel": 1}
-    assert good["percent_of_copy"] == FIGURES.percent_of_copy
+    assert good["percent_of_copy"] == FIGURES["percent_of_copy"]
     assert peer["peer"] == "transformerengine-bf16"
     assert peer["bytes_per_parameter"] == 26.5  # as counted, not as declared
     assert not {"equal", "contract", "times_faster_than"} & peer.keys()
@@ -139,14 +124,13 @@ def test_narrow_terminal_cuts_nothing_off() -> None:
 def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "HOST_STEPS", 2)
     found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
-    assert [each.tensors for each in found] == [2, 5]
+    assert [each["tensors"] for each in found] == [2, 5]
     assert select((HOST,), ("bf16",)) == []  # it has no cases of its own
 
 
 def test_table_and_record_say_what_was_measured() -> None:
-    figures = [
-        HostFigures(tensors=4000, ours_ms=0.5, torch_ms=20, ours_moved_ms=2, torch_moved_ms=21)
-    ]
+    times = {"ours_ms": 0.5, "torch_ms": 20, "ours_moved_ms": 2, "torch_moved_ms": 21}
+    figures = [{"tensors": 4000, **times}]
     console = Console(width=200, record=True)
     print_table(console, host_table(figures))
     text = console.export_text()

@@ -73,16 +73,20 @@ def write(
 
 
 def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns) -> Table:
-    """The table of a bench; `timed`: columns of cases with a time, which is in the first one.
+    """The table of a bench; a line parts the cases of different sets.
 
-    A line parts cases of one set (or another first cell of `named`) from those of the next.
+    Args:
+        title: Of the table.
+        cases: A row each.
+        named: The first columns; where cases have no set, the first two cells stand for it.
+        timed: Columns of cases that have a time, which is in the first of them.
     """
     table, previous = make_table(title, [*named, *timed]), None
     for case in cases:
         cells = [cell(case) for cell in named.values()]
-        if previous not in (None, case.get("set", cells[0])):
+        if previous not in (None, case.get("set", cells[:2])):
             table.add_section()
-        previous = case.get("set", cells[0])
+        previous = case.get("set", cells[:2])
         without = ["[red]no speed[/red]", *[""] * (len(timed) - 1)]
         found = [cell(case) for cell in timed.values()] if is_timed(case) else without
         table.add_row(*cells, *found)

@@ -39,13 +39,7 @@ from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.console import make_console
-from megaopt.commands.galore.errors import (
-    KERNELS,
-    WEIGHTS,
-    Setup,
-    check_setup,
-    measure_errors,
-)
+from megaopt.commands.galore.errors import KERNELS, WEIGHTS, Setup, check_setup, measure_errors
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require

@@ -17,14 +17,7 @@ from megaopt.commands.bench.measure import with_rates
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
-from megaopt.commands.muon.bench import (
-    SETS,
-    SUBJECTS,
-    Failed,
-    Worker,
-    floor_bytes,
-    operations,
-)
+from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
 from megaopt.commands.muon.check import Case, Finding, chance, in_fp64
 from megaopt.kernels.matrix import muon
 from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated

@@ -206,7 +206,7 @@ def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
 def _of_transformer_engine(parameter: Parameter) -> dict[str, Tensor]:
     """The tensors of a Float8Tensor or Float8BlockwiseQTensor in e4m3.
 
-    `float8_parameter` of bench.peers adds the history.
+    `float8_parameter` of bench.subjects adds the history.
     """
     weight: Any = parameter
     if hasattr(weight, "_rowwise_data"):

@@ -73,6 +73,13 @@ def test_bytes_of_moments_in_blocks_with_scales_and_fp32_ones_of_norms(name: str
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_mode_has_its_contract(mode: Subject) -> None:
+    """Which FusedAdam alone is given."""
+    assert mode.options.get("contract", "ieee") == mode.contract
+    assert ("contract" in mode.options) == (mode.kind == "FusedAdam")
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_peers_of_a_mode_exist_and_do_its_work(mode: Subject) -> None:
     for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
         assert PEERS[name].weight_dtype == mode.weight_dtype

@@ -529,10 +529,13 @@ def test_the_picture_of_muon_has_the_times_of_its_page(monkeypatch):
     drawn = tool("draw_muon", monkeypatch)
     assert drawn.PICTURE.is_file()
     page = (REPOSITORY / "docs/how-to/muon.md").read_text(encoding="utf-8")
-    for name, line in (("L", "| 28 of Llama-3-8B |"), ("G", "| 48 of a GPT of 124M |")):
+    for name, line in (
+        ("4 layers of Llama-3-8B", "| 28 of Llama-3-8B |"),
+        ("GPT of 124M", "| 48 of a GPT of 124M |"),
+    ):
         (row,) = (each for each in page.splitlines() if each.startswith(line))
         shown = sorted(filter(str.strip, row.split("|")[2:-1]), key=float)
-        times = sorted(bar.ms for bar in drawn.bars() if bar.tensors == name)
+        times = sorted(case["step_ms"] for case in drawn.cases() if case["set"] == name)
         assert_says(shown, *times)
 
 

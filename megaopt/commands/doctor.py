@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from rich.markup import escape
@@ -12,8 +11,8 @@ from rich.markup import escape
 from megaopt.commands import environment, exits
 from megaopt.commands.bench import equality
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.peers import PEERS
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import make_console, make_table
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
@@ -57,8 +56,6 @@ VECTORS = TensorSet(
 MATRICES = TensorSet.of_shapes(
     "check", "shapes of a check, in fp8", [(16, 16), (96,), (128, 256), (272, 304), (640, 1024)]
 )
-
-
 PROBED = 128
 """Rows, columns and terms of the products that a card is asked for."""
 
@@ -115,14 +112,12 @@ def host_memory() -> dict[str, str]:
     free = free_bytes()
     known = "not known" if free is None else f"{free / 2**30:.1f} GiB"
     cards = [each for each in devices() if CUDA.serves(each)]
-    found = {
+    mapped = "; ".join(f"{card}: {CUDA.why_not(card) or 'mapped'}" for card in cards)
+    return {
         "host memory": f"{known} free to be pinned; {held_bytes():,} bytes hold states here",
-        "states in host memory": "no card here: those of weights on the CPU are there anyway",
+        "states in host memory": mapped
+        or "no card here: those of weights on the CPU are there anyway",
     }
-    if cards:
-        reasons = {str(card): CUDA.why_not(card) or "mapped" for card in cards}
-        found["states in host memory"] = "; ".join(f"{c}: {r}" for c, r in reasons.items())
-    return found
 
 
 def judge(findings: Sequence[Finding], peers: Sequence[Finding] | None) -> tuple[str, bool]:
@@ -241,9 +236,11 @@ def libraries() -> dict[str, str]:
 
     None is imported: that takes seconds, and some write to stderr of what they cannot load.
     """
-    names = dict.fromkeys(peer.package for peer in PEERS.values())
-    absent = {name: "not known" if find_spec(name) else "not installed" for name in names}
-    return {name: installed(name) or absent[name] for name in names}
+    peers = {peer.package: peer for peer in PEERS.values()}
+    return {
+        name: installed(name) or ("not known" if peer.is_installed else "not installed")
+        for name, peer in peers.items()
+    }
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:

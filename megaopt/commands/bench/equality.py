@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megaopt.commands.bench.instance import Instance, build, state_tensors
-from megaopt.commands.bench.modes import Mode
-from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.instance import Instance, state_tensors
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.recording.digest import digest_many, hexadecimal
 from megaopt.recording.pair import differences
@@ -26,7 +24,7 @@ class Check:
     difference: str | None = None
 
 
-def check(mode: Mode, tensors: TensorSet, device: torch.device) -> Check:
+def check(mode: Subject, tensors: TensorSet, device: torch.device) -> Check:
     """Compare the Triton kernel with the peer that the contract names, or with the reference.
 
     Without the peer, a contract that the reference backend keeps is compared with that; any other
@@ -35,47 +33,36 @@ def check(mode: Mode, tensors: TensorSet, device: torch.device) -> Check:
     peer = PEERS[mode.twin] if mode.twin else None
     if peer is not None and peer.why_not() is None:
         try:
-            return Check(peer.name, _difference(_beside_peer(mode, peer, tensors, device)))
+            return Check(peer.name, _difference(mode, peer, tensors, device))
         except Exception as error:  # another library fails in its own way; the run goes on
             return Check(peer.name, f"not compared: {type(error).__name__}: {error}")
     if "reference" in CONTRACTS[mode.contract].backends:
-        return Check("reference", _difference(_beside_reference(mode, tensors, device)))
+        return Check("reference", _difference(mode, None, tensors, device))
     return Check(None)
 
 
-Pairs = Iterator[tuple[str, Instance, Instance]]
-
-
-def _difference(pairs: Pairs) -> str | None:
-    for label, ours, theirs in pairs:
+def _difference(
+    mode: Subject, peer: Subject | None, tensors: TensorSet, device: torch.device
+) -> str | None:
+    for label, ours, theirs in pairs(mode, peer, tensors, device):
         if found := first_difference(ours, theirs):
             return f"{label} gradients, {found}"
     return None
 
 
-def _beside_peer(mode: Mode, peer: Peer, tensors: TensorSet, device: torch.device) -> Pairs:
-    dtype = mode.weight_dtype
-
-    def pair(grad_dtype: torch.dtype | None = None, **more: Any) -> tuple[Instance, Instance]:
-        ours = partial(mode.optimizer, backend="triton", **more)
-        theirs = partial(peer.optimizer, **more)
-        made = partial(build, tensors=tensors, weight_dtype=dtype, device=device)
-        return (
-            made(ours, weight=mode.weight, grad_dtype=grad_dtype),
-            made(theirs, weight=peer.weight, grad_dtype=grad_dtype),
-        )
-
-    yield str(dtype), *pair()
-    if peer.decoupled_grad and dtype is not torch.float32:
-        yield str(torch.float32), *pair(torch.float32, use_decoupled_grad=True)
-
-
-def _beside_reference(mode: Mode, tensors: TensorSet, device: torch.device) -> Pairs:
-    made = partial(
-        build, tensors=tensors, weight_dtype=mode.weight_dtype, device=device, weight=mode.weight
-    )
-    one, other = (made(partial(mode.optimizer, backend=name)) for name in ("triton", "reference"))
-    yield str(mode.weight_dtype), one, other
+def pairs(
+    mode: Subject, peer: Subject | None, tensors: TensorSet, device: torch.device
+) -> Iterator[tuple[str, Instance, Instance]]:
+    """Give the gradients' dtype, an instance of ours, and one of the peer or of the reference."""
+    grad_dtypes: list[torch.dtype | None] = [None]
+    if peer is not None and peer.decoupled_grad and mode.weight_dtype is not torch.float32:
+        grad_dtypes.append(torch.float32)
+    for dtype in grad_dtypes:
+        own = (tensors, device, dtype)
+        more: dict[str, Any] = {"use_decoupled_grad": True} if dtype else {}
+        ours = mode.instance(*own, backend="triton", **more)
+        theirs = peer.instance(*own, **more) if peer else mode.instance(*own, backend="reference")
+        yield str(dtype or mode.weight_dtype), ours, theirs
 
 
 def first_difference(ours: Instance, theirs: Instance, steps: int = 4) -> str | None:

@@ -138,16 +138,14 @@ def _bytes_of(instance: Instance, parameter: Parameter) -> int:
     stored = 2 * _bytes_of_many(_state_of(instance, parameter))
     if isinstance(state.get(PROJECTION), Tensor):
         stored -= state[PROJECTION].nbytes
-    master = state.get("master_param")
+    master, written = state.get("master_param"), parameter.nbytes
     if is_float8(parameter):
         tensors = weight_tensors(parameter)
         written = _bytes_of_many([tensors["weight"], tensors["weight_scale_inv"]])
-        if master is None or MASTERS[master.dtype].joined:  # the value is that of the codes
-            return gradient.nbytes + stored + 2 * written
-        read_again = master.nbytes if is_cast_afterwards(parameter) else 0
-        return gradient.nbytes + stored + read_again + written
-    weight_is_read = master is None or MASTERS[master.dtype].joined
-    return gradient.nbytes + stored + parameter.nbytes * (2 if weight_is_read else 1)
+    if master is None or MASTERS[master.dtype].joined:  # the value is that of the weight
+        return gradient.nbytes + stored + 2 * written
+    read_again = is_float8(parameter) and is_cast_afterwards(parameter)
+    return gradient.nbytes + stored + written + (master.nbytes if read_again else 0)
 
 
 def _state_of(instance: Instance, parameter: Parameter) -> Iterator[Tensor]:
@@ -208,7 +206,7 @@ def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
 def _of_transformer_engine(parameter: Parameter) -> dict[str, Tensor]:
     """The tensors of a Float8Tensor or Float8BlockwiseQTensor in e4m3.
 
-    `float8_parameter` of bench.peers adds the history.
+    `float8_parameter` of bench.subjects adds the history.
     """
     weight: Any = parameter
     if hasattr(weight, "_rowwise_data"):

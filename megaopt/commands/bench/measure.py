@@ -5,69 +5,22 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
+from megaopt.kernels.matrix.products import BF16, product
 
 MOST_STEPS = 50
 LEAST_STEPS = 3
 SECONDS = 0.6
-"""About how long a case's steps may take in one loop: a slow step is repeated less often."""
+"""About how long a case's steps may take in one loop."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Figures:
-    """What was measured of one case. Times are in milliseconds, of the GPU unless wall is said."""
-
-    tensors: int
-    elements: int
-    bytes: int
-    """What a step must move, counted on the tensors."""
-    held_bytes: int
-    """The bytes of weights and states, counted on the tensors."""
-    repetitions: int
-    """Steps behind each time."""
-    step_ms: float
-    """Median; with the host's time where the device waits for it, through 10 copies and more."""
-    step_ms_quartiles: tuple[float, float]
-    copy_bytes: int
-    """What the copy moves: bytes read plus bytes written."""
-    copy_ms: float
-    copy_ms_quartiles: tuple[float, float]
-    wall_ms: float
-    """Median time until a step is done, as the host sees it, with the gradients in place."""
-    wall_moved_ms: float
-    """The same with every gradient newly allocated before each step (not timed)."""
-    kernels: dict[str, int]
-    """CUDA kernels of one step, by name; empty where the profiler sees no device."""
-    transfers: dict[str, int]
-    """Copies and fills of one step, by name."""
-    scratch_bytes: int
-    """Memory that a step takes above what is allocated before it."""
-
-    @property
-    def launches(self) -> int | None:
-        """Kernels per step, None where the profiler saw none."""
-        return sum(self.kernels.values()) or None
-
-    @property
-    def copy_bandwidth(self) -> float:
-        """The copy's bytes per second."""
-        return self.copy_bytes / self.copy_ms * 1e3
-
-    @property
-    def percent_of_copy(self) -> float:
-        """The step's bytes per second over the copy's, in percent."""
-        return 100 * (self.bytes / self.step_ms) / (self.copy_bytes / self.copy_ms)
-
-
-def record_of_figures(figures: Figures) -> dict[str, Any]:
-    """What was measured, and what follows from it, ready for JSON."""
-    names = ("launches", "copy_bandwidth", "percent_of_copy")
-    return asdict(figures) | {name: getattr(figures, name) for name in names}
+Record = dict[str, Any]
+"""A case, ready for JSON: what it is, "problem" (None: none), and what was measured of it."""
+SIDE = 8192
+"""Rows and columns of the matrices whose product says how fast the device multiplies."""
 
 
 class Copy:
@@ -84,37 +37,65 @@ class Copy:
         self.target.copy_(self.source)
 
 
-def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Figures:
-    """Measure a case on the current CUDA device; each time is of at most so many steps."""
+def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Record:
+    """Measure a case on the current CUDA device; each time is of at most so many steps.
+
+    Returns:
+        Times in milliseconds, of the GPU unless wall is said, ready for JSON.
+        tensors, elements, bytes (what a step must move) and held_bytes (weights and states), all
+        counted on the tensors.
+        repetitions: steps behind each time.
+        step_ms and step_ms_quartiles: the median is with the host's time where the device waits
+        for it, through 10 copies and more.
+        copy_bytes (read plus written), copy_ms and copy_ms_quartiles, of the copy.
+        wall_ms: median time until a step is done, as the host sees it, with gradients in place.
+        wall_moved_ms: the same with every gradient newly allocated before each step (not timed).
+        kernels: CUDA kernels of one step, by name; empty where the profiler sees no device.
+        transfers: copies and fills of one step, by name.
+        scratch_bytes: memory that a step takes above what is allocated before it.
+        And what `with_rates` adds.
+    """
     step = instance.optimizer.step
     for _ in range(2):  # compile, allocate the state, fill the plan
         step()
     scratch, seconds = _scratch_and_time(step)
-    count = min(most, repetitions(seconds))
+    # a slow step is repeated less often
+    count = min(most, max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds))))
     copies, steps = _device_times(step, copy, count)
     kernels, transfers = _launches(step)
-    return Figures(
-        tensors=len(instance.parameters),
-        elements=sum(parameter.numel() for parameter in instance.parameters),
-        bytes=bytes_per_step(instance),
-        held_bytes=bytes_held(instance),
-        repetitions=count,
-        step_ms=statistics.median(steps),
-        step_ms_quartiles=_quartiles(steps),
-        copy_bytes=copy.bytes,
-        copy_ms=statistics.median(copies),
-        copy_ms_quartiles=_quartiles(copies),
-        wall_ms=wall_ms(step, lambda: None, count),
-        wall_moved_ms=wall_ms(step, instance.move_gradients, count),
-        kernels=kernels,
-        transfers=transfers,
-        scratch_bytes=scratch,
+    return with_rates(
+        {
+            "tensors": len(instance.parameters),
+            "elements": sum(parameter.numel() for parameter in instance.parameters),
+            "bytes": bytes_per_step(instance),
+            "held_bytes": bytes_held(instance),
+            "repetitions": count,
+            "step_ms": statistics.median(steps),
+            "step_ms_quartiles": _quartiles(steps),
+            "copy_bytes": copy.bytes,
+            "copy_ms": statistics.median(copies),
+            "copy_ms_quartiles": _quartiles(copies),
+            "wall_ms": wall_ms(step, lambda: None, count),
+            "wall_moved_ms": wall_ms(step, instance.move_gradients, count),
+            "kernels": kernels,
+            "transfers": transfers,
+            "scratch_bytes": scratch,
+        }
     )
 
 
-def repetitions(seconds: float) -> int:
-    """Return how often a step that takes so many seconds is repeated."""
-    return max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds)))
+def with_rates(figures: Record) -> Record:
+    """The figures of `measure`, and what follows from them.
+
+    launches: kernels per step, None where the profiler saw none; copy_bandwidth, the copy's bytes
+    per second; percent_of_copy, the step's bytes per second over the copy's.
+    """
+    copied = figures["copy_bytes"] / figures["copy_ms"]
+    return figures | {
+        "launches": sum(figures["kernels"].values()) or None,
+        "copy_bandwidth": copied * 1e3,
+        "percent_of_copy": 100 * (figures["bytes"] / figures["step_ms"]) / copied,
+    }
 
 
 def _device_times(
@@ -202,3 +183,19 @@ def _scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before, time.perf_counter() - start
+
+
+def product_speed(device: torch.device, precision: str) -> float:
+    """Operations per second of torch's product of square matrices: the median of three."""
+    dtype = torch.bfloat16 if precision == BF16 else torch.float32
+    some = torch.randn(SIDE, SIDE, device=device).to(dtype)
+    product(some, some, precision)
+    times: list[float] = []
+    for _ in range(3):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        product(some, some, precision)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))

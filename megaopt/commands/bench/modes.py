@@ -1,60 +1,15 @@
 """What is measured of ours: the formats and contracts of a step."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-import megaopt
-from megaopt.commands.bench.peers import PEERS, SHARED, describe_float8
-from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
+from megaopt.commands.bench.subjects import PEERS, Subject, describe_float8
+from megaopt.float8 import RECIPES
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.optimizer import FusedOptimizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """The formats of weight, gradient and state, and the contract."""
-
-    name: str
-    description: str
-    weight_dtype: torch.dtype
-    """The dtype of weights and of gradients."""
-    options: Mapping[str, Any]
-    """What the optimizer is given besides what every optimizer is given."""
-    bytes_per_parameter: float
-    """What a step must move: each input read once, each output written once; the master twice
-    where fp8 codes wait for the whole tensor's amax. Scales of blocks are left out."""
-    contract: str = "ieee"
-    twin: str | None = None
-    """The peer whose bits the contract promises, by its name in PEERS."""
-    against: tuple[str, ...] = ()
-    """The peers that do the same work, by their names in PEERS."""
-    recipe: Float8Recipe | None = None
-    """How matrices are kept in fp8; None: all weights are of weight_dtype."""
-    kind: str = "FusedAdam"
-    """megaopt's optimizer; FusedAdam alone has contracts."""
-
-    @property
-    def weight(self) -> Callable[[Tensor], Parameter] | None:
-        """What makes an fp8 weight of a matrix; None where weights are of weight_dtype."""
-        return None if self.recipe is None else self._float8_weight
-
-    def _float8_weight(self, values: Tensor) -> Parameter:
-        assert self.recipe is not None
-        return Parameter(Float8Weight.from_values(values, self.recipe))
-
-    def optimizer(self, parameters: Sequence[Parameter], **more: Any) -> FusedOptimizer:
-        """Make the optimizer; `more` goes to its constructor."""
-        own: Any = getattr(megaopt, self.kind)
-        contract = {"contract": self.contract} if self.kind == "FusedAdam" else {}
-        made: FusedOptimizer = own(list(parameters), **contract, **SHARED, **self.options, **more)
-        return made
-
 
 MASTER: dict[str, Any] = {"dtype": torch.float32}
 REMAINDERS = {**MASTER, "store_param_remainders": True}
@@ -79,8 +34,9 @@ def _modes(
     *against: str,
     described: tuple[str, float] | None = None,
     twins: Mapping[str, str | None] = MappingProxyType({}),
+    kind: str = "FusedAdam",
     **more: Any,
-) -> Iterator[Mode]:
+) -> Iterator[Subject]:
     """Give the mode under ieee, and under each contract in `twins`, where that contract exists.
 
     Args:
@@ -89,31 +45,33 @@ def _modes(
         against: The peers that do the same work.
         described: Description and bytes per parameter; None: those of the first peer.
         twins: For a contract the peer whose bits it promises; None where none keeps these formats.
-        more: Fields of `Mode`.
+        kind: The optimizer.
+        more: Other fields of `Subject`.
     """
     if described is None:
         first = PEERS[against[0]]
         described = (first.description, first.bytes_per_parameter)
-    own = {"weight_dtype": torch.bfloat16, "options": MappingProxyType(dict(options)), **more}
     for contract, twin in {"ieee": None, **twins}.items():
         if contract in CONTRACTS:
-            yield Mode(
+            yield Subject(
                 name=name if contract == "ieee" else f"{contract}:{name}",
                 description=described[0],
+                options={"contract": contract, **options} if kind == "FusedAdam" else options,
                 bytes_per_parameter=described[1],
+                kind=kind,
                 contract=contract,
                 twin=twin,
                 against=against,
-                **own,
+                **more,
             )
 
 
-def _as_transformer_engine(name: str, options: Mapping[str, Any]) -> Iterator[Mode]:
+def _as_transformer_engine(name: str, options: Mapping[str, Any]) -> Iterator[Subject]:
     peer = f"transformerengine-{name}"
     return _modes(name, options, peer, twins={"te": peer})
 
 
-def _float8(name: str, *peers: str) -> Iterator[Mode]:
+def _float8(name: str, *peers: str) -> Iterator[Subject]:
     """Give the mode of a recipe; its bits under te are those of the first peer.
 
     With delayed scaling these are of a fused step, which casts fp32 values directly.
@@ -128,7 +86,7 @@ def _float8(name: str, *peers: str) -> Iterator[Mode]:
         yield replace(mode, recipe=replace(recipe, direct=direct))
 
 
-def _float8_alone(name: str) -> Iterator[Mode]:
+def _float8_alone(name: str) -> Iterator[Subject]:
     """Give the modes of a recipe without fp32 masters, moments in 8 bits beside the codes."""
     for key, words, size, options in (
         ("stochastic", "stochastic", 8, NO_MASTER),
@@ -141,11 +99,11 @@ def _float8_alone(name: str) -> Iterator[Mode]:
 
 def _alone(
     name: str, formats: str, size: float, options: Mapping[str, Any], kind: str = "FusedAdam"
-) -> Iterator[Mode]:
+) -> Iterator[Subject]:
     return _modes(name, options, described=(formats, size), kind=kind)
 
 
-def _all() -> Iterator[Mode]:
+def _all() -> Iterator[Subject]:
     yield from _as_transformer_engine("bf16", MASTER)
     yield from _as_transformer_engine("bf16-remainders", REMAINDERS)
     yield from _as_transformer_engine("bf16-moments", MASTER | _moments(torch.bfloat16))

@@ -1,30 +1,26 @@
 """The cases of a run, what came out of them, and the table, record and pictures of that."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from rich.table import Table
 
+from megaopt.commands.bench import report
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures, record_of_figures
-from megaopt.commands.bench.modes import MODES, Mode
-from megaopt.commands.bench.peers import PEERS, Peer
+from megaopt.commands.bench.measure import Record
+from megaopt.commands.bench.modes import MODES
+from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
-from megaopt.commands.console import make_table
-from megaopt.commands.regression.picture import save
+from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.toml_tables import require
 
-HEADINGS = (
-    "case", "bits", ">B/param", ">held", ">ms", ">of copy", ">wall", ">new grads", ">launches",
-    ">scratch", "against: ours faster, ms / wall / new grads",
-)  # fmt: skip
-OURS, PEER, FAILED = "#3b6ea5", "#b4b4b4", "#a03030"
-BAR = 0.8
+TITLE = (
+    "the step against a same-run copy: bytes moved and held a parameter, ms on the device, "
+    "wall ms, wall ms with new gradients, MiB of scratch"
+)
+TIMES = ("step", "wall", "wall_moved")
 GAP = 0.95
 """Above a group of bars, for its heading."""
 
@@ -34,7 +30,7 @@ class Case:
     """One measurement: a set of tensors, and the optimizer that steps them."""
 
     tensors: TensorSet
-    subject: Mode | Peer
+    subject: Subject
 
     @property
     def name(self) -> str:
@@ -43,7 +39,7 @@ class Case:
 
 
 def select(
-    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Peer] = ()
+    sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Subject] = ()
 ) -> list[Case]:
     """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
 
@@ -76,7 +72,7 @@ def select(
     return cases
 
 
-def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | Peer]:
+def _in_order(modes: Sequence[Subject], peers: Sequence[Subject]) -> Iterator[Subject]:
     last = {name: mode.name for mode in modes for name in mode.against}
     for mode in modes:
         yield mode
@@ -84,210 +80,141 @@ def _in_order(modes: Sequence[Mode], peers: Sequence[Peer]) -> Iterator[Mode | P
     yield from (peer for peer in peers if peer.name not in last)
 
 
-@dataclass(frozen=True)
-class Result:
-    """One case: figures where its bits are those promised, otherwise why there are none."""
+def record_of(
+    case: Case, figures: Record | None, problem: str | None = None, check: Check | None = None
+) -> Record:
+    """The record of a case; its bytes are counted where it was measured, else declared.
 
-    case: Case
-    figures: Figures | None
-    problem: str | None = None
-    check: Check | None = None
-    """What the bits were compared with; None for a peer."""
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """The bytes counted on the tensors where the case was measured, else the declared ones."""
-        if self.figures is None:
-            return self.case.subject.bytes_per_parameter
-        return self.figures.bytes / self.figures.elements
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """A peer's times over ours, of the same set in the same run: above 1, ours is faster."""
-
-    peer: str
-    step: float
-    wall: float
-    wall_moved: float
-
-
-def ratios(result: Result, results: Sequence[Result]) -> list[Ratio]:
-    """Return a mode's ratios to the peers that it is against, as far as both were measured."""
-    ours, subject = result.figures, result.case.subject
-    if ours is None or not isinstance(subject, Mode):
-        return []
-    measured = {
-        other.case.subject.name: other.figures
-        for other in results
-        if other.case.tensors == result.case.tensors and other.figures
-    }
-    return [
-        Ratio(
-            peer=name,
-            step=theirs.step_ms / ours.step_ms,
-            wall=theirs.wall_ms / ours.wall_ms,
-            wall_moved=theirs.wall_moved_ms / ours.wall_moved_ms,
-        )
-        for name in subject.against
-        if (theirs := measured.get(name)) is not None
-    ]
-
-
-def table_of(results: Sequence[Result]) -> Table:
-    """Return the figures as a table for the terminal."""
-    title = (
-        "the step against a same-run copy: bytes moved and held a parameter, ms on the device, "
-        "wall ms, wall ms with new gradients, MiB of scratch"
-    )
-    table = make_table(title, HEADINGS)
-    previous = None
-    for result in results:
-        if previous not in (None, result.case.tensors):
-            table.add_section()
-        previous = result.case.tensors
-        table.add_row(result.case.name, _bits(result), *_cells(result), _against(result, results))
-    return table
-
-
-def _bits(result: Result) -> str:
-    check = result.check
-    if check is None:
-        return ""
-    if check.difference is not None:
-        return "[red]differ[/red]"
-    if check.against is None:
-        return "unchecked"
-    return "✓ reference" if check.against == "reference" else "✓ peer"
-
-
-def _cells(result: Result) -> list[str]:
-    figures, size = result.figures, f"{result.bytes_per_parameter:.4g}"
-    if figures is None:
-        return [size, "", "[red]no speed[/red]", *[""] * 5]
-    return [
-        size,
-        f"{figures.held_bytes / figures.elements:.4g}",
-        f"{figures.step_ms:.3f}",
-        f"{figures.percent_of_copy:.1f}%",
-        f"{figures.wall_ms:.3f}",
-        f"{figures.wall_moved_ms:.3f}",
-        "unknown" if figures.launches is None else str(figures.launches),
-        f"{figures.scratch_bytes / 2**20:.1f}",
-    ]
-
-
-def _against(result: Result, results: Sequence[Result]) -> str:
-    return "\n".join(
-        f"{ratio.peer} {ratio.step:.2f}x / {ratio.wall:.2f}x / {ratio.wall_moved:.2f}x"
-        for ratio in ratios(result, results)
-    )
-
-
-def record_of(results: Sequence[Result]) -> dict[str, Any]:
-    """Return everything that was measured, ready for JSON."""
-    return {
-        "sets": {result.case.tensors.name: result.case.tensors.description for result in results},
-        "cases": [_case_record(result, results) for result in results],
-    }
-
-
-def _case_record(result: Result, results: Sequence[Result]) -> dict[str, Any]:
-    case, figures, check = result.case, result.figures, result.check
-    ours = isinstance(case.subject, Mode)
-    record: dict[str, Any] = {
+    Args:
+        case: What was measured.
+        figures: Only of a case of ours whose bits are those promised.
+        problem: Why there are no figures.
+        check: What the bits were compared with; None for a peer.
+    """
+    subject = case.subject
+    record: Record = {
         "case": case.name,
         "set": case.tensors.name,
-        "ours" if ours else "peer": case.subject.name,
-        "description": case.subject.description,
-        "bytes_per_parameter": result.bytes_per_parameter,
-        "problem": result.problem,
+        "ours" if subject.is_ours else "peer": subject.name,
+        "description": subject.description,
+        "bytes_per_parameter": subject.bytes_per_parameter,
+        "problem": problem,
     }
-    if isinstance(case.subject, Mode):
-        record["contract"] = case.subject.contract
-        if case.subject.recipe is not None:
-            recipe = case.subject.recipe
-            record |= {"scaling": recipe.scaling, "direct": recipe.direct}
+    if subject.is_ours:
+        record["contract"] = subject.contract
+        if subject.recipe is not None:
+            record |= {"scaling": subject.recipe.scaling, "direct": subject.recipe.direct}
         record["checked_against"] = check.against if check else None
         equal = None if check is None or check.against is None else check.difference is None
         record["equal"] = equal
     if figures is not None:
-        record |= record_of_figures(figures)
-        if ours:
-            record["times_faster_than"] = [asdict(ratio) for ratio in ratios(result, results)]
+        record |= figures
+        record["bytes_per_parameter"] = figures["bytes"] / figures["elements"]
     return record
 
 
-def draw(folder: Path, results: Sequence[Result], hardware: str | None) -> list[Path]:
-    """Draw percentages of a same-run copy as horizontal bars, into speed_<set>.png for each set.
+def add_ratios(cases: Sequence[Record]) -> None:
+    """Adds to a mode's case the times, over its own, of the peers that the mode is against.
 
-    Neighbours with one description stand together under it. Returns the files.
+    They are of the same set in the same run: above 1, ours is faster.
     """
-    paths = []
-    for name in dict.fromkeys(result.case.tensors.name for result in results):
-        group = [result for result in results if result.case.tensors.name == name]
-        paths.append(folder / f"speed_{name}.png")
-        _draw_set(paths[-1], group, hardware)
-    return paths
+    peers = {(c["set"], c["peer"]): c for c in cases if "peer" in c and report.is_timed(c)}
+    for case in cases:
+        if "ours" in case and report.is_timed(case):
+            names = MODES[case["ours"]].against
+            found = {n: peers[case["set"], n] for n in names if (case["set"], n) in peers}
+            case["times_faster_than"] = [
+                {"peer": name, **{kind: peer[f"{kind}_ms"] / case[f"{kind}_ms"] for kind in TIMES}}
+                for name, peer in found.items()
+            ]
 
 
-def _draw_set(path: Path, results: Sequence[Result], hardware: str | None) -> None:
-    rows, headings = _rows(results)
+def _bits(case: Record) -> str:
+    if "peer" in case:
+        return ""
+    if case["equal"] is False:
+        return "[red]differ[/red]"
+    if case["checked_against"] is None:
+        return "unchecked"
+    return "✓ reference" if case["checked_against"] == "reference" else "✓ peer"
+
+
+def _held(case: Record) -> str:
+    return f"{case['held_bytes'] / case['elements']:.4g}" if report.is_timed(case) else ""
+
+
+def _against(case: Record) -> str:
+    return "\n".join(
+        f"{ratio['peer']} {' / '.join(f'{ratio[kind]:.2f}x' for kind in TIMES)}"
+        for ratio in case.get("times_faster_than", ())
+    )
+
+
+NAMED: Columns = {
+    "case": itemgetter("case"),
+    "bits": _bits,
+    ">B/param": lambda case: f"{case['bytes_per_parameter']:.4g}",
+    ">held": _held,
+}
+TIMED: Columns = {
+    **report.MS,
+    ">of copy": lambda case: f"{case['percent_of_copy']:.1f}%",
+    **report.WALL,
+    ">new grads": lambda case: f"{case['wall_moved_ms']:.3f}",
+    **report.LAUNCHES,
+    "against: ours faster, ms / wall / new grads": _against,
+}
+
+
+def draw(record: Record) -> dict[str, Callable[[], Figure]]:
+    """What draws percentages of a same-run copy as horizontal bars: speed_<set>.png of each set."""
+    return {f"speed_{name}.png": partial(_draw_set, record, name) for name in record["sets"]}
+
+
+def _draw_set(record: Record, name: str) -> Figure:
+    """Neighbours with one description stand together under it."""
+    cases = [case for case in record["cases"] if case["set"] == name]
+    rows, headings = _rows(cases)
     height = rows[-1] + 1
-    figure = Figure(figsize=(10, 1.5 + 0.24 * height), dpi=150)
-    figure.set_layout_engine("constrained")
+    title = f"{name}, {record['environment']['gpu']}: {record['sets'][name]}"
+    figure = report.make_figure(title, (10, 1.5 + 0.24 * height))
     axes = figure.subplots()
+    speeds = [case.get("percent_of_copy", 0.0) for case in cases]
     # notes stand in one column, right of the line and of the longest bar
-    column = 3 + max([100.0, *(r.figures.percent_of_copy for r in results if r.figures)])
-    _draw_bars(axes, results, rows, column)
+    column = 3 + max(100.0, *speeds)
+    labels = [f"{c.get('ours') or c['peer']} ({c['bytes_per_parameter']:.4g} B)" for c in cases]
+    ours, notes = ["ours" in case for case in cases], list(map(_note, cases))
+    report.draw_bars(axes, rows, list(zip(labels, speeds, ours, notes, strict=True)), column)
+    axes.axvline(100, color=report.FLOOR, linewidth=1, linestyle="--")
     for row, heading in headings:
         axes.text(1, row, heading, va="center", fontsize=8, color="#555555", style="italic")
     axes.set_ylim(height - 0.4, -0.6)
     axes.set_xlim(0, column + 55)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("bytes that the step must move / time, in percent of a same-run copy")
-    tensors = results[0].case.tensors
-    title = f"{tensors.name}, {hardware}: {tensors.description}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    patches = [Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries")]
-    figure.legend(handles=patches, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
-    save(path, figure)
+    kinds = report.KINDS
+    figure.legend(handles=kinds, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
+    return figure
 
 
-def _rows(results: Sequence[Result]) -> tuple[list[float], list[tuple[float, str]]]:
+def _rows(cases: Sequence[Record]) -> tuple[list[float], list[tuple[float, str]]]:
     """Return the place of each bar from the top, and of each heading with its text."""
     rows: list[float] = []
     headings = []
     row, previous = -1.0, ""
-    for result in results:
+    for case in cases:
         row += 1
-        heading = result.case.subject.description
-        if heading != previous:
-            headings.append((row + 0.15, heading))
+        if case["description"] != previous:
+            headings.append((row + 0.15, case["description"]))
             row += GAP
         rows.append(row)
-        previous = heading
+        previous = case["description"]
     return rows, headings
 
 
-def _draw_bars(axes: Axes, results: Sequence[Result], rows: Sequence[float], column: float) -> None:
-    colours = [OURS if isinstance(r.case.subject, Mode) else PEER for r in results]
-    speeds = [r.figures.percent_of_copy if r.figures else 0.0 for r in results]
-    axes.barh(rows, speeds, color=colours, height=BAR)
-    labels = [f"{r.case.subject.name} ({r.bytes_per_parameter:.4g} B)" for r in results]
-    axes.set_yticks(rows, labels, fontsize=8)
-    axes.axvline(100, color="#222222", linewidth=1, linestyle="--")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for row, result in zip(rows, results, strict=True):
-        colour = "black" if result.figures else FAILED
-        axes.text(column, row, _note(result), va="center", fontsize=8, color=colour)
-
-
-def _note(result: Result) -> str:
-    figures = result.figures
-    if figures is None:
+def _note(case: Record) -> str:
+    if not report.is_timed(case):
         return "no speed: see record.json"
-    times = f"{figures.step_ms:.3g} ms, wall {figures.wall_ms:.3g} ms"
-    unchecked = result.check is not None and result.check.against is None
-    return f"{figures.percent_of_copy:.0f}%  {times}{', bits unchecked' if unchecked else ''}"
+    times = f"{case['step_ms']:.3g} ms, wall {case['wall_ms']:.3g} ms"
+    unchecked = "ours" in case and case["checked_against"] is None
+    return f"{case['percent_of_copy']:.0f}%  {times}{', bits unchecked' if unchecked else ''}"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import gc
+import importlib
 import itertools
 import math
-import statistics
+import sys
 import time
+import types
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +22,49 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 from torch.nn import Parameter
 
 from megaopt.commands import exits
-from megaopt.commands.bench.command import why_not
+from megaopt.commands.bench import report
 from megaopt.commands.bench.instance import Instance, build
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
-    Figures,
+    Record,
     measure,
-    record_of_figures,
+    product_speed,
+    with_rates,
 )
-from megaopt.commands.bench.peers import SHARED
+from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.console import make_console, make_table, print_table
-from megaopt.commands.galore.errors import (
-    KERNELS,
-    WEIGHTS,
-    Setup,
-    check_setup,
-    measure_errors,
-)
-from megaopt.commands.galore.peers import (
-    COMPILED,
-    PEERS,
-    is_there,
-    peer,
-    why_not_peer,
-)
+from megaopt.commands.bench.subjects import SHARED
+from megaopt.commands.console import make_console
+from megaopt.commands.galore.errors import KERNELS, WEIGHTS, Setup, check_setup, measure_errors
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32, product
+from megaopt.kernels.matrix.galore import RIGHT
+from megaopt.kernels.matrix.launch import why_not_kernel
+from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32
 from megaopt.options.checks import refuse
 from megaopt.saving.files import write_json
 
-SIDE = 8192
-"""Rows and columns of the matrices whose product says how fast the device multiplies."""
 TITLE = (
     "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "
     "operations at the speed of a large product"
 )
-HEADINGS = (
-    "matrix", "weights", "precision", ">rank", "kernel", ">ms", ">floor ms", ">of floor",
-    ">TFLOP/s", ">wall", ">launches", ">scratch MiB",
-)  # fmt: skip
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: more than are taken, but for the first one, which warms up."""
 COLOURS = {
     "fused": "#7a2c6b", "grouped": "#2c7a4b", "hybrid": "#3b6ea5", "compiled": "#c98a2b",
     "torch": "#b4b4b4", "galore_torch": "#a53b3b",
 }  # fmt: skip
-FLOOR = "#222222"
+COMPILED, GALORE_TORCH = "compiled", "galore_torch"
+PEERS = (COMPILED, GALORE_TORCH)
+PACKAGES = ("galore_torch", "transformers")
+"""What galore_torch needs."""
+BETAS, EPS = (0.9, 0.999), 1e-6
 
 
 def floor_bytes(setup: Setup) -> int:
@@ -97,27 +90,6 @@ def floor_bytes(setup: Setup) -> int:
 def operations(setup: Setup) -> int:
     """Floating-point operations of the two products, a multiplication and an addition each."""
     return setup.matrices * 2 * 2 * setup.rows * setup.columns * setup.rank
-
-
-@dataclass(frozen=True)
-class Result:
-    """One case: figures, or why there are none."""
-
-    setup: Setup
-    figures: Figures | None
-    """`bytes` are those of `floor_bytes`, counted on the tensors."""
-    problem: str | None = None
-    speed: float = math.inf
-    """Operations per second of a large product of torch's, of the same precision."""
-
-    @property
-    def floor_ms(self) -> float | None:
-        """Milliseconds of a copy of the bytes that the step must move, or of its operations."""
-        figures = self.figures
-        if figures is None:
-            return None
-        moving = figures.bytes / figures.copy_bandwidth
-        return 1e3 * max(moving, operations(self.setup) / self.speed)
 
 
 def select(
@@ -160,14 +132,23 @@ def check_case(setup: Setup, device: torch.device) -> None:
         refuse("kernels", f"others than {setup.kernel} here", f"{setup.kernel}: {reason}")
 
 
-def record_of_result(result: Result) -> dict[str, Any]:
-    """A case, ready for JSON."""
-    setup, figures = result.setup, result.figures
+def record_of(
+    setup: Setup, speed: float, figures: Record | None, problem: str | None = None
+) -> Record:
+    """The record of a case: its floor is a copy of the bytes that it must move, or its operations.
+
+    Args:
+        setup: What was measured.
+        speed: Operations per second of a large product of torch's, of the same precision.
+        figures: None where there are none.
+        problem: Why there are none.
+    """
     record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
-    record["problem"] = result.problem
+    record["problem"] = problem
     if figures is not None:
-        record |= record_of_figures(figures)
-        record |= {"speed": result.speed, "floor_ms": result.floor_ms}
+        record |= with_rates(figures | {"bytes": floor_bytes(setup)})
+        moving = floor_bytes(setup) / figures["copy_bandwidth"]
+        record |= {"speed": speed, "floor_ms": 1e3 * max(moving, operations(setup) / speed)}
     return record
 
 
@@ -217,8 +198,7 @@ def main(
             kernels run.
         OSError: the record or the picture cannot be written.
     """
-    if reason := why_not():
-        raise ConfigError(f"galore bench cannot run here: {reason}")
+    report.require_gpu("galore bench")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
     given: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
     given |= {"grads": [each or None for each in grads], "moments": moments}
@@ -230,70 +210,69 @@ def main(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     make_folder(out)
-    results: list[Result] = []
+    measured: dict[Setup, Record] = {}
     record: dict[str, Any] = made_with(source)
-    for result in _measured(setups, device, console, repetitions, seconds or math.inf):
-        results = sorted([*results, result], key=lambda each: setups.index(each.setup))
-        record["cases"] = [record_of_result(each) for each in results]
+    for setup, case in _measured(setups, device, console, repetitions, seconds or math.inf):
+        measured[setup] = case
+        record["cases"] = [measured[each] for each in setups if each in measured]
         write_json(out / "record.json", record)  # each time: a run may be ended
-    print_table(console, table_of(results))
-    draw(out / "speed.png", results, record["environment"]["gpu"])
-    console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
-    return exits.DONE if all(result.figures for result in results) else exits.DIFFERENT
+    table = report.table_of(TITLE, record["cases"], NAMED, TIMED)
+    report.write(console, out, record, [table], {"speed.png": partial(draw, record)})
+    return exits.DONE if all(map(report.is_timed, record["cases"])) else exits.DIFFERENT
 
 
 def _measured(
     setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
-) -> Iterator[Result]:
-    """A result for each case, rank by rank; those of COMPILED come last."""
+) -> Iterator[tuple[Setup, Record]]:
+    """Each case with its record, rank by rank; those of COMPILED come last."""
     copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
     ranks = list(dict.fromkeys(each.rank for each in setups))
     for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
-        console.print(f"{_name(setup)}: {setup.kernel}", markup=False, highlight=False)
+        speed = speeds[setup.precision]
+        measured = partial(run, setup, device, copy, speed, most)
         if time.monotonic() - start > seconds:
-            result = Result(setup, None, f"not begun within {seconds} seconds")
-        else:
-            result = run(setup, device, copy, most)
-        gc.collect()  # an optimizer can be part of a reference cycle
-        torch.cuda.empty_cache()
-        if result.problem:
-            console.print(f"no speed: {result.problem}", style="red", markup=False)
-        yield replace(result, speed=speeds[setup.precision])
-
-
-def _matrix(setup: Setup) -> str:
-    count = "" if setup.matrices == 1 else f"{setup.matrices} of "
-    return f"{count}{setup.rows} x {setup.columns}"
+            problem = f"not begun within {seconds} seconds"
+            measured = partial(record_of, setup, speed, None, problem)
+        yield setup, report.told(console, _name(setup), setup.kernel, measured)
 
 
 def _name(setup: Setup) -> str:
-    return f"{_matrix(setup)}, {_dtypes(setup)}, {setup.precision}, rank {setup.rank}"
+    case = asdict(setup)
+    return f"{_matrix(case)}, {_dtypes(case)}, {setup.precision}, rank {setup.rank}"
 
 
-def _dtypes(setup: Setup) -> str:
-    grads = f", {setup.grad} gradients" if setup.grad else ""
-    moments = f", {setup.moments} moments" if setup.moments != "float32" else ""
-    return f"{setup.weights}{grads}{moments}"
+def _matrix(case: Record) -> str:
+    count = "" if case["matrices"] == 1 else f"{case['matrices']} of "
+    return f"{count}{case['rows']} x {case['columns']}"
 
 
-def product_speed(device: torch.device, precision: str) -> float:
-    """Operations per second of torch's product of square matrices: the median of three."""
-    dtype = torch.bfloat16 if precision == BF16 else torch.float32
-    some = torch.randn(SIDE, SIDE, device=device).to(dtype)
-    product(some, some, precision)
-    times: list[float] = []
-    for _ in range(3):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        product(some, some, precision)
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]))
-    return float(2 * SIDE**3 / (1e-3 * statistics.median(times)))
+def _dtypes(case: Record) -> str:
+    grads = f", {case['grad']} gradients" if case["grad"] else ""
+    moments = f", {case['moments']} moments" if case["moments"] != "float32" else ""
+    return f"{case['weights']}{grads}{moments}"
 
 
-def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) -> Result:
+NAMED: Columns = {
+    "matrix": _matrix,
+    "weights": _dtypes,
+    "precision": itemgetter("precision"),
+    ">rank": lambda case: str(case["rank"]),
+    "kernel": itemgetter("kernel"),
+}
+TIMED: Columns = {
+    **report.MS,
+    ">floor ms": lambda case: f"{case['floor_ms']:.3f}",
+    **report.OF_FLOOR,
+    ">TFLOP/s": lambda case: f"{case['operations'] / case['step_ms'] / 1e9:.1f}",
+    **report.WALL,
+    **report.LAUNCHES,
+}
+
+
+def run(
+    setup: Setup, device: torch.device, copy: Copy, speed: float, most: int = MOST_STEPS
+) -> Record:
     """Measures a case; of ours only where its errors are within their bounds.
 
     Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
@@ -302,17 +281,18 @@ def run(setup: Setup, device: torch.device, copy: Copy, most: int = MOST_STEPS) 
         checked = replace(setup, grad=None, moments="float32")
         wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
         if beyond := [each.name for each in wrong if not each.holds]:
-            return Result(setup, None, f"errors beyond their bounds: {', '.join(beyond)}")
-        figures = measure(_instance(setup, device), copy, most)
-        return Result(setup, replace(figures, bytes=floor_bytes(setup)))
+            problem = f"errors beyond their bounds: {', '.join(beyond)}"
+            return record_of(setup, speed, None, problem)
+        return record_of(setup, speed, measure(_instance(setup, device), copy, most))
     except torch.OutOfMemoryError as error:
-        return Result(setup, None, f"out of memory: {error}")
+        return record_of(setup, speed, None, f"out of memory: {error}")
 
 
 def _instance(setup: Setup, device: torch.device) -> Instance:
     def make(parameters: Sequence[Parameter]) -> Any:
         if setup.kernel in PEERS:
-            return peer(parameters, setup)
+            kind = Compiled if setup.kernel == COMPILED else GaLoreTorch
+            return kind(parameters, setup)
         return GaLoreAdamW(
             parameters,
             **SHARED,
@@ -329,68 +309,36 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
     return build(*own, weight=Parameter, grad_dtype=grads, seed=setup.seed)
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Times, floors, and the speed of the two products, as a table for the terminal."""
-    table = make_table(TITLE, HEADINGS)
-    previous = None
-    for result in results:
-        setup = result.setup
-        place = (_matrix(setup), _dtypes(setup))
-        if previous not in (None, place):
-            table.add_section()
-        previous = place
-        named = (_matrix(setup), _dtypes(setup), setup.precision, str(setup.rank), setup.kernel)
-        table.add_row(*named, *_cells(result))
-    return table
-
-
-def _cells(result: Result) -> list[str]:
-    figures, floor = result.figures, result.floor_ms
-    if figures is None or floor is None:
-        return ["[red]no speed[/red]", *[""] * 6]
-    return [
-        f"{figures.step_ms:.3f}",
-        f"{floor:.3f}",
-        f"{100 * floor / figures.step_ms:.1f}%",
-        f"{operations(result.setup) / figures.step_ms / 1e9:.1f}",
-        f"{figures.wall_ms:.3f}",
-        "unknown" if figures.launches is None else str(figures.launches),
-        f"{figures.scratch_bytes / 2**20:.1f}",
-    ]
-
-
-def draw(path: Path, results: Sequence[Result], hardware: str | None) -> None:
-    """Draws a field for each matrix and dtype into a PNG file, with a line for each kernel."""
-    fields = list(dict.fromkeys(map(_field, results)))
+def draw(record: Record) -> Figure:
+    """A field for each matrix and dtype, with a line for each kernel."""
+    fields: dict[str, list[Record]] = {}
+    for case in record["cases"]:
+        title = f"{_matrix(case)}, {_dtypes(case)} weights, {case['precision']}"
+        fields.setdefault(title, []).append(case)
     columns = min(2, len(fields))
     rows = -(-len(fields) // columns)
-    figure = Figure(figsize=(1 + 4.5 * columns, 1 + 3.2 * rows), dpi=150, layout="constrained")
+    title = f"GaLore's step without a refresh, {record['environment']['gpu']}"
+    figure = report.make_figure(title, (1 + 4.5 * columns, 1 + 3.2 * rows))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, field in zip(grid, fields, strict=False):
-        _draw_field(axes, field, [result for result in results if _field(result) == field])
+    for axes, (title, cases) in zip(grid, fields.items(), strict=False):
+        _draw_field(axes, title, cases)
     for axes in grid[len(fields) :]:
         axes.set_visible(False)
-    title = f"GaLore's step without a refresh, {hardware}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
-    save(path, figure)
+    return figure
 
 
-def _field(result: Result) -> str:
-    setup = result.setup
-    return f"{_matrix(setup)}, {_dtypes(setup)} weights, {setup.precision}"
-
-
-def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
-    for kernel in dict.fromkeys(result.setup.kernel for result in results):
-        own = [each for each in results if each.setup.kernel == kernel and each.figures]
-        times = [each.figures.step_ms for each in own if each.figures]
-        ranks = [each.setup.rank for each in own]
-        axes.plot(ranks, times, marker="o", color=COLOURS[kernel], label=kernel)
-    floors = {each.setup.rank: each.floor_ms for each in results if each.floor_ms is not None}
+def _draw_field(axes: Axes, title: str, cases: Sequence[Record]) -> None:
+    timed = [case for case in cases if report.is_timed(case)]
+    for kernel in dict.fromkeys(case["kernel"] for case in cases):
+        times = {case["rank"]: case["step_ms"] for case in timed if case["kernel"] == kernel}
+        style = {"marker": "o", "color": COLOURS[kernel], "label": kernel}
+        axes.plot(list(times), list(times.values()), **style)
+    floors = {case["rank"]: case["floor_ms"] for case in timed}
+    style = {"color": report.FLOOR, "linewidth": 1, "linestyle": "--"}
     label = "a copy of the bytes, or the operations"
-    axes.plot(list(floors), list(floors.values()), "--", color=FLOOR, linewidth=1, label=label)
+    axes.plot(list(floors), list(floors.values()), label=label, **style)
     axes.set_xscale("log", base=2)
-    ranks = sorted({each.setup.rank for each in results})
+    ranks = sorted({case["rank"] for case in cases})
     axes.set_xticks(ranks, [str(rank) for rank in ranks])
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left", fontsize=9)
@@ -398,3 +346,128 @@ def _draw_field(axes: Axes, title: str, results: Sequence[Result]) -> None:
     axes.set_ylabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
+
+
+# --- the peers: the pull request's reference, compiled, and galore_torch
+
+
+def is_there(setup: Setup) -> bool:
+    """Whether there is such a case: galore_torch's products are of its weights' dtype."""
+    if setup.kernel != GALORE_TORCH:
+        return True
+    is_plain = setup.grad is None and setup.moments == "float32"
+    return is_plain and (setup.precision == BF16) == (setup.weights == "bfloat16")
+
+
+def why_not_peer(name: str, device: torch.device) -> str | None:
+    """The reason why a peer does not run on a device; None where it does."""
+    if name == COMPILED:
+        return why_not_kernel("compiled", device)
+    missing = [each for each in PACKAGES if each not in sys.modules and find_spec(each) is None]
+    return f"it needs {', '.join(missing)}" if missing else None
+
+
+def reference(
+    grad: torch.Tensor,
+    projection: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    param: torch.Tensor,
+    weight: torch.Tensor,
+    right: bool,
+) -> None:
+    """GaLore's pull request's reference: projection, Adam, back-projection and update, in place.
+
+    Products are of the dtype of grad [m, n] and projection, rounded by torch's global settings;
+    moments and param [m, n] are fp32. weight: param in 16 bits, or param itself.
+    """
+    low = (grad @ projection.mT if right else projection.mT @ grad).float()
+    exp_avg.mul_(BETAS[0]).add_(low, alpha=1 - BETAS[0])
+    exp_avg_sq.mul_(BETAS[1]).addcmul_(low, low, value=1 - BETAS[1])
+    direction = (exp_avg / (exp_avg_sq.sqrt() + EPS)).to(projection.dtype)
+    back = direction @ projection if right else projection @ direction
+    param.add_(back, alpha=-SHARED["lr"])
+    if weight is not param:
+        weight.copy_(param)
+
+
+class Compiled:
+    """`reference` of each matrix, as the pull request compiles it: fullgraph, max-autotune."""
+
+    def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
+        """Makes states and projections, random ones: no step makes one."""
+        self._setup = setup
+        self.state: dict[Parameter, dict[str, Any]] = {param: {} for param in params}
+        self._step = torch.compile(reference, fullgraph=True, mode="max-autotune", dynamic=False)
+        dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
+        for param in params:
+            own, low = self.state[param], setup.low_rank.low_shape(param.shape)
+            own["exp_avg"] = torch.zeros(low, device=param.device)
+            own["exp_avg_sq"] = torch.zeros_like(own["exp_avg"])
+            own["projection"] = _projection(setup, param, dtype)
+            is_plain = param.dtype == torch.float32
+            own["master_param"] = None if is_plain else param.detach().float()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of every matrix."""
+        with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
+            # the compiler advises TF32 where fp32 was asked for
+            warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
+            for param, own in self.state.items():
+                weight = param.detach()
+                projection, master = own["projection"], own["master_param"]
+                grad = getattr(param, self._setup.grad_name).to(projection.dtype)
+                tensors = (grad, projection, own["exp_avg"], own["exp_avg_sq"])
+                right = self._setup.low_rank.side == RIGHT
+                self._step(*tensors, weight if master is None else master, weight, right)
+
+
+class GaLoreTorch:
+    """galore_torch's AdamW, without masters, in the dtype of the weights."""
+
+    def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
+        """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
+        own: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        own["proj_type"] = setup.proj_type
+        module = _adamw()
+        group = {"params": list(params), **own}
+        self._own = module.AdamW([group], **SHARED, no_deprecation_warning=True)
+        self.state, self._tf32 = self._own.state, setup.precision == TF32
+        for param in params:
+            projector = module.GaLoreProjector(**own)
+            projector.ortho_matrix = _projection(setup, param, param.dtype)
+            self.state[param] |= {"step": 1, "projector": projector}
+
+    def step(self) -> None:
+        """One step of every matrix."""
+        with _tf32(self._tf32):
+            self._own.step()
+
+
+def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A random one, whose rows or columns are about as long as those of an orthonormal one."""
+    size = setup.low_rank.projection_shape(param.shape)
+    return torch.randn(size, device=param.device).div_(max(size) ** 0.5).to(dtype)
+
+
+@contextmanager
+def _tf32(is_on: bool) -> Iterator[None]:
+    """Products of fp32 numbers in TF32, or not, by torch's own switch."""
+    place: Any = torch.backends.cuda.matmul
+    before = place.fp32_precision
+    place.fp32_precision = TF32 if is_on else "ieee"
+    try:
+        yield
+    finally:
+        place.fp32_precision = before
+
+
+def _adamw() -> Any:
+    """The module galore_torch.adamw; the package's own __init__ wants more than AdamW does."""
+    if "galore_torch" not in sys.modules:
+        package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
+        assert spec is not None
+        package.__path__, package.__spec__ = list(spec.submodule_search_locations or ()), spec
+        sys.modules["galore_torch"] = package
+    return importlib.import_module("galore_torch.adamw")

@@ -2,100 +2,159 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
+import itertools
 import math
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
-from rich.table import Table
+from rich.console import Console
+from torch.nn import Parameter
 
 from megaopt.commands import exits
-from megaopt.commands.bench.command import why_not
-from megaopt.commands.bench.instance import build
+from megaopt.commands.bench import report
 from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
-    Figures,
+    Record,
     measure,
-    record_of_figures,
+    product_speed,
     wall_ms,
+    with_rates,
 )
-from megaopt.commands.bench.peers import version_of
-from megaopt.commands.bench.results import FAILED, OURS, PEER
-from megaopt.commands.console import make_console, make_table, print_table
-from megaopt.commands.galore.bench import FLOOR, product_speed
-from megaopt.commands.muon import peers
-from megaopt.commands.muon.peers import SETS, SUBJECTS, floor_bytes, operations
-from megaopt.commands.muon.worker import Failed, Worker
+from megaopt.commands.bench.report import Columns
+from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.subjects import Subject
+from megaopt.commands.console import make_console
+from megaopt.commands.regression.group import deaf
 from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.regression.picture import save
 from megaopt.commands.source import describe_source, made_with
-from megaopt.commands.toml_tables import ConfigError, require
+from megaopt.commands.toml_tables import require
 from megaopt.kernels.matrix.products import BF16
-from megaopt.saving.files import write_json
 
 TITLE = (
     "Muon's step: ms on the device; floor: the fewest operations at a large product's speed, and a "
     "copy of its bytes; host: ms of step() until it returns"
 )
-HEADINGS = (
-    "set", "optimizer", "what", ">ms", ">rounds", ">of floor", ">host", ">wall", ">launches",
-    ">scratch MiB", ">slower than ours",
-)  # fmt: skip
+BYTES = 20
+"""What a step must move of a parameter: bf16 gradient and weight, fp32 master and momentum, twice.
+"""
+LONGEST = 500
+"""Characters of an error that are kept."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one round of a case gave."""
-
-    figures: Figures
-    """`bytes` are those of `floor_bytes`."""
-    host_ms: float
-    """Median milliseconds of step() until it returns, the device idle before."""
-    speed: float
-    """Operations per second of a large bf16 product of torch's, in the same process just before."""
-    version: str
+# --- what is timed
 
 
-@dataclass(frozen=True)
-class Result:
-    """One optimizer on one set: the middle round of those that succeeded, or why there is none."""
+class Masters:
+    """Another library's optimizer of fp32 masters, between copies of gradients and of weights.
 
-    tensors: str
-    """One of SETS."""
-    subject: str
-    """One of SUBJECTS."""
-    rounds: tuple[Measured, ...]
-    problem: str | None = None
+    Trainers keep bf16 weights so, as no other Muon has masters.
+    """
+
+    def __init__(
+        self, make: Callable[..., Any], parameters: Sequence[Parameter], **options: Any
+    ) -> None:
+        self._parameters = parameters
+        self._masters = [Parameter(each.detach().float()) for each in parameters]
+        for master in self._masters:
+            master.grad = torch.empty_like(master)
+        self._own = make(self._masters, **options)
 
     @property
-    def middle(self) -> Measured | None:
-        """The round of median time, the slower of two."""
-        own = sorted(self.rounds, key=lambda each: each.figures.step_ms)
-        return own[len(own) // 2] if own else None
+    def state(self) -> dict[Parameter, dict[str, Any]]:
+        """The library's state of each parameter, and its `master_param`."""
+        pairs = zip(self._parameters, self._masters, strict=True)
+        return {p: {**self._own.state[m], "master_param": m.detach()} for p, m in pairs}
 
-    @property
-    def floor_ms(self) -> float:
-        """Milliseconds of the operations and then of a copy of the bytes; NaN without a round."""
-        found, tensors = self.middle, SETS[self.tensors]
-        if found is None:
-            return math.nan
-        moving = floor_bytes(tensors) / found.figures.copy_bandwidth
-        return 1e3 * (operations(tensors) / found.speed + moving)
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of all: gradients to fp32, the library's step, weights from masters."""
+        copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
+        copy([each.grad for each in self._masters], [each.grad for each in self._parameters])
+        self._own.step()
+        copy(self._parameters, self._masters)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is of this package."""
-        return SUBJECTS[self.subject].package == peers.OURS
+
+def _subject(
+    name: str, title: str, description: str, module: str = "megaopt", **options: Any
+) -> Subject:
+    is_ours = module == "megaopt"
+    return Subject(
+        name=name,
+        title=title,
+        description=description,
+        module=module,
+        kind="FusedMuon" if is_ours else "Muon",
+        around=None if is_ours else Masters,
+        options={"dtype": torch.float32, **options} if is_ours else options,
+        bytes_per_parameter=BYTES,
+    )
+
+
+def _subjects() -> Iterator[Subject]:
+    yield _subject("ours", "FusedMuon, bf16", "bf16, standard form", method="standard")
+    yield _subject("ours-fp16", "FusedMuon, fp16", "fp16, form by shape", precision="fp16")
+    yield _subject("torch", "torch.optim.Muon, bf16", "bf16, one after another", "torch.optim")
+    module = "emerging_optimizers.orthogonalized_optimizers.muon"
+    own: dict[str, Any] = {"nesterov": True, "coefficient_type": "simple"}
+    yield _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", module, **own)
+    row = ("emerging-syrk", "the same, syrk", "the same by syrk", module)
+    yield _subject(*row, use_syrk=True, **own)
+    yield _subject("dion", "dion, bf16", "bf16, stacked by shape", "dion", nesterov=True)
+    row = ("dion-triton", "the same, Triton", "the same by Triton", "dion")
+    yield _subject(*row, nesterov=True, use_triton=True)
+    words, module = "fp16, Gram's form by quack", "gram_newton_schulz"
+    row = (module.replace("_", "-"), "gram-newton-schulz, fp16", words, module)
+    yield _subject(*row, nesterov=True)
+
+
+SUBJECTS = {each.name: each for each in _subjects()}
+"""All have momentum 0.95, nesterov and 5 steps; coefficients, which cost none, are others."""
+
+
+def _llama(layers: int) -> list[tuple[int, int]]:
+    attention = [(4096, 4096)] * 2 + [(1024, 4096)] * 2
+    return (attention + [(14336, 4096)] * 2 + [(4096, 14336)]) * layers
+
+
+_gpt = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
+_experts = ([(1408, 2048)] * 2 + [(2048, 1408)]) * 64
+SETS = {
+    "L": TensorSet.of_shapes("L", "4 layers of Llama-3-8B", _llama(4)),
+    "G": TensorSet.of_shapes("G", "GPT of 124M", _gpt),
+    "E": TensorSet.of_shapes("E", "64 experts of 1408 x 2048", _experts),
+}
+
+
+def operations(tensors: TensorSet) -> int:
+    """The fewest floating-point operations known of 5 steps of all matrices: Gram's form.
+
+    Of short side s and long side l: two X X^T of s^2 l, as they are symmetric, two Q X of 2 s^2 l,
+    and 14 products [s, s], each symmetric, of s^3.
+    """
+    sides = (sorted(shape) for shape in tensors.shapes)
+    return sum(6 * short**2 * long + 14 * short**3 for short, long in sides)
+
+
+def floor_bytes(tensors: TensorSet) -> int:
+    """Bytes that a step must move."""
+    return BYTES * sum(tensors.sizes)
+
+
+# --- its run
 
 
 def main(
@@ -137,192 +196,244 @@ def main(
         require(unknown is None and len(values) > 0, name, unknown, f"of {', '.join(table)}")
     for name, value in (("rounds", rounds), ("patience", patience), ("repetitions", repetitions)):
         require(value >= 1, name, value, "a whole number >= 1")
-    if reason := why_not():
-        raise ConfigError(f"muon bench cannot run here: {reason}")
+    report.require_gpu("muon bench")
     source, console = describe_source(), make_console()
     make_folder(out)
-    skipped = [name for name in only if not SUBJECTS[name].is_there]
+    skipped = [name for name in only if not SUBJECTS[name].is_installed]
     for name in skipped:
         console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed", markup=False)
-    asked = _Asked(patience, seconds or math.inf, repetitions, console)
-    results = asked.all(sets, [name for name in only if name not in skipped], rounds)
-    print_table(console, table_of(results))
-    record = made_with(source) | {
-        "skipped": skipped,
-        "cases": [record_of(each) for each in results],
-    }
-    write_json(out / "record.json", record)
-    draw(out / "speed.png", bars_of(results), record["environment"]["gpu"])
-    console.print(f"{out / 'record.json'}, {out / 'speed.png'}", markup=False)
-    return exits.DIFFERENT if any(r.is_ours and not r.rounds for r in results) else exits.DONE
+    names = [name for name in only if name not in skipped]
+    turns = list(itertools.product(sets, range(rounds), names))
+    cases = _in_turn(names, turns, patience, seconds or math.inf, repetitions, console)
+    record = made_with(source) | {"skipped": skipped, "cases": cases}
+    tables = [report.table_of(TITLE, cases, NAMED, _timed(cases))]
+    report.write(console, out, record, tables, {"speed.png": partial(draw, record)})
+    failed = [case for case in cases if _is_ours(case) and not report.is_timed(case)]
+    return exits.DIFFERENT if failed else exits.DONE
 
 
-class _Asked:
-    """The processes of a run, and what they answer."""
+def _in_turn(
+    names: Sequence[str],
+    turns: Sequence[tuple[str, int, str]],
+    patience: float,
+    seconds: float,
+    most: int,
+    console: Console,
+) -> list[Record]:
+    """The records of all turns, each of a set, a round and an optimizer.
 
-    def __init__(self, patience: float, seconds: float, most: int, console: Any) -> None:
-        self._patience, self._most, self._console = patience, most, console
-        self._last = time.monotonic() + seconds
-        self._problems: dict[tuple[str, str], str] = {}
-        self._gone: dict[str, str] = {}
-
-    def all(self, sets: Sequence[str], names: Sequence[str], rounds: int) -> list[Result]:
-        """All cases, set by set: each round asks one optimizer after the other."""
-        workers = {name: Worker(partial(measured, name)) for name in names}
-        found: dict[tuple[str, str], list[Measured]] = {(s, n): [] for s in sets for n in names}
-        try:
-            for tensors in sets:
-                for name in list(names) * rounds:
-                    if (own := self._ask(workers[name], tensors, name)) is not None:
-                        found[tensors, name].append(own)
-        finally:
-            for worker in workers.values():
-                worker.end()
-        return [Result(*k, tuple(own), self._problems.get(k)) for k, own in found.items()]
-
-    def _ask(self, worker: Worker, tensors: str, name: str) -> Measured | None:
-        key = tensors, name
-        if name in self._gone or time.monotonic() > self._last:
-            self._problems.setdefault(key, self._gone.get(name, "not begun in time"))
-            return None
-        try:
-            found: Measured = worker.ask((tensors, self._most), self._patience)
-        except Failed as error:
-            self._problems[key] = str(error)
-            if worker.is_over:
-                self._gone[name] = f"its process ended with set {tensors}"
-            self._console.print(f"{tensors}, {name}: {error}", style="red", markup=False)
-            return None
-        words = f"{tensors}, {name}: {found.figures.step_ms:.3f} ms"
-        self._console.print(words, markup=False, highlight=False)
-        return found
+    An optimizer that lost its process, and any after so many seconds, is not asked.
+    """
+    workers = {name: Worker(partial(measured, name)) for name in dict.fromkeys(names)}
+    found: dict[tuple[str, str], list[Record]] = {(own, name): [] for own, _, name in turns}
+    problems: dict[tuple[str, str], str] = {}
+    gone: dict[str, str] = {}
+    last = time.monotonic() + seconds
+    try:
+        for tensors, _, name in turns:
+            key = tensors, name
+            if name in gone or time.monotonic() > last:
+                problems.setdefault(key, gone.get(name, "not begun in time"))
+                continue
+            try:
+                own: Record = workers[name].ask((tensors, most), patience)
+            except Failed as error:
+                problems[key] = str(error)
+                if workers[name].is_over:
+                    gone[name] = f"its process ended with set {tensors}"
+                console.print(f"{tensors}, {name}: {error}", style="red", markup=False)
+                continue
+            found[key].append(own)
+            words = f"{tensors}, {name}: {own['step_ms']:.3f} ms"
+            console.print(words, markup=False, highlight=False)
+    finally:
+        for worker in workers.values():
+            worker.end()
+    return [record_of(*key, rounds, problems.get(key)) for key, rounds in found.items()]
 
 
-def measured(name: str, question: tuple[str, int]) -> Measured:
-    """One round of a case, in its process: (one of SETS, the most steps behind a time)."""
+def measured(name: str, question: tuple[str, int]) -> Record:
+    """One round of a case, in its process: (one of SETS, the most steps behind a time).
+
+    Returns:
+        The figures, with the bytes of the floor; host_ms, median milliseconds of step() until it
+        returns, the device idle before; speed, operations per second of a large bf16 product of
+        torch's just before; version, of the library.
+    """
     (tensors, most), subject = question, SUBJECTS[name]
     device = torch.device("cuda", torch.cuda.current_device())
-    gc.collect()  # an optimizer can be part of a reference cycle
-    torch.cuda.empty_cache()
+    report.free_memory()
     speed, own = product_speed(device, BF16), SETS[tensors]
-    instance = build(subject.make, own, torch.bfloat16, device)
-    figures = replace(measure(instance, Copy(device), most), bytes=floor_bytes(own))
-    host = wall_ms(instance.optimizer.step, lambda: None, figures.repetitions, waits=False)
+    instance = subject.instance(own, device)
+    found = with_rates(measure(instance, Copy(device), most) | {"bytes": floor_bytes(own)})
+    count = found["repetitions"]
+    found["host_ms"] = wall_ms(instance.optimizer.step, lambda: None, count, waits=False)
     if any(bool(each.isnan().any()) for each in instance.parameters):
         raise RuntimeError("weights became NaN")
-    version = "" if subject.package == peers.OURS else version_of(subject.package)
+    found["speed"] = speed
+    found["version"] = "" if subject.is_ours else subject.version()
     del instance
-    gc.collect()
-    torch.cuda.empty_cache()  # for the next one's process
-    return Measured(figures, host, speed, version)
+    report.free_memory()  # for the next one's process
+    return found
 
 
-def record_of(result: Result) -> dict[str, Any]:
-    """A case, ready for JSON: of the middle round, and the times of all."""
-    own, found, subject = SETS[result.tensors], result.middle, SUBJECTS[result.subject]
-    record: dict[str, Any] = {"set": own.description, "optimizer": result.subject}
-    record |= {"what": subject.description, "problem": result.problem}
-    record |= {"floor_bytes": floor_bytes(own), "operations": operations(own)}
-    if found is not None:
-        record |= record_of_figures(found.figures)
-        record |= {"host_ms": found.host_ms, "speed": found.speed, "floor_ms": result.floor_ms}
-        record |= {"version": found.version}
-        record["rounds_ms"] = [each.figures.step_ms for each in result.rounds]
+def record_of(
+    tensors: str, name: str, rounds: Sequence[Record], problem: str | None = None
+) -> Record:
+    """The record of a case: of the round of median time, the slower of two; and all times.
+
+    The floor is the operations and then a copy of the bytes.
+    """
+    own, moved = SETS[tensors], floor_bytes(SETS[tensors])
+    record: Record = {"set": own.description, "optimizer": name}
+    record |= {"what": SUBJECTS[name].description, "problem": problem}
+    record |= {"floor_bytes": moved, "operations": operations(own)}
+    if rounds:
+        in_order = sorted(rounds, key=itemgetter("step_ms"))
+        record |= in_order[len(rounds) // 2]
+        seconds = operations(own) / record["speed"] + moved / record["copy_bandwidth"]
+        record["floor_ms"] = 1e3 * seconds
+        record["rounds_ms"] = [each["step_ms"] for each in rounds]
     return record
 
 
-def table_of(results: Sequence[Result]) -> Table:
-    """Times beside the floor and our fastest, as a table for the terminal."""
-    table = make_table(TITLE, HEADINGS)
-    for result in results:
-        if result.subject == results[0].subject and result is not results[0]:
-            table.add_section()
-        named = result.tensors, result.subject, SUBJECTS[result.subject].description
-        table.add_row(*named, *_cells(result, results))
-    return table
+def _is_ours(case: Record) -> bool:
+    return SUBJECTS[case["optimizer"]].is_ours
 
 
-def _cells(result: Result, results: Sequence[Result]) -> list[str]:
-    found = result.middle
-    if found is None:
-        return ["[red]no time[/red]", *[""] * 7]
-    figures, ours = found.figures, best_of_ours(result.tensors, results)
-    return [
-        f"{figures.step_ms:.3f}",
-        " ".join(f"{each.figures.step_ms:.1f}" for each in result.rounds),
-        f"{100 * result.floor_ms / figures.step_ms:.1f}%",
-        f"{found.host_ms:.2f}",
-        f"{figures.wall_ms:.3f}",
-        "unknown" if figures.launches is None else str(figures.launches),
-        f"{figures.scratch_bytes / 2**20:.0f}",
-        "" if result.is_ours or ours is None else f"{figures.step_ms / ours:.2f}x",
-    ]
+def _set_of(case: Record) -> TensorSet:
+    return next(own for own in SETS.values() if own.description == case["set"])
 
 
-def best_of_ours(tensors: str, results: Sequence[Result]) -> float | None:
-    """Milliseconds of our fastest form on a set; None where there is none."""
-    own = [r.middle for r in results if r.tensors == tensors and r.is_ours]
-    return min((each.figures.step_ms for each in own if each), default=None)
+NAMED: Columns = {
+    "set": lambda case: _set_of(case).name,
+    "optimizer": itemgetter("optimizer"),
+    "what": itemgetter("what"),
+}
 
 
-class Bar(NamedTuple):
-    """What a picture shows of a case."""
+def _timed(cases: Sequence[Record]) -> Columns:
+    """The columns of times; the last one compares them with the fastest of ours on the set."""
+    best: dict[str, float] = {}
+    for case in cases:
+        if _is_ours(case) and report.is_timed(case):
+            best[case["set"]] = min(case["step_ms"], best.get(case["set"], math.inf))
 
-    tensors: str
-    subject: str
-    ms: float | None
-    floor_ms: float | None = None
-    problem: str | None = None
+    def slower(case: Record) -> str:
+        is_beside_ours = case["set"] in best and not _is_ours(case)
+        return f"{case['step_ms'] / best[case['set']]:.2f}x" if is_beside_ours else ""
+
+    return {
+        **report.MS,
+        ">rounds": lambda case: " ".join(f"{ms:.1f}" for ms in case["rounds_ms"]),
+        **report.OF_FLOOR,
+        ">host": lambda case: f"{case['host_ms']:.2f}",
+        **report.WALL,
+        **report.LAUNCHES,
+        ">slower than ours": slower,
+    }
 
 
-def bars_of(results: Sequence[Result]) -> list[Bar]:
-    """A bar for each case; without a round it has no time."""
-    times = [(r.middle.figures.step_ms, r.floor_ms) if r.middle else (None, None) for r in results]
-    return [
-        Bar(each.tensors, each.subject, ms, floor_ms, each.problem)
-        for each, (ms, floor_ms) in zip(results, times, strict=True)
-    ]
-
-
-def draw(path: Path, bars: Sequence[Bar], hardware: str | None) -> None:
-    """Draws milliseconds as horizontal bars into a PNG file, a field for each set."""
-    names = list(dict.fromkeys(each.tensors for each in bars))
-    heights = [1 + sum(each.tensors == name for each in bars) for name in names]
-    figure = Figure(figsize=(10, 1.6 + 0.3 * sum(heights)), dpi=120, layout="constrained")
-    fields = figure.subplots(len(names), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, name in zip(fields, names, strict=True):
-        _draw_set(axes, [each for each in bars if each.tensors == name])
-    fields[-1].set_xlabel(f"ms of one step on one {hardware}; shorter is better", fontsize=9)
+def draw(record: Record) -> Figure:
+    """Milliseconds as horizontal bars, a field for each set."""
+    groups: dict[str, list[Record]] = {}
+    for case in record["cases"]:
+        groups.setdefault(case["set"], []).append(case)
+    heights = [1 + len(cases) for cases in groups.values()]
     title = "One step of Muon: bf16 weights and gradients, fp32 masters and momentum"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure = report.make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
+    fields = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, cases in zip(fields, groups.values(), strict=True):
+        _draw_set(axes, cases)
+    label = f"ms of one step on one {record['environment']['gpu']}; shorter is better"
+    fields[-1].set_xlabel(label, fontsize=9)
     shown = "fewest operations known, at the speed of torch's large product, and a copy"
-    marks = [
-        Patch(color=OURS, label="megaopt"),
-        Patch(color=PEER, label="other libraries"),
-        Line2D([], [], color=FLOOR, linestyle="--", label=shown),
-    ]
+    marks = [*report.KINDS, Line2D([], [], color=report.FLOOR, linestyle="--", label=shown)]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    save(path, figure)
+    return figure
 
 
-def _draw_set(axes: Axes, bars: Sequence[Bar]) -> None:
+def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
     """The fastest first; below them those without a time."""
-    bars = sorted(bars, key=lambda each: each.ms or math.inf)
-    times = [each.ms or 0.0 for each in bars]
-    ours = [SUBJECTS[each.subject].package == peers.OURS for each in bars]
-    axes.barh(range(len(bars)), times, color=[OURS if own else PEER for own in ours])
-    axes.set_yticks(range(len(bars)), [SUBJECTS[each.subject].title for each in bars], fontsize=8)
-    for row, each in enumerate(bars):
-        note = f" {each.ms:.3g} ms" if each.ms else f" {(each.problem or '')[:60]}"
-        colour = "black" if each.ms else FAILED
-        axes.text(each.ms or 0, row, note, va="center", fontsize=8, color=colour)
-    floors = [each.floor_ms for each in bars if each.floor_ms]
-    if floors:
-        axes.axvline(min(floors), color=FLOOR, linewidth=1.2, linestyle="--")
-    axes.set_xlim(0, 1.15 * max([*times, 1e-9]))
+    bars = []
+    for case in sorted(cases, key=lambda each: each.get("step_ms", math.inf)):
+        ms, title = case.get("step_ms", 0.0), SUBJECTS[case["optimizer"]].title
+        note = f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
+        bars.append((title, ms, _is_ours(case), note))
+    report.draw_bars(axes, range(len(bars)), bars)
+    if floors := [case["floor_ms"] for case in cases if report.is_timed(case)]:
+        axes.axvline(min(floors), color=report.FLOOR, linewidth=1.2, linestyle="--")
+    axes.set_xlim(0, 1.15 * max(1e-9, *(ms for _, ms, _, _ in bars)))
     axes.invert_yaxis()
-    own = SETS[bars[0].tensors]
+    own = _set_of(cases[0])
     title = f"{own.description}: {len(own.sizes)} matrices, {sum(own.sizes) / 1e6:.0f}e6 parameters"
     axes.set_title(title, loc="left", fontsize=9, style="italic", color="#555555")
     axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+
+
+# --- a process that may fail, hang or be ended without harm to this one
+
+
+class Failed(RuntimeError):
+    """The work raised an error, took too long, or ended its process."""
+
+
+class Worker:
+    """A process that calls a function for each question; it does not hear Ctrl-C. End it.
+
+    Args:
+        work: what answers a question; it and all questions and answers can be pickled.
+    """
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA allows no copies
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(work, theirs))
+        with deaf():
+            self._process.start()
+        theirs.close()
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        """The answer to a question; Failed where there is none, and after so many seconds."""
+        try:
+            self._pipe.send(question)
+            there = self._pipe.poll(seconds)
+            is_done, found = self._pipe.recv() if there else (False, None)
+        except (EOFError, OSError):
+            self.end()
+            raise Failed("its process ended") from None
+        if not there:
+            self.end()
+            raise Failed(f"no answer within {seconds:g} seconds")
+        if not is_done:
+            raise Failed(found)
+        return found
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the process has ended."""
+        return not self._process.is_alive()
+
+    def end(self) -> None:
+        """Ends the process, and what it has started."""
+        if self._process.is_alive() and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
+    if hasattr(os, "setsid"):  # not on Windows
+        os.setsid()
+    with contextlib.suppress(EOFError, OSError):  # nobody asks any more
+        while True:
+            pipe.send(_answered(work, pipe.recv()))
+
+
+def _answered(work: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:
+    try:
+        return True, work(question)
+    except Exception as error:  # another library fails in its own way
+        return False, f"{type(error).__name__}: {error}"[:LONGEST]

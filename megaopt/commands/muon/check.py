@@ -61,6 +61,12 @@ class Case:
     precision: str
 
     @property
+    def is_there(self) -> bool:
+        """Whether there is such a case: Gram's form is of long matrices, with fp16."""
+        is_long = max(self.rows, self.columns) >= GRAM_RATIO * min(self.rows, self.columns)
+        return (self.method, self.precision) in PARTS and (self.method != GRAM or is_long)
+
+    @property
     def part(self) -> float:
         """The part of torch's error that this one's may have in the mean."""
         return PARTS[self.method, self.precision]
@@ -125,8 +131,8 @@ def main(
     """
     device = current_device()
     check_arguments(shapes, spectra, methods, precisions, matrices, seed)
-    given = (shapes or SHAPES[device.type], spectra, methods, precisions)
-    cases = select(*given)
+    given = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
+    cases = [case for shape, *how in given if (case := Case(*shape, *how)).is_there]
     if not cases:
         long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
         allowed = f"gram alone with fp16 and {long}"
@@ -160,23 +166,6 @@ def check_arguments(
         require(all(1 <= size <= MOST for size in shape), "shapes", shape, sizes)
     require(matrices >= FEWEST, "matrices", matrices, f"a whole number >= {FEWEST}")
     require(0 <= seed < 2**63, "seed", seed, "a whole number from 0 to 2**63 - 1")
-
-
-def select(
-    shapes: Sequence[tuple[int, int]],
-    spectra: Sequence[str],
-    methods: Sequence[str],
-    precisions: Sequence[str],
-) -> list[Case]:
-    """The cases of a run: all that there are, Gram's form of long matrices alone."""
-    return [
-        Case(rows, columns, spectrum, method, precision)
-        for (rows, columns), spectrum, method, precision in itertools.product(
-            shapes, spectra, methods, precisions
-        )
-        if (method, precision) in PARTS
-        and (method != GRAM or max(rows, columns) >= GRAM_RATIO * min(rows, columns))
-    ]
 
 
 def measure(case: Case, count: int, seed: int, device: torch.device, launches: bool) -> Finding:

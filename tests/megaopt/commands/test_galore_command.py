@@ -5,21 +5,20 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from galore_cases import Twin
 from mutants import mutant
 
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
-from megaopt.commands.bench.measure import Figures
-from megaopt.commands.bench.peers import SHARED
-from megaopt.commands.galore import bench, peers
-from megaopt.commands.galore.bench import floor_bytes
+from megaopt.commands.bench.subjects import SHARED
+from megaopt.commands.galore import bench
+from megaopt.commands.galore.bench import BETAS, EPS, floor_bytes, is_there, reference
 from megaopt.commands.galore.errors import (
     GROUP,
     KERNELS,
@@ -30,7 +29,6 @@ from megaopt.commands.galore.errors import (
     measure_errors,
     plain_step,
 )
-from megaopt.commands.galore.peers import BETAS, EPS, is_there, reference
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.matrix import galore, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT
@@ -238,24 +236,16 @@ def test_floors_are_those_of_the_optimizers_own_tensors(weights, grad, moments):
     assert floor_bytes(setup) == moved == bytes_per_step(made)
 
 
-FIGURES = Figures(
-    tensors=1, elements=300, bytes=1, held_bytes=1, repetitions=50, step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1), copy_bytes=56_000, copy_ms=3.0, copy_ms_quartiles=(2.9, 3.1),
-    wall_ms=2.25, wall_moved_ms=2.5, kernels={"step_kernel": 1, "gemm": 2}, transfers={},
-    scratch_bytes=2**20,
-)  # fmt: skip
-
-
 def stepped(instance, copy, most):
-    """Figures that nobody measured, with the bytes of the instance's own tensors."""
+    """Figures that nobody measured."""
     instance.optimizer.step()
-    return replace(FIGURES, bytes=bytes_per_step(instance))
+    return FIGURES
 
 
 @pytest.fixture
 def bench_on_cpu(monkeypatch):
     """As if there were a GPU, with given figures in the place of measured ones."""
-    monkeypatch.setattr(bench, "why_not", lambda: None)
+    monkeypatch.setattr(bench.report, "require_gpu", lambda name: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(bench, "check_setup", lambda setup, device: check_setup(setup, CPU))
@@ -305,7 +295,7 @@ def test_peers_have_the_cases_that_there_are(monkeypatch):
         if is_there(Setup(kernel="galore_torch", weights=weights, precision=precision, **own))
     ]
     assert found == [("float32", "ieee"), ("float32", "tf32"), ("bfloat16", "bf16")]
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "galore_torch", raising=False)
     with pytest.raises(ValueError, match=r"galore_torch: it needs .*galore_torch"):
         bench.check_case(Setup(kernel="galore_torch", **own), CPU)

@@ -3,24 +3,22 @@
 import itertools
 import json
 import math
-import os
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from interpreted import interpreted
 from torch.nn import Parameter
 
-from megaopt.commands.bench.instance import build, bytes_per_step
-from megaopt.commands.bench.measure import Figures
-from megaopt.commands.bench.peers import SHARED
+from megaopt.commands.bench.instance import bytes_per_step
+from megaopt.commands.bench.measure import with_rates
 from megaopt.commands.bench.sets import TensorSet
-from megaopt.commands.muon import bench, check, peers
-from megaopt.commands.muon.bench import Measured
+from megaopt.commands.bench.subjects import SHARED
+from megaopt.commands.muon import bench, check
+from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
 from megaopt.commands.muon.check import Case, Finding, chance, in_fp64
-from megaopt.commands.muon.peers import SETS, SUBJECTS, Subject, floor_bytes, operations
-from megaopt.commands.muon.worker import Failed, Worker
 from megaopt.kernels.matrix import muon
 from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
 
@@ -139,7 +137,7 @@ SMALL = TensorSet.of_shapes("small", "small", [(24, 40), (30, 12)])
 
 @pytest.mark.parametrize("name", ["ours", "ours-fp16", "torch"])
 def test_floors_are_those_of_the_optimizers_own_tensors(name):
-    made = build(SUBJECTS[name].make, SMALL, torch.bfloat16, CPU)
+    made = SUBJECTS[name].instance(SMALL, CPU)
     made.optimizer.step()
     assert floor_bytes(SMALL) == bytes_per_step(made)
 
@@ -175,7 +173,7 @@ def test_sets_are_those_of_the_models():
 
 def test_a_peer_steps_masters():
     """Weights are the masters of the library's own optimizer, rounded; its state is there."""
-    made = build(SUBJECTS["torch"].make, SMALL, torch.bfloat16, CPU)
+    made = SUBJECTS["torch"].instance(SMALL, CPU)
     own = [Parameter(each.detach().float()) for each in made.parameters]
     plain = torch.optim.Muon(own, **SHARED)
     for _ in range(2):
@@ -194,24 +192,21 @@ def test_a_peer_steps_masters():
 # --- bench
 
 
-FIGURES = Figures(
-    tensors=1, elements=300, bytes=1, held_bytes=1, repetitions=50, step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1), copy_bytes=10**9, copy_ms=0.5, copy_ms_quartiles=(0.5, 0.5),
-    wall_ms=2.25, wall_moved_ms=2.5, kernels={"step_kernel": 1, "gemm": 2}, transfers={},
-    scratch_bytes=2**20,
-)  # fmt: skip
+COPY = {"copy_bytes": 10**9, "copy_ms": 0.5}
 TIMES = {"ours": [100.0, 98.0], "torch": [140.0, 150.0], "dion": [200.0, 200.0]}
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """As if there were a GPU, with given times; the questions in order. "dion" hangs on set E."""
-    questions = []
+    questions, names = [], set()
 
     class Fake:
         def __init__(self, work):
             (self.name,), self.is_over = work.args, False
             self.times = {}
+            assert self.name not in names  # one process each
+            names.add(self.name)
 
         def ask(self, question, seconds):
             questions.append((question[0], self.name))
@@ -219,17 +214,17 @@ def asked(monkeypatch):
                 self.is_over = True
                 raise Failed("no answer within 7 seconds")
             times = self.times.setdefault(question[0], list(TIMES[self.name]))
-            return Measured(replace(FIGURES, step_ms=times.pop(0)), 1.5, 1e15, "1.0")
+            more = {"host_ms": 1.5, "speed": 1e15, "version": "1.0"}
+            return with_rates(FIGURES | {"step_ms": times.pop(0)} | COPY) | more
 
         def end(self):
             self.is_over = True
 
-    monkeypatch.setattr(bench, "why_not", lambda: None)
+    monkeypatch.setattr(bench.report, "require_gpu", lambda name: None)
     monkeypatch.setattr(bench, "Worker", Fake)
-    there = {**SUBJECTS, "dion": SUBJECTS["torch"]._replace(description="dion's")}
-    there["lacking"] = Subject("Lacking", "not there", "no_such_library.muon", {})
-    for module in (bench, peers):
-        monkeypatch.setattr(module, "SUBJECTS", there)
+    there = {**SUBJECTS, "dion": replace(SUBJECTS["torch"], name="dion")}
+    there["lacking"] = replace(SUBJECTS["dion"], module="no_such_library.muon")
+    monkeypatch.setattr(bench, "SUBJECTS", there)
     return questions
 
 
@@ -293,27 +288,25 @@ def test_bad_input_of_bench_is_named(megaopt, arguments, message):
     assert message in err
 
 
-def test_a_process_answers_fails_hangs_and_ends():
+def test_a_process_answers_fails_and_ends():
     """Each without harm to this one; it is gone afterwards."""
-    worker = Worker(math.sqrt)
+    worker = Worker(eval)
     try:
-        assert worker.ask(9.0, 100) == 3.0
-        with pytest.raises(Failed, match="ValueError: math domain error"):
-            worker.ask(-1.0, 100)
-        assert (worker.ask(4.0, 100), worker.is_over) == (2.0, False)
+        assert worker.ask("3 * 3.0", 100) == 9.0
+        with pytest.raises(Failed, match="IndexError: list index out of range"):
+            worker.ask("[][1]", 100)
+        assert (worker.ask("2.0", 100), worker.is_over) == (2.0, False)
+        with pytest.raises(Failed, match="its process ended"):
+            worker.ask("__import__('os')._exit(3)", 100)
     finally:
         worker.end()
     assert worker.is_over
 
 
-@pytest.mark.parametrize(
-    ("work", "question", "message"),
-    [(time.sleep, 1000, "no answer within 0.5 seconds"), (os._exit, 3, "its process ended")],
-)
-def test_a_process_that_hangs_or_ends(work, question, message):
-    worker = Worker(work)
-    with pytest.raises(Failed, match=message):
-        worker.ask(question, 0.5 if work is time.sleep else 100)
+def test_a_process_that_hangs_is_ended():
+    worker = Worker(time.sleep)
+    with pytest.raises(Failed, match=r"no answer within 0\.5 seconds"):
+        worker.ask(1000, 0.5)
     assert worker.is_over
 
 

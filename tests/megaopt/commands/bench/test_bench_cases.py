@@ -1,16 +1,15 @@
 """The bench's cases: modes of ours under each contract, their bytes, and the order of a run."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
-from megaopt.commands.bench.instance import Instance, build, bytes_held, bytes_per_step
-from megaopt.commands.bench.modes import MODES, Mode
-from megaopt.commands.bench.peers import PEERS
+from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
+from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.results import select
 from megaopt.commands.bench.sets import SETS, TensorSet
+from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.float8 import Float8Weight
 
 CPU = torch.device("cpu")
@@ -40,18 +39,16 @@ SCALES = {  # bytes of the scales of MATRICES' blocks; the second has one block,
 
 
 @pytest.mark.parametrize("mode", PLAIN.values(), ids=PLAIN)
-def test_declared_bytes_are_those_of_the_tensors(mode: Mode) -> None:
-    make = partial(mode.optimizer, backend="reference")
-    instance = build(make, SIZES, mode.weight_dtype, CPU)
+def test_declared_bytes_are_those_of_the_tensors(mode: Subject) -> None:
+    instance = mode.instance(SIZES, CPU, backend="reference")
     instance.optimizer.step()
     assert bytes_per_step(instance) == 111 * mode.bytes_per_parameter
 
 
 @pytest.mark.halved
 @pytest.mark.parametrize("mode", FLOAT8.values(), ids=FLOAT8)
-def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
-    make = partial(mode.optimizer, backend="reference")
-    instance = build(make, MATRICES, mode.weight_dtype, CPU, weight=mode.weight)
+def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Subject) -> None:
+    instance = mode.instance(MATRICES, CPU, backend="reference")
     instance.optimizer.step()
     matrices = 256 * 384 + 128 * 128
     recipe, _, kept = mode.name.removeprefix("fp8-").partition("-")
@@ -66,8 +63,7 @@ def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Mode) -> None:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_bytes_of_moments_in_blocks_with_scales_and_fp32_ones_of_norms(name: str) -> None:
     mode, (held, moments, stored, block) = MODES[name], BLOCKS[name]
-    make = partial(mode.optimizer, backend="reference")
-    instance = build(make, MATRICES, mode.weight_dtype, CPU)
+    instance = mode.instance(MATRICES, CPU, backend="reference")
     instance.optimizer.step()
     matrices = 256 * 384 + 128 * 128
     scales, wider = moments * matrices // block, 4 * moments - stored
@@ -77,14 +73,21 @@ def test_bytes_of_moments_in_blocks_with_scales_and_fp32_ones_of_norms(name: str
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_peers_of_a_mode_exist_and_do_its_work(mode: Mode) -> None:
+def test_a_mode_has_its_contract(mode: Subject) -> None:
+    """Which FusedAdam alone is given."""
+    assert mode.options.get("contract", "ieee") == mode.contract
+    assert ("contract" in mode.options) == (mode.kind == "FusedAdam")
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_peers_of_a_mode_exist_and_do_its_work(mode: Subject) -> None:
     for name in {*mode.against, *([mode.twin] if mode.twin else [])}:
         assert PEERS[name].weight_dtype == mode.weight_dtype
         assert PEERS[name].bytes_per_parameter == mode.bytes_per_parameter
-        scaling = mode.recipe.scaling if mode.recipe else None
-        assert getattr(PEERS[name], "scaling", None) == scaling
+        scalings = [each.recipe and each.recipe.scaling for each in (PEERS[name], mode)]
+        assert scalings[0] == scalings[1]
         # one heading for both in the picture
-        named = scaling is not None or mode.name.removeprefix("te:") in BLOCKS
+        named = mode.recipe is not None or mode.name.removeprefix("te:") in BLOCKS
         assert not named or PEERS[name].description == mode.description
 
 
@@ -118,9 +121,6 @@ def test_select_refuses_unknown_names(sets, only, message) -> None:
 
 
 # --- the sets of tensors: the models' shapes, and how they lie in memory
-
-
-CPU = torch.device("cpu")
 
 
 def test_sets_have_the_tensors_of_their_models() -> None:
@@ -157,8 +157,7 @@ def test_llama70b_is_a_64th_of_723_tensors_in_one_buffer() -> None:
 
 
 def instance_of(tensors: TensorSet) -> Instance:
-    mode = MODES["bf16"]
-    return build(mode.optimizer, tensors, mode.weight_dtype, CPU)
+    return MODES["bf16"].instance(tensors, CPU)
 
 
 def test_flat_set_is_slices_of_one_buffer_weights_and_gradients_alike() -> None:

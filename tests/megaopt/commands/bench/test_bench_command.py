@@ -10,9 +10,9 @@ from megaopt.commands.bench import command
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.peers import PEERS, Peer
-from megaopt.commands.bench.results import Case, Result, select
+from megaopt.commands.bench.results import Case, record_of, select
 from megaopt.commands.bench.sets import SETS
+from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import ConfigError
 
@@ -32,11 +32,11 @@ def not_called(*_: object) -> None:
 
 def test_case_that_differs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "check", lambda *_: Check("reference", "step 1, tensor 0"))
-    monkeypatch.setattr(command, "build", not_called)
+    monkeypatch.setattr(Subject, "instance", not_called)
     monkeypatch.setattr(command, "measure", not_called)
     result = command.run(select(("A",), ("bf16",))[0], CPU, None)
-    assert result.figures is None
-    assert result.problem == "differs from reference: step 1, tensor 0"
+    assert "step_ms" not in result
+    assert result["problem"] == "differs from reference: step 1, tensor 0"
 
 
 def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +44,10 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
         raise RuntimeError("needs amp_C")
 
     monkeypatch.setattr(command, "check", not_called)  # a peer promises nothing
-    monkeypatch.setattr(command, "build", failing)
+    monkeypatch.setattr(Subject, "instance", failing)
     peer = Case(SETS["C"], PEERS["apex-fp32"])
     result = command.run(peer, CPU, None)
-    assert (result.figures, result.problem) == (None, "RuntimeError: needs amp_C")
+    assert (result.get("step_ms"), result["problem"]) == (None, "RuntimeError: needs amp_C")
     with pytest.raises(AssertionError):  # the check: ours is not run without it
         command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
 
@@ -58,15 +58,16 @@ def test_peers_are_measured_unless_refused(
 ) -> None:
     seen: list[Case] = []
 
-    def measured(cases: list[Case], *_: object) -> list[Result]:
-        seen.extend(cases)
-        return [Result(case, None, "not measured") for case in cases]
+    def measured(case: Case, *_: object) -> dict[str, object]:
+        seen.append(case)
+        return record_of(case, None, "not measured")
 
-    monkeypatch.setattr(command, "why_not", lambda: None)
-    monkeypatch.setattr(command, "_installed", lambda cases: (cases, {}))
-    monkeypatch.setattr(command, "_measure_all", measured)
+    monkeypatch.setattr(command.report, "require_gpu", lambda name: None)
+    monkeypatch.setattr(command, "Copy", lambda device: None)
+    monkeypatch.setattr(command, "run", measured)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Peer, "version", lambda _: "1.0")
+    monkeypatch.setattr(Subject, "why_not", lambda _: None)
+    monkeypatch.setattr(Subject, "version", lambda _: "1.0")
     assert main(out=tmp_path, sets=("A",), only=("fp32",), peers=peers) == 1
     assert len(seen) == count
     record = json.loads((tmp_path / "record.json").read_text())

@@ -1,6 +1,5 @@
 """The gate before a measurement: it passes for the kernel, and it sees a single bit."""
 
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from megaopt import FusedAdam
 from megaopt.commands.bench import equality
 from megaopt.commands.bench.equality import check
-from megaopt.commands.bench.instance import Instance, build, state_tensors
+from megaopt.commands.bench.instance import Instance, state_tensors
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.kernels.digest.codes import codes_of
@@ -26,17 +25,15 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 def test_kernel_passes(name: str) -> None:
     mode = MODES[name]
     tensors = MATRICES if mode.weight or "blocks" in mode.name else TENSORS
-    ((_, one, other),) = equality._beside_reference(mode, tensors, DEVICE)
+    ((_, one, other),) = equality.pairs(mode, None, tensors, DEVICE)
     backends = [each.optimizer.options.backend for each in (one, other)]
     assert backends == ["triton", "reference"]
     assert equality.first_difference(one, other, steps=2) is None
 
 
 def stepped(mode_name: str) -> Instance:
-    mode = MODES[mode_name]
-    make = partial(mode.optimizer, backend="reference")
     tensors = TensorSet.of_shapes("s", "", [(3,), (32, 128) if mode_name == "blocks" else (8, 40)])
-    instance = build(make, tensors, mode.weight_dtype, DEVICE, weight=mode.weight)
+    instance = MODES[mode_name].instance(tensors, DEVICE, backend="reference")
     instance.optimizer.step()
     return instance
 

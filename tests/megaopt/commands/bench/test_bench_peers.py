@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megaopt.commands.bench.instance import Instance, build, bytes_per_step
-from megaopt.commands.bench.peers import PEERS, Peer
 from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.subjects import PEERS, Subject
 
 CPU = torch.device("cpu")
 TENSORS = TensorSet(name="s", description="", sizes=(4096, 8192))
@@ -17,9 +17,9 @@ TORCH = {name: peer for name, peer in PEERS.items() if peer.package == "torch"}
 
 
 @pytest.mark.parametrize("peer", TORCH.values(), ids=TORCH)
-def test_torch_moves_the_declared_bytes(peer: Peer) -> None:
+def test_torch_moves_the_declared_bytes(peer: Subject) -> None:
     assert peer.why_not() is None
-    instance = build(peer.optimizer, TENSORS, peer.weight_dtype, CPU)
+    instance = peer.instance(TENSORS, CPU)
     instance.optimizer.step()
     assert bytes_per_step(instance) == sum(TENSORS.sizes) * peer.bytes_per_parameter
     (group,) = instance.optimizer.param_groups

@@ -2,63 +2,50 @@
 
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_figures import FIGURES
 from rich.console import Console
 from torch.autograd import DeviceType
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.command import HostFigures, host_record, host_table, measure_host
+from megaopt.commands.bench.command import host_record, host_table, measure_host
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Figures, count_device_work
+from megaopt.commands.bench.measure import Record, count_device_work, with_rates
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.peers import PEERS
-from megaopt.commands.bench.results import Case, Ratio, Result, ratios, record_of, select, table_of
+from megaopt.commands.bench.report import table_of
+from megaopt.commands.bench.results import NAMED, TIMED, Case, add_ratios, record_of, select
 from megaopt.commands.bench.sets import HOST, SETS
+from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 
-FIGURES = Figures(
-    tensors=1,
-    elements=1000,
-    bytes=28_000,
-    held_bytes=14_000,
-    repetitions=50,
-    step_ms=2.0,
-    step_ms_quartiles=(1.9, 2.1),
-    copy_bytes=56_000,
-    copy_ms=3.0,
-    copy_ms_quartiles=(2.9, 3.1),
-    wall_ms=2.25,
-    wall_moved_ms=2.5,
-    kernels={"step_kernel": 1},
-    transfers={"Memcpy HtoD": 2},
-    scratch_bytes=2**20,
-)
 A_BF16 = Case(SETS["A"], MODES["bf16"])
 A_TE = Case(SETS["A"], PEERS["transformerengine-bf16"])
 A_FP32 = Case(SETS["A"], MODES["fp32"])
 C_BF16 = Case(SETS["C"], MODES["bf16"])
-SLOW = replace(FIGURES, step_ms=3.0, wall_ms=9.0, wall_moved_ms=20.0, bytes=26_500)
-RESULTS = [
-    Result(A_BF16, FIGURES, None, Check("reference")),
-    Result(A_TE, SLOW),
-    Result(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
-    Result(C_BF16, replace(FIGURES, kernels={}), None, Check(None)),
+SLOW = with_rates(
+    FIGURES | {"step_ms": 3.0, "wall_ms": 9.0, "wall_moved_ms": 20.0, "bytes": 26_500}
+)
+CASES = [
+    record_of(A_BF16, FIGURES, None, Check("reference")),
+    record_of(A_TE, SLOW),
+    record_of(A_FP32, None, "differs from ...", Check("torch-fused-fp32", "step 1, tensor 0")),
+    record_of(C_BF16, with_rates(FIGURES | {"kernels": {}}), None, Check(None)),
 ]
+add_ratios(CASES)
 
 
 def test_percent_and_bandwidth() -> None:
-    assert FIGURES.percent_of_copy == 75.0  # 14 against 18.67 bytes/us
-    assert FIGURES.copy_bandwidth == 56_000 / 3e-3
-    assert FIGURES.launches == 1
-    assert replace(FIGURES, kernels={"a": 2, "b": 3}).launches == 5
-    assert replace(FIGURES, kernels={}).launches is None
+    assert FIGURES["percent_of_copy"] == 75.0  # 14 against 18.67 bytes/us
+    assert FIGURES["copy_bandwidth"] == 56_000 / 3e-3
+    assert FIGURES["launches"] == 1
+    assert with_rates(FIGURES | {"kernels": {"a": 2, "b": 3}})["launches"] == 5
+    assert with_rates(FIGURES | {"kernels": {}})["launches"] is None
 
 
 def test_only_work_on_the_device_is_counted() -> None:
@@ -80,27 +67,22 @@ def test_only_work_on_the_device_is_counted() -> None:
 
 
 def test_ratios_are_to_the_peers_of_the_same_set() -> None:
-    (ratio,) = ratios(RESULTS[0], RESULTS)
-    assert ratio == Ratio(peer="transformerengine-bf16", step=1.5, wall=4.0, wall_moved=8.0)
-    assert ratios(RESULTS[1], RESULTS) == []  # a peer
-    assert ratios(RESULTS[2], RESULTS) == []  # no speed
-    assert ratios(RESULTS[3], RESULTS) == []  # the peer was not measured on set C
+    ours, peer, without_speed, alone = CASES
+    ratio = {"peer": "transformerengine-bf16", "step": 1.5, "wall": 4.0, "wall_moved": 8.0}
+    assert ours["times_faster_than"] == [ratio]
+    assert not any("times_faster_than" in case for case in (peer, without_speed))
+    assert alone["times_faster_than"] == []  # the peer was not measured on set C
 
 
 def test_record_holds_every_figure(tmp_path: Path) -> None:
-    write_json(tmp_path / "record.json", record_of(RESULTS))
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert set(record["sets"]) == {"A", "C"}
-    good, peer, bad, unknown = record["cases"]
+    write_json(tmp_path / "record.json", {"cases": CASES})
+    good, peer, bad, unknown = json.loads((tmp_path / "record.json").read_text())["cases"]
     assert (good["case"], good["ours"], good["contract"]) == ("A/bf16", "bf16", "ieee")
     assert (good["checked_against"], good["equal"]) == ("reference", True)
     for name in ("step_ms", "copy_ms", "wall_ms", "wall_moved_ms", "bytes", "scratch_bytes"):
-        assert good[name] == getattr(FIGURES, name)
+        assert good[name] == FIGURES[name]
     assert good["kernels"] == {"step_kernel": 1}
-    assert good["percent_of_copy"] == FIGURES.percent_of_copy
-    assert good["times_faster_than"] == [
-        {"peer": "transformerengine-bf16", "step": 1.5, "wall": 4.0, "wall_moved": 8.0}
-    ]
+    assert good["percent_of_copy"] == FIGURES["percent_of_copy"]
     assert peer["peer"] == "transformerengine-bf16"
     assert peer["bytes_per_parameter"] == 26.5  # as counted, not as declared
     assert not {"equal", "contract", "times_faster_than"} & peer.keys()
@@ -111,9 +93,9 @@ def test_record_holds_every_figure(tmp_path: Path) -> None:
     assert not {"step_ms", "percent_of_copy", "times_faster_than"} & bad.keys()
 
 
-def printed(results: list[Result], width: int) -> list[str]:
+def printed(cases: list[Record], width: int) -> list[str]:
     text = io.StringIO()
-    print_table(Console(width=width, file=text), table_of(results))
+    print_table(Console(width=width, file=text), table_of("", cases, NAMED, TIMED))
     return text.getvalue().splitlines()
 
 
@@ -123,7 +105,7 @@ def row(lines: list[str], case: str) -> list[str]:
 
 
 def test_table_has_figures_and_no_speed_for_a_failed_case() -> None:
-    lines = printed(RESULTS, 300)
+    lines = printed(CASES, 300)
     figures = ["28", "14", "2.000", "75.0%", "2.250", "2.500", "1", "1.0"]
     against = "transformerengine-bf16 1.50x / 4.00x / 8.00x"
     assert row(lines, "A/bf16") == ["A/bf16", "✓ reference", *figures, against]
@@ -135,21 +117,20 @@ def test_table_has_figures_and_no_speed_for_a_failed_case() -> None:
 
 
 def test_narrow_terminal_cuts_nothing_off() -> None:
-    long = replace(RESULTS[0], case=Case(SETS["llama70b-64"], MODES["bf16-remainders-moments"]))
-    assert printed([*RESULTS, long], 80) == printed([*RESULTS, long], 300)
+    long = {**CASES[0], "case": "llama70b-64/bf16-remainders-moments"}
+    assert printed([*CASES, long], 80) == printed([*CASES, long], 300)
 
 
 def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "HOST_STEPS", 2)
     found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
-    assert [each.tensors for each in found] == [2, 5]
+    assert [each["tensors"] for each in found] == [2, 5]
     assert select((HOST,), ("bf16",)) == []  # it has no cases of its own
 
 
 def test_table_and_record_say_what_was_measured() -> None:
-    figures = [
-        HostFigures(tensors=4000, ours_ms=0.5, torch_ms=20, ours_moved_ms=2, torch_moved_ms=21)
-    ]
+    times = {"ours_ms": 0.5, "torch_ms": 20, "ours_moved_ms": 2, "torch_moved_ms": 21}
+    figures = [{"tensors": 4000, **times}]
     console = Console(width=200, record=True)
     print_table(console, host_table(figures))
     text = console.export_text()

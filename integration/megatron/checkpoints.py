@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megaopt.galore import GaLoreOptions
+from megaopt.options.checks import refuse
+from megaopt.state.owned import owned_of
 from megaopt.state.tensors import MASTER
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -68,9 +73,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Megatron's, into a complete state: it would make one of uninitialized memory."""
+        """Megatron's, into a complete state: it would make one of uninitialized memory.
+
+        Raises ValueError for moments of other projections.
+        """
         if self.is_stub_optimizer:
             return
+        check_projections(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
         self.fused.initialize_states()
         super().load_state_dict(state_dict)
 
@@ -87,7 +96,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
-            tensor = self.fused.get_unscaled_state(shard, name)
+            tensor = self._part_of(shard, name)
             tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
         return tensors
 
@@ -113,7 +122,45 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         for key, name in self._names_of(shard).items():
             if name is not None:
-                self.fused.set_scaled_state(shard, name, tensors[key])
+                self._set_part(shard, name, tensors[key])
+
+    def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
+        """The fp32 values of a state tensor, as many as the shard has."""
+        value: torch.Tensor = self.fused.get_unscaled_state(shard, name)
+        view = owned_of(self.fused).view(shard)
+        if name == MASTER or not view.kept:
+            return value
+        stands = stands_for_moments(view)
+        found = torch.zeros(stands.shape, dtype=torch.float32)
+        found[stands] = value.cpu()
+        if name == self.optimizer_state_keys[0]:
+            kept, (begin, end) = joined(view, self.fused.state[shard]), kept_ends(view)
+            found[(~stands).nonzero()[: end - begin, 0]] = kept[begin:end].cpu()
+        return found
+
+    def _set_part(self, shard: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Takes what `_part_of` made; of what is kept this rank's part."""
+        view = owned_of(self.fused).view(shard)
+        if name != MASTER and view.kept:
+            stands, value = stands_for_moments(view), value.cpu()
+            if name == self.optimizer_state_keys[0]:
+                state, (begin, end) = self.fused.state[shard], kept_ends(view)
+                kept = joined(view, state)
+                kept[begin:end] = value[~stands][: end - begin]
+                take(view, state, kept)
+            value = value[stands]
+        self.fused.set_scaled_state(shard, name, value)
+
+    def _bring_together(self) -> None:
+        """Gives every rank all of what states keep, of which each has read its part."""
+        views = owned_of(self.fused).views if self.fused.options.MATRIX else []
+        for view in views:
+            if view.kept:
+                state, (begin, end) = self.fused.state[view.param], kept_ends(view)
+                kept = joined(view, state).view(torch.int32)  # a sum of these keeps every bit
+                kept[:begin], kept[end:] = 0, 0
+                dist.all_reduce(kept, group=self.data_parallel_group)
+                take(view, state, kept.view(torch.float32))
 
     # --- weights are what their masters say, after any load
 
@@ -134,7 +181,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
-        """Casts every master into its shard of the weights; the ranks have to gather them."""
+        """Casts every master into its shard of the weights; the ranks have to gather them.
+
+        What ranks keep of whole matrices they bring together.
+        """
+        self._bring_together()
         if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
         for model, shard in self.shards.items():
@@ -245,6 +296,61 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
                 group["step"].fill_(step)
             else:
                 group["step"] = step
+
+
+# --- moments of fewer numbers than their weights, and what is kept beside them
+#
+# Of a weight's elements as many stand for a number of each moment as it has, spread evenly: a part
+# has those that its moments have. In the first moment's place the first others stand for numbers of
+# what a state keeps, which altogether are no more than the weight's.
+
+
+def stands_for_moments(view: Any) -> torch.Tensor:
+    """Which elements of a part stand for numbers of its moments; bool, on the CPU."""
+    low, whole = (math.prod(shape) for shape in _shapes_of(view))
+    first, numel = view.first_element, view.local.numel()
+    return (torch.arange(first, first + numel + 1) * low // whole).diff() > 0
+
+
+def kept_ends(view: Any) -> tuple[int, int]:
+    """Of the numbers that a state keeps the first that a part stands for, and the one behind."""
+    low, whole = (math.prod(shape) for shape in _shapes_of(view))
+    places = (view.first_element, view.first_element + view.local.numel())
+    most = sum(map(math.prod, view.kept.values()))
+    begin, end = (min(place - place * low // whole, most) for place in places)
+    return begin, end
+
+
+def _shapes_of(view: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Those of all moments, and of the weight."""
+    return view.matrix.low_shape(view.whole_shape), view.whole_shape
+
+
+def joined(view: Any, state: dict[str, Any]) -> torch.Tensor:
+    """All that a state keeps, in one dimension."""
+    return torch.cat([state[name].reshape(-1) for name in view.kept])
+
+
+def take(view: Any, state: dict[str, Any], kept: torch.Tensor) -> None:
+    """Writes it into the state."""
+    own = [state[name] for name in view.kept]
+    for each, part in zip(own, kept.split([e.numel() for e in own]), strict=True):
+        each.copy_(part.view(each.shape))
+
+
+def check_projections(saved: Sequence[Any], own: Sequence[Any]) -> None:
+    """Raises ValueError where moments that were saved are of other projections than these groups'.
+
+    Of none, too: Adam's.
+    """
+    names = GaLoreOptions.MATRIX_KEYS
+    found, wanted = (
+        {tuple(group.get(name) for name in names) for group in groups} for groups in (saved, own)
+    )
+    if found != wanted:
+        refuse(
+            f"{' and '.join(names)} of a checkpoint's groups", f"those of galore, {wanted}", found
+        )
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

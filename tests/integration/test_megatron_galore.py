@@ -42,3 +42,117 @@ def test_shards_have_the_bits_of_one_process(pools, once, name, world):
     (expected,) = once(1, alone, CASES[name])
     for found in pools(world)(stepped, CASES[name]):
         assert_same(found, expected)
+
+
+# --- checkpoints
+
+FORMS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
+
+
+@pytest.mark.parametrize(
+    ("worlds", "form"),
+    [
+        ((2, 3), "dp_reshardable"),
+        *(
+            pytest.param((some, others), form, marks=pytest.mark.slow)
+            for form in FORMS for some, others in ((1, 2), (2, 3), (3, 1))
+            if (some, others, form) != (2, 3, "dp_reshardable")
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_resumes_on_another_number_of_ranks(pools, once, tmp_path, worlds, form):
+    """Between refreshes, into a run of other projections: what is loaded, and what then follows."""
+    case, folder = CASES["left"], tmp_path / "saved"
+    (straight,) = once(1, alone, case)
+    kept = pools(worlds[0])(saved, case, 6, folder, form)
+    for loaded, after in pools(worlds[1])(gone_on, case, 6, 4, folder, form):
+        assert_same(loaded, kept[0])
+        assert_same(after, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != "left"])
+def test_all_kinds_resume(pools, once, tmp_path, name):
+    case, folder = CASES[name], tmp_path / "saved"
+    (straight,) = once(1, alone, case)
+    pools(3)(saved, case, 6, folder, FORMS[0])
+    for _, after in pools(2)(gone_on, case, 6, 4, folder, FORMS[0]):
+        assert_same(after, straight)
+
+
+# --- ranks that fail
+
+DIFFER = "ranks that hold parts of the same parameters must step the same"
+FAILED = "another rank that steps the same parameters failed in this step"
+WRONG = {
+    "gradient": (DIFFER, DIFFER),
+    "exchange": (FAILED, "RuntimeError: no memory"),
+    "refresh": (FAILED, "RuntimeError: no memory"),
+    "update": (FAILED, "RuntimeError: no memory"),
+}
+
+
+@pytest.mark.parametrize("kind", slow_but(WRONG, ("gradient", "refresh")))
+def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
+    """And all go on with the next step as if there had been none."""
+    case, (elsewhere, there) = CASES["std, by svd"], WRONG[kind]
+    case = replace(case, options={"galore": {**case.options["galore"], "update_proj_gap": 3}})
+    (straight,) = once(1, alone, case, 4)
+    for rank, (error, before, after, then) in enumerate(pools(2)(said_of, kind, case)):
+        assert (there if rank == 1 else elsewhere) in error
+        assert_same(after, before)
+        assert_same(then, straight)
+
+
+# --- what is refused
+
+REFUSED = {
+    "rank left out": ({"galore": {}}, "galore must be None or a dict with 'rank', and of rank, up"),
+    "others' names": ({"galore": {"rank": 4, "lr": 1.0}}, "galore must be None or a dict with 'ra"),
+    "rank": ({"galore": {"rank": 0}}, "group 0: rank must be None or a whole number >= 1, got 0"),
+    "moments": ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype must be None or torch.float32 w"),
+    "contract": ({"contract": "te"}, "contract must be ieee with galore, got 'te'"),
+    "mode": ({"mode": "precision_aware"}, "mode must be main_shards with galore, got 'precision_a"),
+    "captured": ({"capturable": True}, "capturable must be None or False with galore, got True"),
+}
+OF_CONFIG = {
+    "offload": (
+        {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},
+        "config.optimizer_cpu_offload must be False with galore, got True",
+    ),
+    "Adam": ({"adam_w_mode": False}, "config.decoupled_weight_decay must be True with galore, got"),
+    "tensor parallel": (
+        {"tensor_parallel": 2}, "config.tensor_model_parallel_size must be 1 with galore, got 2: e"
+    ),
+    "instances": ({"instances": 2}, "num_distributed_optimizer_instances must be 1 with galore"),
+    "Muon": (
+        {"config": {"optimizer": "muon"}}, "galore must be None with config.optimizer='muon', got"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        *((options, {}, told) for options, told in REFUSED.values()),
+        *(({}, settings, told) for settings, told in OF_CONFIG.values()),
+    ],
+    ids=[*REFUSED, *OF_CONFIG],
+)
+def test_what_is_refused(pools, options, settings, message):
+    case = galore_case(**settings)
+    case = replace(case, options={**case.options, **options})
+    world = max(case.tensor_parallel, case.instances)
+    for error in pools(world)(error_of, case):
+        assert error.startswith(f"ValueError: {message}")
+
+
+@pytest.mark.parametrize("other", [{"galore": {"rank": 5, "update_proj_gap": 4}}, {}])
+def test_moments_of_other_projections_are_refused(pools, tmp_path, other):
+    """Adam's too; and its optimizer refuses GaLore's."""
+    case, folder = CASES["right"], tmp_path / "saved"
+    told = "ValueError: rank and proj_type of a checkpoint's groups must be those of galore"
+    pools(2)(saved, case, 1, folder, FORMS[0])
+    for error in pools(2)(error_of, replace(case, options=other), folder, FORMS[0]):
+        assert error.startswith(told)

@@ -127,40 +127,26 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 values of a state tensor, as many as the shard has."""
         value: torch.Tensor = self.fused.get_unscaled_state(shard, name)
-        view = owned_of(self.fused).view(shard)
-        if name == MASTER or not view.kept:
-            return value
-        stands = stands_for_moments(view)
-        found = torch.zeros(stands.shape, dtype=torch.float32)
-        found[stands] = value.cpu()
-        if name == self.optimizer_state_keys[0]:
-            kept, (begin, end) = joined(view, self.fused.state[shard]), kept_ends(view)
-            found[(~stands).nonzero()[: end - begin, 0]] = kept[begin:end].cpu()
-        return found
+        spread = self._spread(shard, name)
+        return value if spread is None else spread.write(value, name == self._keys[1])
 
     def _set_part(self, shard: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Takes what `_part_of` made; of what is kept this rank's part."""
-        view = owned_of(self.fused).view(shard)
-        if name != MASTER and view.kept:
-            stands, value = stands_for_moments(view), value.cpu()
-            if name == self.optimizer_state_keys[0]:
-                state, (begin, end) = self.fused.state[shard], kept_ends(view)
-                kept = joined(view, state)
-                kept[begin:end] = value[~stands][: end - begin]
-                take(view, state, kept)
-            value = value[stands]
+        """Takes what `_part_of` made."""
+        spread = self._spread(shard, name)
+        if spread is not None:
+            value = spread.read(value, name == self._keys[1])
         self.fused.set_scaled_state(shard, name, value)
+
+    def _spread(self, shard: torch.Tensor, name: str) -> Spread | None:
+        view = owned_of(self.fused).view(shard)
+        is_as_the_weight = name == MASTER or not view.kept
+        return None if is_as_the_weight else Spread(view, self.fused.state[shard])
 
     def _bring_together(self) -> None:
         """Gives every rank all of what states keep, of which each has read its part."""
-        views = owned_of(self.fused).views if self.fused.options.MATRIX else []
-        for view in views:
+        for view in owned_of(self.fused).views if self.fused.options.MATRIX else []:
             if view.kept:
-                state, (begin, end) = self.fused.state[view.param], kept_ends(view)
-                kept = joined(view, state).view(torch.int32)  # a sum of these keeps every bit
-                kept[:begin], kept[end:] = 0, 0
-                dist.all_reduce(kept, group=self.data_parallel_group)
-                take(view, state, kept.view(torch.float32))
+                Spread(view, self.fused.state[view.param]).bring_together(self.data_parallel_group)
 
     # --- weights are what their masters say, after any load
 
@@ -298,44 +284,60 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
                 group["step"] = step
 
 
-# --- moments of fewer numbers than their weights, and what is kept beside them
-#
-# Of a weight's elements as many stand for a number of each moment as it has, spread evenly: a part
-# has those that its moments have. In the first moment's place the first others stand for numbers of
-# what a state keeps, which altogether are no more than the weight's.
+class Spread:
+    """Moments of fewer numbers than their weight has, and what is kept, in a part of its size.
 
+    Of a weight's elements as many stand for a moment's numbers as it has, spread evenly: a part has
+    those that stand for its own part of the moment. Beside the first moment the first of the others
+    stand for what the state keeps: altogether these are no more numbers than the weight's.
 
-def stands_for_moments(view: Any) -> torch.Tensor:
-    """Which elements of a part stand for numbers of its moments; bool, on the CPU."""
-    low, whole = (math.prod(shape) for shape in _shapes_of(view))
-    first, numel = view.first_element, view.local.numel()
-    return (torch.arange(first, first + numel + 1) * low // whole).diff() > 0
+    Args:
+        view: of a flat part of a matrix.
+        state: the parameter's.
+    """
 
+    def __init__(self, view: Any, state: dict[str, Any]) -> None:
+        low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
+        places = view.first_element + torch.arange(view.local.numel() + 1)
+        firsts = places * math.prod(low) // math.prod(whole)
+        self._is_low, others = firsts.diff() > 0, places - firsts
+        self._tensors = [state[name] for name in view.kept]
+        most = sum(tensor.numel() for tensor in self._tensors)
+        self._begin, self._end = (min(int(others[i]), most) for i in (0, -1))
+        """Of all that is kept the first number of this part, and the one behind its last."""
+        self._places = (~self._is_low).nonzero()[: self._end - self._begin, 0]
 
-def kept_ends(view: Any) -> tuple[int, int]:
-    """Of the numbers that a state keeps the first that a part stands for, and the one behind."""
-    low, whole = (math.prod(shape) for shape in _shapes_of(view))
-    places = (view.first_element, view.first_element + view.local.numel())
-    most = sum(map(math.prod, view.kept.values()))
-    begin, end = (min(place - place * low // whole, most) for place in places)
-    return begin, end
+    def write(self, moment: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """The part of a moment, in the first one with what is kept; fp32, on the CPU."""
+        found = torch.zeros(self._is_low.shape)
+        found[self._is_low] = moment.cpu()
+        if is_first:
+            found[self._places] = self._kept()[self._begin : self._end].cpu()
+        return found
 
+    def read(self, value: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """The part of a moment that was written; what is kept goes into the state."""
+        value = value.cpu()
+        if is_first:
+            kept = self._kept()
+            kept[self._begin : self._end] = value[self._places]
+            self._keep(kept)
+        return value[self._is_low]
 
-def _shapes_of(view: Any) -> tuple[Sequence[int], Sequence[int]]:
-    """Those of all moments, and of the weight."""
-    return view.matrix.low_shape(view.whole_shape), view.whole_shape
+    def bring_together(self, group: Any) -> None:
+        """Puts together what is kept of the parts that ranks have read."""
+        kept = self._kept().view(torch.int32)  # a sum of these with zeros keeps every bit
+        kept[: self._begin], kept[self._end :] = 0, 0
+        dist.all_reduce(kept, group=group)
+        self._keep(kept.view(torch.float32))
 
+    def _kept(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
 
-def joined(view: Any, state: dict[str, Any]) -> torch.Tensor:
-    """All that a state keeps, in one dimension."""
-    return torch.cat([state[name].reshape(-1) for name in view.kept])
-
-
-def take(view: Any, state: dict[str, Any], kept: torch.Tensor) -> None:
-    """Writes it into the state."""
-    own = [state[name] for name in view.kept]
-    for each, part in zip(own, kept.split([e.numel() for e in own]), strict=True):
-        each.copy_(part.view(each.shape))
+    def _keep(self, kept: torch.Tensor) -> None:
+        parts = kept.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def check_projections(saved: Sequence[Any], own: Sequence[Any]) -> None:

@@ -114,7 +114,9 @@ def check_matrices(chunk: Any, rule: str) -> None:
     for name, param in chunk.named_parameters():
         check_parameter(name, param, False)
         if is_fp8(param):
-            refuse(f"parameter {name!r}", f"fp32 or bf16 with {rule}", type(param.data).__name__)
+            refuse(
+                f"parameter {name!r}", f"of fp32 or 16 bits with {rule}", type(param.data).__name__
+            )
 
 
 def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:

@@ -9,7 +9,17 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-from megatron_galore import alone, error_of, galore_case, gone_on, said_of, saved, stepped
+import megatron_gpt
+from megatron_galore import (
+    alone,
+    clipped,
+    error_of,
+    galore_case,
+    gone_on,
+    said_of,
+    saved,
+    stepped,
+)
 from runs import assert_same
 
 
@@ -41,6 +51,20 @@ def test_shards_have_the_bits_of_one_process(pools, once, name, world):
     """Weights, masters, moments, projections and their energies, over refreshes."""
     (expected,) = once(1, alone, CASES[name])
     for found in pools(world)(stepped, CASES[name]):
+        assert_same(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grads", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+def test_shards_are_clipped_by_megatrons_norm(pools, grads):
+    """As one process that is told the coefficients."""
+    case = galore_case(clip_grad=0.5, fp32_grads=grads)
+    ranks = pools(2)(clipped, case)
+    factors = ranks[0][1]
+    assert all(factor < 1 for factor in factors)
+    (expected,) = pools(1)(alone, case, len(factors), factors)
+    for found, told in ranks:
+        assert told == factors
         assert_same(found, expected)
 
 
@@ -79,6 +103,32 @@ def test_all_kinds_resume(pools, once, tmp_path, name):
     pools(3)(saved, case, 6, folder, FORMS[0])
     for _, after in pools(2)(gone_on, case, 6, 4, folder, FORMS[0]):
         assert_same(after, straight)
+
+
+LAYOUTS = {
+    "experts": {"experts": 2, "fp32_grads": False},
+    "pipeline": {"pipeline": 2},
+    "overlap": {"overlap": True, "as_context": True},
+    "a loss scale": {"dtype": torch.float16, "fp32_grads": False},
+    "frozen": {"frozen": "linear_fc1"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_equals_going_straight_on(pools, tmp_path, name):
+    """Losses, norms, weights and states of training, whatever Megatron's layout."""
+    case = galore_case({"update_proj_gap": 2}, clip_grad=1.0, **LAYOUTS[name])
+    straight, form = pools(2)(megatron_gpt.train, case, 5), FORMS[0]
+    saved = pools(2)(megatron_gpt.train_and_save, case, tmp_path / "a", form, 3)
+    back = pools(2)(megatron_gpt.load_and_train, case, tmp_path / "a", form, 3)
+    assert [each["loaded"] for each in back] == saved
+    for name in ("steps", "weights", "states"):
+        found = [each[name] for each in straight]
+        assert [each[name] for each in back] == [
+            own[3:] if name == "steps" else own for own in found
+        ]
+    assert any(updated for _, updated, *_ in straight[0]["steps"])
 
 
 # --- ranks that fail

@@ -1,4 +1,4 @@
-"""GaLoreAdamW in Megatron's distributed optimizer, and alone on whole weights: what a run leaves."""
+"""GaLoreAdamW in Megatron's distributed optimizer, and alone on whole weights: what runs leave."""
 
 import contextlib
 from unittest import mock
@@ -22,7 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def galore_case(own=None, **settings):
     """Of a GPT whose matrices are of 32 rows and columns, or more."""
     given = {"rank": 4, "update_proj_gap": 4, **(own or {})}
-    return Case("main_shards", overlap=False, clip_grad=0.0, options={"galore": given}, **settings)
+    settings = {"overlap": False, "clip_grad": 0.0, **settings}
+    return Case("main_shards", options={"galore": given}, **settings)
 
 
 def grads_of(step, params):
@@ -38,6 +39,16 @@ def stepped(case, steps=10):
     trainer = Trainer(case)
     train(trainer, steps)
     return snapshot(trainer)
+
+
+def clipped(case, steps=5):
+    """The same, and by what gradients were to be multiplied."""
+    trainer, factors = Trainer(case), []
+    for step in range(steps):
+        grads = grads_of(step, trainer.chunk.module.parameters())
+        _, norm, _ = trainer.step_given(grads)
+        factors.append(torch.tensor([case.clip_grad / (norm + 1e-6)]))
+    return snapshot(trainer), factors
 
 
 def saved(case, steps, folder, form):
@@ -97,8 +108,8 @@ def name_of_empty(shard, models):
     return name
 
 
-def alone(case, steps=10):
-    """The same of GaLoreAdamW without Megatron, of the same weights."""
+def alone(case, steps=10, factors=None):
+    """The same of GaLoreAdamW without Megatron, of the same weights; factors: clip coefficients."""
     trainer = Trainer(case)
     module, given = trainer.chunk.module, dict(case.options["galore"])
     (leaf,) = leaves(trainer.optimizer)
@@ -119,7 +130,7 @@ def alone(case, steps=10):
     for step in range(steps):
         for param, grad in zip(params.values(), grads_of(step, params.values()), strict=True):
             param.decoupled_grad = grad.float() if case.fp32_grads else grad
-        optimizer.step()
+        optimizer.step(clip_coefficient=None if factors is None else factors[step])
     found = {}
     for name, param in params.items():
         state = optimizer.state[param]

@@ -120,8 +120,8 @@ class GaLoreOptions(Options):
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
         rank, shape = group.get("rank"), whole_shape_of(param)
-        is_left = rank is None or len(shape) != 2 or getattr(param, EMBEDDING, None) is True
-        if is_left or not saves(rank, shape):
+        is_adams = rank is None or len(shape) != 2 or getattr(param, EMBEDDING, None) is True
+        if is_adams or not saves(rank, shape):
             return None
         side, split = side_of(group["proj_type"], *shape), view_of(param).split
         # the rows of one rank are projected on the right without the others
@@ -188,9 +188,10 @@ class GaLoreAdamW(FusedOptimizer):
     galore_torch's AdamW; docs/numbers.md lists them, and says which bits are promised.
 
     Groups say, as galore_torch's do, rank, update_proj_gap, scale and proj_type; the arguments here
-    are for groups that do not. Parameters without a rank, of other than two dimensions, or where
-    projection and projected gradient together are no smaller than the gradient, take FusedAdam's
-    step, where eps is beside the corrected root and decay comes with the update.
+    are for groups that do not. Parameters without a rank, of other than two dimensions, with
+    Megatron-Core's mark is_embedding_or_output_parameter=True, or where projection and projected
+    gradient together are no smaller than the gradient, take FusedAdam's step, where eps is beside
+    the corrected root and decay comes with the update.
 
     A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
     fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
@@ -204,7 +205,8 @@ class GaLoreAdamW(FusedOptimizer):
     whole.
 
     Args:
-        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices.
+        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices, but for
+            those of Megatron's distributed optimizer (docs/how-to/megatron.md).
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in

@@ -78,8 +78,7 @@ def get_megatron_optimizer(
             config.optimizer_cuda_graph, with which Megatron's training loop captures it.
         galore: steps matrices but embeddings and output layers by megaopt.GaLoreAdamW, with these
             arguments of its: rank, and any of update_proj_gap, scale, proj_type, precision, refresh
-            and stagger; beside optimizer="adam" and mode "main_shards", moments in fp32. None: all
-            by FusedAdam.
+            and stagger; beside optimizer="adam" and mode "main_shards". None: all by FusedAdam.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 

@@ -65,6 +65,7 @@ class Choices:
     offloads: bool = False
     """config.optimizer_cpu_offload, of which Megatron is not told."""
     galore: Mapping[str, Any] | None = None
+    """Arguments of GaLoreAdamW, which then steps all parameters; None: FusedAdam does."""
     asked: Any = None
     """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
@@ -115,15 +116,18 @@ class Choices:
         allowed: dict[str, tuple[object, ...]] = {
             "mode": ("main_shards",),
             "contract": ("ieee",),
-            "exp_avg_dtype": (None, torch.float32),
-            "exp_avg_sq_dtype": (None, torch.float32),
             "round_scaled_grads": (None, False),
             "capturable": (None, False),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                among = " or ".join(map(str, values))
+                among = " or ".join(map(repr, values))
                 refuse(name, f"{among} with galore", getattr(self, name))
+        options = self._options()
+        for moment in MOMENTS:
+            if options.moment_format(moment.name).has_scale:
+                name = f"{moment.name}_dtype"
+                refuse(name, "a format without scales with galore", getattr(self, name))
 
     def _options(self) -> AdamOptions:
         """The options that Megatron's config does not give; ValueError where they contradict."""
@@ -185,15 +189,18 @@ class Choices:
         if self.asked is not None and self.asked.optimizer == "sgd":
             momentum = self.asked.sgd_momentum
             return ShardSGD(params, momentum=momentum, momentum_buffer_dtype=first, **options)
-        options |= {"betas": kwargs["betas"], "eps": kwargs["eps"]}
+        options |= {
+            "betas": kwargs["betas"],
+            "eps": kwargs["eps"],
+            "exp_avg_dtype": first,
+            "exp_avg_sq_dtype": _given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
+        }
         if self.galore is not None:
             del options["round_scaled_grads"]  # it has no such
             return ShardGaLore(params, **self.galore, **options)
         return ShardAdam(
             params,
             adam_w_mode=adam_w_mode,
-            exp_avg_dtype=first,
-            exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
             contract=self.adam_contract,
             step_counts="group",
             makes_states="stepped",

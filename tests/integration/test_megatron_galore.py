@@ -20,6 +20,7 @@ from megatron_galore import (
     saved,
     stepped,
 )
+from megatron_muon import run_the_page
 from runs import assert_same
 
 
@@ -27,6 +28,7 @@ def slow_but(names, quick):
     return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
+DRAWN = {"exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic"}
 CASES = {
     "left": galore_case({"proj_type": "left"}, fp32_grads=False),
     "right": galore_case({"proj_type": "right"}),
@@ -34,6 +36,7 @@ CASES = {
     "reverse_std, bf16, fp32 weights": galore_case(
         {"proj_type": "reverse_std", "precision": "bf16"}, dtype=torch.float32
     ),
+    "drawn moments": galore_case({"proj_type": "left"}, DRAWN),
     "scaled, of one bucket": galore_case({"rank": 7, "scale": 0.25}, buckets=None),
 }
 QUICK = ("left-2", "right-3")
@@ -155,15 +158,24 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
         assert_same(then, straight)
 
 
+def test_the_code_of_the_page_runs(pools):
+    (found,) = pools(1)(run_the_page, galore_case(), "GaLore")
+    assert found["kinds"] == ["ShardGaLore"]
+    assert found["steps"][0][0] != found["steps"][1][0]
+
+
 # --- what is refused
 
 REFUSED = {
     "rank left out": ({"galore": {}}, "galore must be None or a dict with 'rank', and of rank, up"),
     "others' names": ({"galore": {"rank": 4, "lr": 1.0}}, "galore must be None or a dict with 'ra"),
     "rank": ({"galore": {"rank": 0}}, "group 0: rank must be None or a whole number >= 1, got 0"),
-    "moments": ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype must be None or torch.float32 w"),
-    "contract": ({"contract": "te"}, "contract must be ieee with galore, got 'te'"),
-    "mode": ({"mode": "precision_aware"}, "mode must be main_shards with galore, got 'precision_a"),
+    "moments": (
+        {"exp_avg_dtype": torch.float16},
+        "exp_avg_dtype must be a format without scales w",
+    ),
+    "contract": ({"contract": "te"}, "contract must be 'ieee' with galore, got 'te'"),
+    "mode": ({"mode": "precision_aware"}, "mode must be 'main_shards' with galore, got 'precision"),
     "captured": ({"capturable": True}, "capturable must be None or False with galore, got True"),
 }
 OF_CONFIG = {

@@ -19,11 +19,11 @@ KEPT = ("projection", "captured_energy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def galore_case(own=None, **settings):
+def galore_case(own=None, options=None, **settings):
     """Of a GPT whose matrices are of 32 rows and columns, or more."""
     given = {"rank": 4, "update_proj_gap": 4, **(own or {})}
     settings = {"overlap": False, "clip_grad": 0.0, **settings}
-    return Case("main_shards", options={"galore": given}, **settings)
+    return Case("main_shards", options={"galore": given, **(options or {})}, **settings)
 
 
 def grads_of(step, params):
@@ -111,7 +111,7 @@ def name_of_empty(shard, models):
 def alone(case, steps=10, factors=None):
     """The same of GaLoreAdamW without Megatron, of the same weights; factors: clip coefficients."""
     trainer = Trainer(case)
-    module, given = trainer.chunk.module, dict(case.options["galore"])
+    module, options = trainer.chunk.module, dict(case.options)
     (leaf,) = leaves(trainer.optimizer)
     order = [param for buffer in trainer.chunk.buffers for param in buffer.params]
     models, groups = dict(module.named_parameters()), []
@@ -125,7 +125,7 @@ def alone(case, steps=10, factors=None):
             groups[-1]["rank"] = None
     optimizer = GaLoreAdamW(
         groups, lr=case.lr, betas=BETAS, eps=EPS, dtype=torch.float32, use_decoupled_grad=True,
-        **given,
+        **options.pop("galore"), **options,
     )  # fmt: skip
     for step in range(steps):
         for param, grad in zip(params.values(), grads_of(step, params.values()), strict=True):

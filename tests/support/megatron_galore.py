@@ -41,6 +41,13 @@ def stepped(case, steps=10):
     return snapshot(trainer)
 
 
+def parts_of_matrices(case):
+    """Of each matrix of which this rank has elements, how large a part they are."""
+    (leaf,) = leaves(Trainer(case).optimizer)
+    pairs = leaf.shards.items()
+    return [shard.numel() / model.numel() for model, shard in pairs if model.dim() == 2]
+
+
 def clipped(case, steps=5):
     """The same, and by what gradients were to be multiplied."""
     trainer, factors = Trainer(case), []

@@ -120,8 +120,8 @@ class GaLoreOptions(Options):
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
         rank, shape = group.get("rank"), whole_shape_of(param)
-        is_adams = rank is None or len(shape) != 2 or getattr(param, EMBEDDING, None) is True
-        if is_adams or not saves(rank, shape):
+        is_embedding = getattr(param, EMBEDDING, None) is True
+        if rank is None or is_embedding or len(shape) != 2 or not saves(rank, shape):
             return None
         side, split = side_of(group["proj_type"], *shape), view_of(param).split
         # the rows of one rank are projected on the right without the others

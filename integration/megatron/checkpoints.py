@@ -304,7 +304,7 @@ class Spread:
         self._tensors = [state[name] for name in view.kept]
         most = sum(tensor.numel() for tensor in self._tensors)
         self._begin, self._end = (min(int(others[i]), most) for i in (0, -1))
-        """Of all that is kept the first number of this part, and the one behind its last."""
+        """This part's first number of all that is kept, and the one behind its last."""
         self._places = (~self._is_low).nonzero()[: self._end - self._begin, 0]
 
     def write(self, moment: torch.Tensor, is_first: bool) -> torch.Tensor:
@@ -335,7 +335,7 @@ class Spread:
         return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
 
     def _keep(self, kept: torch.Tensor) -> None:
-        parts = kept.split([tensor.numel() for tensor in self._tensors])
+        parts = torch.split(kept, [tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 

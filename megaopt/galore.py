@@ -33,7 +33,8 @@ from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
-from megaopt.params.flat import FLAT, is_flat_part
+from megaopt.params.flat import FLAT, PARTS, is_flat_part
+from megaopt.params.view import EMBEDDING, whole_shape_of
 from megaopt.saving.parse import with_states
 
 PROJ_TYPES = get_args(ProjType)
@@ -118,13 +119,15 @@ class GaLoreOptions(Options):
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
-        rank = group.get("rank")
-        if rank is None or param.dim() != 2 or not saves(rank, param.shape):
+        rank, shape = group.get("rank"), whole_shape_of(param)
+        is_embedding = getattr(param, EMBEDDING, None) is True
+        if rank is None or is_embedding or len(shape) != 2 or not saves(rank, shape):
             return None
-        side, split = side_of(group["proj_type"], *param.shape), view_of(param).split
+        side, split = side_of(group["proj_type"], *shape), view_of(param).split
         # the rows of one rank are projected on the right without the others
         is_alone = side == RIGHT and split is not None and _splits_rows(param, split[1])
-        rule = GALORE if split is None or is_alone else GALORE_WHOLE
+        is_whole = hasattr(param, PARTS) or not (split is None or is_alone)
+        rule = GALORE_WHOLE if is_whole else GALORE
         return Matrix(rule, LowRank(side, rank, self.precision, self.refresh, self.stagger))
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
@@ -150,7 +153,7 @@ class GaLoreOptions(Options):
         if type(view) not in (ParamView, DTensorView):
             kind = type(param).__name__
             allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
-        if is_flat_part(param):
+        if is_flat_part(param) and not hasattr(param, PARTS):
             allowed = f"{alone} {FLAT}"
         if allowed is not None:
             refuse(f"{where}: rank", allowed, group["rank"])
@@ -185,9 +188,10 @@ class GaLoreAdamW(FusedOptimizer):
     galore_torch's AdamW; docs/numbers.md lists them, and says which bits are promised.
 
     Groups say, as galore_torch's do, rank, update_proj_gap, scale and proj_type; the arguments here
-    are for groups that do not. Parameters without a rank, of other than two dimensions, or where
-    projection and projected gradient together are no smaller than the gradient, take FusedAdam's
-    step, where eps is beside the corrected root and decay comes with the update.
+    are for groups that do not. Parameters without a rank, of other than two dimensions, with
+    Megatron-Core's mark is_embedding_or_output_parameter=True, or where projection and projected
+    gradient together are no smaller than the gradient, take FusedAdam's step, where eps is beside
+    the corrected root and decay comes with the update.
 
     A state has exp_avg and exp_avg_sq of the projected gradient's shape, master_param, projection,
     fp32, and captured_energy, fp32 of shape (): which part of the gradient's square the projection
@@ -201,7 +205,8 @@ class GaLoreAdamW(FusedOptimizer):
     whole.
 
     Args:
-        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices.
+        params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices, but for
+            those of Megatron's distributed optimizer (docs/how-to/megatron.md).
         lr: as for FusedAdam.
         betas: as for FusedAdam.
         eps: added to the root of exp_avg_sq, of matrices with a rank before bias correction, in

@@ -38,7 +38,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
 from megaopt.params.float8 import Float8View
-from megaopt.params.view import STEP, whole_shape_of
+from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
     OURS,
@@ -50,9 +50,8 @@ from megaopt.saving.torch_state import (
 
 ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
-MARKS = {"use_muon": False, "is_embedding_or_output_parameter": True}
-"""Attributes of parameters that Muon does not step, with the values that say so: the second is
-Megatron-Core's."""
+MARKS = {"use_muon": False, EMBEDDING: True}
+"""Attributes of parameters that Muon does not step, with the values that say so."""
 
 
 SPLIT_SIZES = "muon_split_sizes"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -40,6 +40,7 @@ def get_megatron_optimizer(
     round_scaled_grads: bool | None = None,
     seed: int = 0,
     capturable: bool | None = None,
+    galore: Mapping[str, Any] | None = None,
     any_version: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -75,6 +76,9 @@ def get_megatron_optimizer(
             DDP's buffers, so that ranks with copies of it draw the same random bits.
         capturable: as for megaopt.FusedAdam: a CUDA graph may capture the step; None:
             config.optimizer_cuda_graph, with which Megatron's training loop captures it.
+        galore: steps matrices but embeddings and output layers by megaopt.GaLoreAdamW, with these
+            arguments of its: rank, and any of update_proj_gap, scale, proj_type, precision, refresh
+            and stagger; beside optimizer="adam" and mode "main_shards". None: all by FusedAdam.
         any_version: go on with a megatron-core that is not among SUPPORTED.
         kwargs: Megatron's.
 
@@ -115,7 +119,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Args:
         any_version: as for get_megatron_optimizer.
         options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype,
-            store_param_remainders, round_scaled_grads, seed and capturable, as for
+            store_param_remainders, round_scaled_grads, seed, capturable and galore, as for
             get_megatron_optimizer.
 
     Raises:

@@ -67,6 +67,10 @@ class ShardLion(Shards, megaopt.FusedLion):
     """megaopt.FusedLion over shards."""
 
 
+class ShardGaLore(Shards, megaopt.GaLoreAdamW):
+    """megaopt.GaLoreAdamW over shards."""
+
+
 class ShardSGD(Shards, megaopt.FusedSGD):
     """megaopt.FusedSGD over shards."""
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megaopt.galore import GaLoreOptions
+from megaopt.options.checks import refuse
+from megaopt.state.owned import owned_of
 from megaopt.state.tensors import MASTER
 
 ADAM = ("exp_avg", "exp_avg_sq")
@@ -68,9 +73,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Megatron's, into a complete state: it would make one of uninitialized memory."""
+        """Megatron's, into a complete state: it would make one of uninitialized memory.
+
+        Raises ValueError for moments of other projections.
+        """
         if self.is_stub_optimizer:
             return
+        check_projections(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
         self.fused.initialize_states()
         super().load_state_dict(state_dict)
 
@@ -87,7 +96,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
-            tensor = self.fused.get_unscaled_state(shard, name)
+            tensor = self._part_of(shard, name)
             tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
         return tensors
 
@@ -113,7 +122,31 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         for key, name in self._names_of(shard).items():
             if name is not None:
-                self.fused.set_scaled_state(shard, name, tensors[key])
+                self._set_part(shard, name, tensors[key])
+
+    def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
+        """The fp32 values of a state tensor, as many as the shard has."""
+        value: torch.Tensor = self.fused.get_unscaled_state(shard, name)
+        spread = self._spread(shard, name)
+        return value if spread is None else spread.write(value, name == self._keys[1])
+
+    def _set_part(self, shard: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Takes what `_part_of` made."""
+        spread = self._spread(shard, name)
+        if spread is not None:
+            value = spread.read(value, name == self._keys[1])
+        self.fused.set_scaled_state(shard, name, value)
+
+    def _spread(self, shard: torch.Tensor, name: str) -> Spread | None:
+        view = owned_of(self.fused).view(shard)
+        is_as_the_weight = name == MASTER or not view.kept
+        return None if is_as_the_weight else Spread(view, self.fused.state[shard])
+
+    def _bring_together(self) -> None:
+        """Gives every rank all of what states keep, of which each has read its part."""
+        for view in owned_of(self.fused).views if self.fused.options.MATRIX else []:
+            if view.kept:
+                Spread(view, self.fused.state[view.param]).bring_together(self.data_parallel_group)
 
     # --- weights are what their masters say, after any load
 
@@ -134,7 +167,11 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def refresh_weights(self) -> None:
-        """Casts every master into its shard of the weights; the ranks have to gather them."""
+        """Casts every master into its shard of the weights; the ranks have to gather them.
+
+        What ranks keep of whole matrices they bring together.
+        """
+        self._bring_together()
         if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
         for model, shard in self.shards.items():
@@ -245,6 +282,77 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
                 group["step"].fill_(step)
             else:
                 group["step"] = step
+
+
+class Spread:
+    """Moments of fewer numbers than their weight has, and what is kept, in a part of its size.
+
+    Of a weight's elements as many stand for a moment's numbers as it has, spread evenly: a part has
+    those that stand for its own part of the moment. Beside the first moment the first of the others
+    stand for what the state keeps: altogether these are no more numbers than the weight's.
+
+    Args:
+        view: of a flat part of a matrix.
+        state: the parameter's.
+    """
+
+    def __init__(self, view: Any, state: dict[str, Any]) -> None:
+        low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
+        places = view.first_element + torch.arange(view.local.numel() + 1)
+        firsts = places * math.prod(low) // math.prod(whole)
+        self._is_low, others = firsts.diff() > 0, places - firsts
+        self._tensors = [state[name] for name in view.kept]
+        most = sum(tensor.numel() for tensor in self._tensors)
+        self._begin, self._end = (min(int(others[i]), most) for i in (0, -1))
+        """This part's first number of all that is kept, and the one behind its last."""
+        self._places = (~self._is_low).nonzero()[: self._end - self._begin, 0]
+
+    def write(self, moment: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """The part of a moment, in the first one with what is kept; fp32, on the CPU."""
+        found = torch.zeros(self._is_low.shape)
+        found[self._is_low] = moment.cpu()
+        if is_first:
+            found[self._places] = self._kept()[self._begin : self._end].cpu()
+        return found
+
+    def read(self, value: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """The part of a moment that was written; what is kept goes into the state."""
+        value = value.cpu()
+        if is_first:
+            kept = self._kept()
+            kept[self._begin : self._end] = value[self._places]
+            self._keep(kept)
+        return value[self._is_low]
+
+    def bring_together(self, group: Any) -> None:
+        """Puts together what is kept of the parts that ranks have read."""
+        kept = self._kept().view(torch.int32)  # a sum of these with zeros keeps every bit
+        kept[: self._begin], kept[self._end :] = 0, 0
+        dist.all_reduce(kept, group=group)
+        self._keep(kept.view(torch.float32))
+
+    def _kept(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
+
+    def _keep(self, kept: torch.Tensor) -> None:
+        parts = torch.split(kept, [tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def check_projections(saved: Sequence[Any], own: Sequence[Any]) -> None:
+    """Raises ValueError where moments that were saved are of other projections than these groups'.
+
+    Of none, too: Adam's.
+    """
+    names = GaLoreOptions.MATRIX_KEYS
+    found, wanted = (
+        {tuple(group.get(name) for name in names) for group in groups} for groups in (saved, own)
+    )
+    if found != wanted:
+        refuse(
+            f"{' and '.join(names)} of a checkpoint's groups", f"those of galore, {wanted}", found
+        )
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,22 +75,60 @@ def check_offload(config: Any) -> None:
         )
 
 
+def check_fields(config: Any, fields: Sequence[tuple[str, object, str]], beside: str) -> None:
+    """Raises ValueError for a field that has another value than the one it must have.
+
+    fields: names, the value of each, and why, where there is more to say.
+    """
+    for name, allowed, reason in fields:
+        value = getattr(config, name, allowed)
+        if value != allowed:
+            because = f": {reason}" if reason else ""
+            raise ValueError(
+                f"config.{name} must be {allowed!r} with {beside}, got {value!r}{because}"
+            )
+
+
+WITH_MATRICES = [
+    ("use_precision_aware_optimizer", False, ""),
+    ("optimizer_cpu_offload", False, ""),
+    ("optimizer_cuda_graph", False, ""),
+]
+"""Fields beside a rule for whole matrices, as `check_fields` has them."""
+IN_SHARDS = (
+    "decoupled_weight_decay",
+    True,
+    "AdamW steps the other parameters of the distributed optimizer's shards",
+)
+"""One more where matrices are in shards."""
+
+
+def check_matrices(chunk: Any, rule: str) -> None:
+    """Raises ValueError where DDP's settings, or parameters, do not go with a rule for matrices."""
+    ddp = chunk.ddp_config
+    if ddp.use_megatron_fsdp:
+        refuse("use_megatron_fsdp", f"False with {rule}, which needs whole matrices", True)
+    instances = ddp.num_distributed_optimizer_instances
+    if instances != 1:
+        refuse("num_distributed_optimizer_instances", f"1 with {rule}", instances)
+    for name, param in chunk.named_parameters():
+        check_parameter(name, param, False)
+        if is_fp8(param):
+            refuse(
+                f"parameter {name!r}", f"of fp32 or 16 bits with {rule}", type(param.data).__name__
+            )
+
+
 def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
     """Raises ValueError where the host reads what a captured step computes."""
     unread = "the host reads it within the step, which a CUDA graph cannot"
-    skips_above = getattr(config, "grad_norm_skip_threshold", math.inf)
-    refused = [
-        ("fp16", config.fp16, False, f"{unread}: whether gradients overflowed"),
-        ("loss_scale", config.loss_scale, None, f"{unread}: whether gradients overflowed"),
-        ("log_num_zeros_in_grad", config.log_num_zeros_in_grad, False, unread),
-        ("grad_norm_skip_threshold", skips_above, math.inf, unread),
+    fields = [
+        ("fp16", False, f"{unread}: whether gradients overflowed"),
+        ("loss_scale", None, f"{unread}: whether gradients overflowed"),
+        ("log_num_zeros_in_grad", False, unread),
+        ("grad_norm_skip_threshold", math.inf, unread),
     ]
-    for name, value, allowed, reason in refused:
-        if value != allowed:
-            raise ValueError(
-                f"config.{name} must be {allowed!r} with optimizer_cuda_graph=True, got {value!r}; "
-                f"{reason}"
-            )
+    check_fields(config, fields, "optimizer_cuda_graph=True")
     norms = importlib.import_module("megatron.core.optimizer.clip_grads")  # only where it is used
     if getattr(norms, "multi_tensor_scale_tensor_impl", None) is None:
         raise ValueError(

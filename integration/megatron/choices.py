@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,9 +10,19 @@ import torch
 
 import megaopt.integration.transformer_engine_weights  # noqa: F401  fp8 tensors become known
 from megaopt.adam import AdamOptions
-from megaopt.integration.megatron.adam import ShardAdam, ShardLion, Shards, ShardSGD
+from megaopt.integration.megatron.adam import (
+    ShardAdam,
+    ShardGaLore,
+    ShardLion,
+    Shards,
+    ShardSGD,
+)
 from megaopt.integration.megatron.checks import (
+    IN_SHARDS,
+    WITH_MATRICES,
+    check_fields,
     check_graph,
+    check_matrices,
     check_offload,
     check_parameter,
     check_release,
@@ -20,13 +30,22 @@ from megaopt.integration.megatron.checks import (
 )
 from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.kernels.rules.adam_numbers import MOMENTS
-from megaopt.options.checks import one_of
+from megaopt.options.checks import one_of, refuse
 from megaopt.options.choices import Backend, Contract
 from megaopt.params import view_of
 
 MODES = ("main_shards", "precision_aware")
 MUON = ("muon", "dist_muon")
 """Megatron's names of Muon; the latter is that of the layer-wise optimizer."""
+
+GALORE = ("rank", "update_proj_gap", "scale", "proj_type", "precision", "refresh", "stagger")
+"""What galore may have: arguments of GaLoreAdamW."""
+_OWN_PARTS = "each tensor-parallel rank would project its own part of a matrix"
+UNCUT = [
+    ("tensor_model_parallel_size", 1, _OWN_PARTS),
+    ("expert_tensor_parallel_size", 1, _OWN_PARTS),
+]
+"""Fields of a model's config beside galore."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,8 @@ class Choices:
     capturable: bool | None = None
     offloads: bool = False
     """config.optimizer_cpu_offload, of which Megatron is not told."""
+    galore: Mapping[str, Any] | None = None
+    """Arguments of GaLoreAdamW, which then steps all parameters; None: FusedAdam does."""
     asked: Any = None
     """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
@@ -64,6 +85,8 @@ class Choices:
                 "mode='precision_aware' takes others"
             )
         self._check_asked()
+        if self.galore is not None:
+            self._check_galore(self.galore)
         self._options()
 
     @property
@@ -78,11 +101,33 @@ class Choices:
         beside = f"with config.optimizer={self.asked.optimizer!r}"
         if self.contract != "ieee":
             raise ValueError(f"contract must be 'ieee' {beside}, got {self.contract!r}")
+        if self.galore is not None:
+            refuse("galore", f"None {beside}", self.galore)
         if self.exp_avg_sq_dtype is not None:
             raise ValueError(
                 f"exp_avg_sq_dtype must be None {beside}, whose one moment is of exp_avg_dtype, "
                 f"got {self.exp_avg_sq_dtype!r}"
             )
+
+    def _check_galore(self, given: Mapping[str, Any]) -> None:
+        """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
+        if not isinstance(given, Mapping) or not {"rank"} <= given.keys() <= set(GALORE):
+            refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", given)
+        allowed: dict[str, tuple[object, ...]] = {
+            "mode": ("main_shards",),
+            "contract": ("ieee",),
+            "round_scaled_grads": (None, False),
+            "capturable": (None, False),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                among = " or ".join(map(repr, values))
+                refuse(name, f"{among} with galore", getattr(self, name))
+        options = self._options()
+        for moment in MOMENTS:
+            if options.moment_format(moment.name).has_scale:
+                name = f"{moment.name}_dtype"
+                refuse(name, "a format without scales with galore", getattr(self, name))
 
     def _options(self) -> AdamOptions:
         """The options that Megatron's config does not give; ValueError where they contradict."""
@@ -144,13 +189,18 @@ class Choices:
         if self.asked is not None and self.asked.optimizer == "sgd":
             momentum = self.asked.sgd_momentum
             return ShardSGD(params, momentum=momentum, momentum_buffer_dtype=first, **options)
+        options |= {
+            "betas": kwargs["betas"],
+            "eps": kwargs["eps"],
+            "exp_avg_dtype": first,
+            "exp_avg_sq_dtype": _given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
+        }
+        if self.galore is not None:
+            del options["round_scaled_grads"]  # it has no such
+            return ShardGaLore(params, **self.galore, **options)
         return ShardAdam(
             params,
-            betas=kwargs["betas"],
-            eps=kwargs["eps"],
             adam_w_mode=adam_w_mode,
-            exp_avg_dtype=first,
-            exp_avg_sq_dtype=_given(self.exp_avg_sq_dtype, exp_avg_sq_dtype),
             contract=self.adam_contract,
             step_counts="group",
             makes_states="stepped",
@@ -199,6 +249,8 @@ class Choices:
             )
         if getattr(config, "optimizer_cuda_graph", False):
             check_graph(config, model_chunks)
+        if self.galore is not None:
+            check_fields(config, [*WITH_MATRICES, IN_SHARDS], "galore")
         options, moments = self._options(), tuple(each.name for each in MOMENTS)
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
@@ -206,6 +258,9 @@ class Choices:
                     "use_megatron_fsdp must be False, as shards are the distributed optimizer's, "
                     "got True"
                 )
+            if self.galore is not None:
+                check_fields(chunk.config, UNCUT, "galore")
+                check_matrices(chunk, "galore")
             for name, param in chunk.named_parameters():
                 check_parameter(name, param, config.reuse_grad_buf_for_mxfp8_param_ag)
                 view_of(param).check(f"parameter {name!r}", options, moments, masters=True)

@@ -23,6 +23,7 @@ from megaopt.integration.megatron.gradients import Gradients, norm_groups
 from megaopt.muon import SPLIT_SIZES
 from megaopt.params import view_of
 from megaopt.params.flat import PARTS, FlatParts
+from megaopt.params.view import EMBEDDING
 from megaopt.state.tensors import MASTER
 
 
@@ -181,7 +182,7 @@ class MainShards(Sharded):
 
 
 class MatrixShards(MainShards):
-    """Mode main_shards with FusedMuon: ranks bring their parts of each matrix together.
+    """Mode main_shards with a rule for matrices: ranks bring their parts of each together.
 
     So all have the same parameters in the same order, with an empty shard of those of which
     Megatron gives them nothing.
@@ -224,8 +225,8 @@ class MatrixShards(MainShards):
                 shard.megaopt_number = numbers[model]
                 setattr(shard, PARTS, FlatParts(mesh, ends))
                 setattr(shard, SPLIT_SIZES, getattr(model, SPLIT_SIZES, None))
-                is_adams = getattr(model, "is_embedding_or_output_parameter", False)
-                shard.use_muon = None if model.dim() == 2 and not is_adams else False
+                setattr(shard, EMBEDDING, getattr(model, EMBEDDING, None))
+                shard.use_muon = None if model.dim() == 2 else False
 
 
 def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
@@ -363,7 +364,9 @@ MEGATRONS = "megatrons_own"
 
 
 def owner_of(choices: Choices) -> type:
-    """The distributed optimizer of a mode."""
+    """The distributed optimizer of these choices."""
+    if choices.galore is not None:
+        return MatrixShards
     return PrecisionAware if choices.mode == "precision_aware" else MainShards
 
 

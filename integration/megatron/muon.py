@@ -22,7 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import megaopt
 from megaopt.integration.megatron.adam import Shards
-from megaopt.integration.megatron.checks import check_parameter
+from megaopt.integration.megatron.checks import (
+    IN_SHARDS,
+    WITH_MATRICES,
+    check_fields,
+    check_matrices,
+)
 from megaopt.integration.megatron.choices import MUON, Choices
 from megaopt.integration.megatron.distributed import (
     MEGATRONS,
@@ -32,7 +37,6 @@ from megaopt.integration.megatron.distributed import (
     megatrons_own,
     standing_in,
 )
-from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
 from megaopt.kernels.matrix.muon import COEFFICIENTS, MOST_STEPS
 from megaopt.muon import SPLIT_SIZES
@@ -126,38 +130,27 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     chosen = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
     for name in chosen:
         one_of(name, getattr(choices, name), (None, torch.float32))
-    refused = [
-        ("fp16", config.fp16, False, "as in Megatron"),
-        ("loss_scale", config.loss_scale, None, "Megatron unscales no gradients of Muon's"),
-        ("use_precision_aware_optimizer", config.use_precision_aware_optimizer, False, ""),
-        ("optimizer_cpu_offload", config.optimizer_cpu_offload, False, ""),
-        ("optimizer_cuda_graph", getattr(config, "optimizer_cuda_graph", False), False, ""),
+    beside = f"config.optimizer={config.optimizer!r}"
+    if choices.galore is not None:
+        refuse("galore", f"None with {beside}", choices.galore)
+    fields: list[tuple[str, object, str]] = [
+        ("fp16", False, "as in Megatron"),
+        ("loss_scale", None, "Megatron unscales no gradients of Muon's"),
+        *WITH_MATRICES,
     ]
     if recipe.is_layer_wise:
         reason = "the layer-wise optimizer makes the fp32 masters of bf16 weights alone"
-        refused += [("bf16", config.bf16, True, reason)]
+        fields.append(("bf16", True, reason))
     if is_cut(config, recipe, model_chunks):
-        reason = "AdamW steps the other parameters of the distributed optimizer's shards"
-        refused += [("decoupled_weight_decay", config.decoupled_weight_decay, True, reason)]
-    for name, value, allowed, reason in refused:
-        if value != allowed:
-            because = f": {reason}" if reason else ""
-            raise ValueError(
-                f"config.{name} must be {allowed!r} with config.optimizer={config.optimizer!r}, "
-                f"got {value!r}{because}"
-            )
+        fields.append(IN_SHARDS)
+    check_fields(config, fields, beside)
     for chunk in model_chunks:
         _check_chunk(chunk, config, recipe)
 
 
 def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
-    ddp = chunk.ddp_config
-    if ddp.use_megatron_fsdp:
-        refuse("use_megatron_fsdp", "False with Muon, which needs whole matrices", True)
-    instances = ddp.num_distributed_optimizer_instances
-    if instances != 1:
-        refuse("num_distributed_optimizer_instances", "1 with Muon", instances)
-    shares = ddp.use_distributed_optimizer, config.use_distributed_optimizer
+    check_matrices(chunk, "Muon")
+    shares = chunk.ddp_config.use_distributed_optimizer, config.use_distributed_optimizer
     is_alike = shares[0] == shares[1] and not (shares[0] and recipe.is_layer_wise)
     if not has_whole_layout(chunk, recipe) and not is_alike:
         raise ValueError(
@@ -167,10 +160,6 @@ def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
             f"True there), got {shares[1]} and {shares[0]}"
         )
     for name, param in chunk.named_parameters():
-        check_parameter(name, param, False)
-        if is_fp8(param):
-            kind = type(param.data).__name__
-            refuse(f"parameter {name!r}", "fp32 or bf16 with Muon", kind)
         if getattr(param, "use_muon", None) is False and param.requires_grad and param.dim() == 2:
             raise ValueError(
                 f"parameter {name!r} must not be marked use_muon=False, which Megatron's releases "

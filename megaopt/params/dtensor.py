@@ -128,10 +128,9 @@ class DTensorView(ParamView):
         sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
-    @property
-    def box_shape(self) -> tuple[int, ...]:
-        """The shape in which `boxes` are counted."""
-        return self.whole_shape
+    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which `boxes` of this one are counted."""
+        return tuple(shape)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]

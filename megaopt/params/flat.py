@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.float8.shard import Float8Shard
+from megaopt.kernels.place import Place
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
-from megaopt.params.view import MatrixView
+from megaopt.params.view import MASTER, MatrixView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
@@ -34,7 +35,10 @@ class FlatParts(NamedTuple):
 
 
 class FlatMatrixView(MatrixView):
-    """A flat part of a matrix whose other parts are on known ranks; one dimension."""
+    """A flat part of a matrix whose other parts are on known ranks; one dimension.
+
+    Its moments are cut at the same parts of the whole.
+    """
 
     @property
     def _parts(self) -> FlatParts:
@@ -46,20 +50,44 @@ class FlatMatrixView(MatrixView):
         """The ranks, in the one dimension of their mesh."""
         return self._parts.mesh, (0,)
 
-    @property
-    def box_shape(self) -> tuple[int, ...]:
-        """The shape in which `boxes` are counted."""
-        return (math.prod(self.whole_shape),)
+    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which `boxes` of this one are counted."""
+        return (math.prod(shape),)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> list[tuple[tuple[int, int], ...]]:
         """The parts at places of the mesh: the first element and the one behind the last.
 
-        shape: the parameter's; nothing else is cut as flat parts are.
+        shape: the parameter's, or that of its moments.
         """
-        assert tuple(shape) == self.box_shape
-        return [(self._parts.ends[rank],) for (rank,) in coordinates]
+        numel, whole = math.prod(shape), math.prod(self.whole_shape)
+        ends = [self._parts.ends[rank] for (rank,) in coordinates]
+        return [((begin * numel // whole, end * numel // whole),) for begin, end in ends]
+
+    @property
+    def _low_ends(self) -> tuple[int, int]:
+        here, low = self._parts.mesh.get_coordinate(), self.matrix.low_shape(self.whole_shape)
+        ((ends,),) = self.boxes([here], low)
+        return ends
+
+    @property
+    def low_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's moments."""
+        begin, end = self._low_ends
+        return (end - begin,)
+
+    def whole_state_shape(self, name: str) -> tuple[int, ...]:
+        """That of this rank's part: the optimizer's user sees no other."""
+        return self.state_shape(name)
+
+    def first_of(self, name: str) -> int:
+        """The index of the part's first element in the whole state tensor of this name."""
+        return self.first_element if name == MASTER else self._low_ends[0]
+
+    def state_place(self, name: str, number: int) -> Place:
+        """The place of the part's elements in the whole state tensor of this name."""
+        return Place(number, self.first_of(name))
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:

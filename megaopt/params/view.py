@@ -24,6 +24,9 @@ FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
 """Elements from which moments are kept in blocks: of norms and biases, which take little memory and
 matter much, they are fp32."""
 
+EMBEDDING = "is_embedding_or_output_parameter"
+"""Megatron-Core's attribute of parameters; where it is True no rule for matrices steps one."""
+
 PLAIN = {torch.Tensor, torch.nn.Parameter}
 """Classes of tensors that have memory of their own; subclasses may have none."""
 

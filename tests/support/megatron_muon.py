@@ -214,14 +214,14 @@ def shapes_of(case, sizes):
     return [list(each.matrices) for each in muon.fused.describe()]
 
 
-def run_the_page(case):
-    """Two steps of the optimizer that the page about Megatron makes for Muon."""
+def run_the_page(case, part="Muon"):
+    """Two steps of the optimizer that a part of the page about Megatron makes."""
 
     class PageTrainer(MuonTrainer):
         def make_optimizer(self):
-            (code,) = BLOCK.findall(PAGE.read_text(encoding="utf-8").split("\n## Muon\n")[1])[:1]
+            (code,) = BLOCK.findall(PAGE.read_text(encoding="utf-8").split(f"\n## {part}\n")[1])[:1]
             found = {"model_chunks": self.chunks}
-            exec(compile(code, "megatron.md, Muon", "exec"), found)
+            exec(compile(code, f"megatron.md, {part}", "exec"), found)
             return found["optimizer"]
 
     trainer = PageTrainer(case)

@@ -218,10 +218,10 @@ def _laid_out(
     places: Sequence[tuple[int, ...]],
 ) -> tuple[list[Matrix], list[list[Box]]]:
     """The matrices of parameters of these shapes, and for each place of the mesh their shards."""
-    by_view = [view.boxes(places, shape) for view, shape in zip(views, shapes, strict=True)]
-    found = []
-    for param, (shape, own) in enumerate(zip(shapes, cuts, strict=True)):
-        found += matrices_of(param, shape, own)
+    found, by_view = [], []
+    for param, (view, shape, own) in enumerate(zip(views, shapes, cuts, strict=True)):
+        found += matrices_of(param, view.box_shape(shape), own)
+        by_view.append(view.boxes(places, shape))
     return found, [[own[rank] for own in by_view] for rank in range(len(places))]
 
 
@@ -267,7 +267,7 @@ class Owners:
         self.rank, self.ranks = places.index(here), len(places)
         copies = [dim for dim in range(self._mesh.ndim) if dim not in dims]
         gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
-        shapes = [view.box_shape for view in views]
+        shapes = [view.whole_shape for view in views]
         matrices, boxes = _laid_out(views, shapes, cuts, places)
         holders = [
             [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]

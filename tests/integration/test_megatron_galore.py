@@ -1,0 +1,227 @@
+"""GaLoreAdamW inside Megatron-Core: flat shards, on 1 to 3 ranks, have the bits of one process."""
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import megatron_gpt
+from megatron_galore import (
+    alone,
+    clipped,
+    error_of,
+    galore_case,
+    gone_on,
+    parts_of_matrices,
+    said_of,
+    saved,
+    stepped,
+)
+from megatron_muon import run_the_page
+from runs import assert_same
+
+
+def slow_but(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+DRAWN = {"exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic"}
+CASES = {
+    "left": galore_case({"proj_type": "left", "rank": 15}, fp32_grads=False),
+    "right": galore_case({"proj_type": "right"}),
+    "std, by svd": galore_case({"refresh": "svd", "stagger": False}),
+    "fp32 weights": galore_case(
+        {"proj_type": "reverse_std", "precision": "bf16"}, dtype=torch.float32
+    ),
+    "drawn moments": galore_case({"proj_type": "left"}, DRAWN),
+    "scaled, of one bucket": galore_case({"rank": 7, "scale": 0.25}, buckets=None),
+}
+QUICK = ("left-2", "drawn moments-3")
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, id=f"{name}-{world}",
+                     marks=[] if f"{name}-{world}" in QUICK else [pytest.mark.slow])
+        for name in CASES for world in (1, 2, 3)
+    ],
+)  # fmt: skip
+def test_shards_have_the_bits_of_one_process(pools, once, name, world):
+    """Weights, masters, moments, projections and their energies, over refreshes."""
+    (expected,) = once(1, alone, CASES[name])
+    for found in pools(world)(stepped, CASES[name]):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("case", [CASES["left"], CASES["fp32 weights"]])
+def test_three_ranks_have_parts_of_matrices(pools, case):
+    """Else the test above would step whole ones."""
+    assert all(min(parts) < 1 for parts in pools(3)(parts_of_matrices, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grads", [True, False], ids=["fp32 gradients", "bf16 gradients"])
+def test_shards_are_clipped_by_megatrons_norm(pools, grads):
+    """As one process that is told the coefficients."""
+    case = galore_case(clip_grad=0.5, fp32_grads=grads)
+    ranks = pools(3)(clipped, case)
+    factors = ranks[0][1]
+    assert all(factor < 1 for factor in factors)
+    (expected,) = pools(1)(alone, case, len(factors), factors)
+    for found, told in ranks:
+        assert told == factors
+        assert_same(found, expected)
+
+
+# --- checkpoints
+
+FORMS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_reshardable")
+
+
+@pytest.mark.parametrize(
+    ("worlds", "form"),
+    [
+        ((2, 3), "dp_reshardable"),
+        *(
+            pytest.param((some, others), form, marks=pytest.mark.slow)
+            for form in FORMS for some, others in ((1, 2), (2, 3), (3, 1))
+            if (some, others, form) != (2, 3, "dp_reshardable")
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_resumes_on_another_number_of_ranks(pools, once, tmp_path, worlds, form):
+    """Between refreshes, into a run of other projections: what is loaded, and what then follows."""
+    case, folder = CASES["left"], tmp_path / "saved"
+    (straight,) = once(1, alone, case)
+    kept = pools(worlds[0])(saved, case, 6, folder, form)
+    for loaded, after in pools(worlds[1])(gone_on, case, 6, 4, folder, form):
+        assert_same(loaded, kept[0])
+        assert_same(after, straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name != "left"])
+def test_all_kinds_resume(pools, once, tmp_path, name):
+    case, folder = CASES[name], tmp_path / "saved"
+    (straight,) = once(1, alone, case)
+    pools(3)(saved, case, 6, folder, FORMS[0])
+    for _, after in pools(2)(gone_on, case, 6, 4, folder, FORMS[0]):
+        assert_same(after, straight)
+
+
+LAYOUTS = {
+    "experts": {"experts": 2, "fp32_grads": False},
+    "pipeline": {"pipeline": 2},
+    "overlap": {"overlap": True, "as_context": True},
+    "a loss scale": {"dtype": torch.float16, "fp32_grads": False},
+    "frozen": {"frozen": "linear_fc1"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_equals_going_straight_on(pools, tmp_path, name):
+    """Losses, norms, weights and states of training, whatever Megatron's layout."""
+    case = galore_case({"update_proj_gap": 2}, clip_grad=1.0, **LAYOUTS[name])
+    straight, form = pools(2)(megatron_gpt.train, case, 5), FORMS[0]
+    saved = pools(2)(megatron_gpt.train_and_save, case, tmp_path / "a", form, 3)
+    back = pools(2)(megatron_gpt.load_and_train, case, tmp_path / "a", form, 3)
+    assert [each["loaded"] for each in back] == saved
+    for name in ("steps", "weights", "states"):
+        found = [each[name] for each in straight]
+        assert [each[name] for each in back] == [
+            own[3:] if name == "steps" else own for own in found
+        ]
+    assert any(updated for _, updated, *_ in straight[0]["steps"])
+
+
+# --- ranks that fail
+
+DIFFER = "ranks that hold parts of the same parameters must step the same"
+FAILED = "another rank that steps the same parameters failed in this step"
+WRONG = {
+    "gradient": (DIFFER, DIFFER),
+    "exchange": (FAILED, "RuntimeError: no memory"),
+    "refresh": (FAILED, "RuntimeError: no memory"),
+    "update": (FAILED, "RuntimeError: no memory"),
+}
+
+
+@pytest.mark.parametrize("kind", slow_but(WRONG, ("gradient", "refresh")))
+def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
+    """And all go on with the next step as if there had been none."""
+    case, (elsewhere, there) = CASES["std, by svd"], WRONG[kind]
+    case = replace(case, options={"galore": {**case.options["galore"], "update_proj_gap": 3}})
+    (straight,) = once(1, alone, case, 4)
+    for rank, (error, before, after, then) in enumerate(pools(3)(said_of, kind, case)):
+        assert (there if rank == 2 else elsewhere) in error
+        assert_same(after, before)
+        assert_same(then, straight)
+
+
+def test_the_code_of_the_page_runs(pools):
+    (found,) = pools(1)(run_the_page, galore_case(), "GaLore")
+    assert found["kinds"] == ["ShardGaLore"]
+    assert found["steps"][0][0] != found["steps"][1][0]
+
+
+# --- what is refused
+
+REFUSED = {
+    "rank left out": ({"galore": {}}, "galore must be None or a dict with 'rank', and of rank, up"),
+    "others' names": ({"galore": {"rank": 4, "lr": 1.0}}, "galore must be None or a dict with 'ra"),
+    "rank": ({"galore": {"rank": 0}}, "group 0: rank must be None or a whole number >= 1, got 0"),
+    "moments": (
+        {"exp_avg_dtype": torch.float16},
+        "exp_avg_dtype must be a format without scales w",
+    ),
+    "contract": ({"contract": "te"}, "contract must be 'ieee' with galore, got 'te'"),
+    "mode": ({"mode": "precision_aware"}, "mode must be 'main_shards' with galore, got 'precision"),
+    "captured": ({"capturable": True}, "capturable must be None or False with galore, got True"),
+}
+OF_CONFIG = {
+    "offload": (
+        {"config": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}},
+        "config.optimizer_cpu_offload must be False with galore, got True",
+    ),
+    "Adam": ({"adam_w_mode": False}, "config.decoupled_weight_decay must be True with galore, got"),
+    "tensor parallel": (
+        {"tensor_parallel": 2}, "config.tensor_model_parallel_size must be 1 with galore, got 2: e"
+    ),
+    "instances": ({"instances": 2}, "num_distributed_optimizer_instances must be 1 with galore"),
+    "Muon": (
+        {"config": {"optimizer": "muon"}}, "galore must be None with config.optimizer='muon', got"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "message"),
+    [
+        *((options, {}, told) for options, told in REFUSED.values()),
+        *(({}, settings, told) for settings, told in OF_CONFIG.values()),
+    ],
+    ids=[*REFUSED, *OF_CONFIG],
+)
+def test_what_is_refused(pools, options, settings, message):
+    case = galore_case(**settings)
+    case = replace(case, options={**case.options, **options})
+    world = max(case.tensor_parallel, case.instances)
+    for error in pools(world)(error_of, case):
+        assert error.startswith(f"ValueError: {message}")
+
+
+@pytest.mark.parametrize("other", [{"galore": {"rank": 5, "update_proj_gap": 4}}, {}])
+def test_moments_of_other_projections_are_refused(pools, tmp_path, other):
+    """Adam's too; and its optimizer refuses GaLore's."""
+    case, folder = CASES["right"], tmp_path / "saved"
+    told = "ValueError: rank and proj_type of a checkpoint's groups must be those of galore"
+    pools(2)(saved, case, 1, folder, FORMS[0])
+    for error in pools(2)(error_of, replace(case, options=other), folder, FORMS[0]):
+        assert error.startswith(told)

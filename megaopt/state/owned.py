@@ -110,12 +110,13 @@ class Owned:
         having the view that other ranks have.
         """
         found = []
-        for param, index in zip(self.params, self.group_numbers, strict=True):
-            try:
-                found.append(self._view(param, index))
-            except Exception:
-                with contextlib.suppress(ValueError):
-                    found.append(self._usual_view(param))
+        for index, group in enumerate(self.groups):
+            for param in group["params"]:
+                try:
+                    found.append(self._view(param, index))
+                except Exception:
+                    with contextlib.suppress(Exception):
+                        found.append(self._usual_view(param))
         return [view for view in found if view.split is not None or view.group is not None]
 
     def _usual_view(self, param: torch.Tensor) -> ParamView:

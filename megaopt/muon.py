@@ -193,13 +193,20 @@ class MuonOptions(Options):
 
         param: one of the group's, which may say split_sizes of its own.
         """
-        sizes, adjust = group["split_sizes"], group["adjust_lr_fn"]
+        name, sizes = "split_sizes", group["split_sizes"]
         if sizes is None:
-            sizes = getattr(param, SPLIT_SIZES, None)
-            if sizes is not None and not _are_sizes(sizes):
-                refuse(SPLIT_SIZES, SIZES, sizes)
+            name, sizes = SPLIT_SIZES, getattr(param, SPLIT_SIZES, None)
+        if sizes is not None and not _are_sizes(sizes):
+            refuse(name, SIZES, sizes)
+        adjust, given = group["adjust_lr_fn"], group["ns_coefficients"]
+        if not isinstance(adjust, (str, NoneType)):
+            number("adjust_lr_fn", adjust, FACTOR)
+        if not isinstance(given, (str, list, tuple)):
+            sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
+            refuse("ns_coefficients", sets, given)
+        number("eps", group["eps"], NOT_NEGATIVE)
         return Orthogonal(
-            coefficients_of(group["ns_coefficients"], group["ns_steps"]),
+            coefficients_of(given, group["ns_steps"]),
             eps=float(group["eps"]),
             method=self.method,
             precision=self.precision,
@@ -222,18 +229,10 @@ class MuonOptions(Options):
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its matrices."""
         one_of(f"{where}: use_muon", group["use_muon"], (None, True, False))
-        sizes, given = group["split_sizes"], group["ns_coefficients"]
         if group["use_muon"] is False:
-            if sizes is not None:
-                refuse(f"{where}: split_sizes", "None beside use_muon=False", sizes)
+            if group["split_sizes"] is not None:
+                refuse(f"{where}: split_sizes", "None beside use_muon=False", group["split_sizes"])
             return
-        if not isinstance(group["adjust_lr_fn"], (str, NoneType)):
-            number(f"{where}: adjust_lr_fn", group["adjust_lr_fn"], FACTOR)
-        if sizes is not None and not _are_sizes(sizes):
-            refuse(f"{where}: split_sizes", SIZES, sizes)
-        if not isinstance(given, (str, list, tuple)):
-            sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
-            refuse(f"{where}: ns_coefficients", sets, given)
         try:
             self.how(group)
         except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,7 +15,7 @@ from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
-from megaopt.options.untraced import untraced
+from megaopt.options.untraced import torchs, untraced
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
@@ -28,12 +27,6 @@ from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
-
-# torch's own without its decorator, which imports its compiler
-add_group, clear, packed_by_torch = (
-    inspect.unwrap(getattr(torch.optim.Optimizer, name))
-    for name in ("add_param_group", "zero_grad", "state_dict")
-)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -143,7 +136,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
-        clear(self, set_to_none)
+        torchs("zero_grad")(self, set_to_none)
         for param in self._owned.params if self.use_decoupled_grad else ():
             if set_to_none:
                 param.decoupled_grad = None  # type: ignore[attr-defined]
@@ -204,7 +197,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             placement = taken_from(group, self.options, f"group {index}")
-            add_group(self, group)
+            torchs("add_param_group")(self, group)
             self.stepper.homes.put(group["params"], placement)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
@@ -344,7 +337,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         self.stepper.hear(self.param_groups)
         owned = self._owned.checked()
-        packed, sized = packed_by_torch(self), is_asked_by_torch()
+        packed, sized = torchs("state_dict")(self), is_asked_by_torch()
         return state_dicts.mark(packed, owned, self.stepper.writes.versions, sized)
 
     @torch.no_grad()

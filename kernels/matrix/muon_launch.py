@@ -162,7 +162,7 @@ class Part:
     param: int
     """The parameter's place in the batch."""
     shapes: list[tuple[int, int]]
-    """Of its matrices, which lie one behind another in the workspace."""
+    """Those of its matrices, which lie one behind another in the workspace."""
     runs: Sequence[tuple[int, int]]
     """Its numbers, in that order: where those that follow each other begin in the parameter, and
     how many they are."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import _compile
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -27,3 +30,14 @@ def untraced(function: Callable[Given, Result]) -> Callable[Given, Result]:
         return disabled(*args, **named)
 
     return called
+
+
+def torchs(name: str) -> Callable[..., Any]:
+    """A method of torch.optim.Optimizer as it is now, whoever put it there.
+
+    torch's own comes without its decorator, which imports the compiler.
+    """
+    method: Any = getattr(torch.optim.Optimizer, name)
+    code = getattr(method, "__code__", None)
+    is_decorated = code is not None and code.co_filename == _compile.__file__
+    return method.__wrapped__ if is_decorated else method  # type: ignore[no-any-return]

@@ -16,6 +16,7 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Moment, Rule
+from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.checks import refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
@@ -28,6 +29,7 @@ from megaopt.options.options import (
 from megaopt.options.placement import Homes
 from megaopt.params import ParamView, matrix_view, view_of
 from megaopt.params.dtensor import local_of
+from megaopt.params.view import whole_shape_of
 from megaopt.state.masters import check_master_weights, of_each, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
 from megaopt.state.tensors import MASTER, formats_of, host_bytes
@@ -102,12 +104,27 @@ class Owned:
 
     @property
     def shared_views(self) -> list[ParamView]:
-        """The views of parameters of which other ranks hold parts; others are passed over."""
+        """The views of parameters of which other ranks hold parts; others are passed over.
+
+        An error is on its way: what it may be about, a group's values, keeps no parameter from
+        having the view that other ranks have.
+        """
         found = []
-        for param, index in zip(self.params, self.group_numbers, strict=True):
-            with contextlib.suppress(ValueError):
-                found.append(self._view(param, index))
+        for index, group in enumerate(self.groups):
+            for param in group["params"]:
+                try:
+                    found.append(self._view(param, index))
+                except Exception:
+                    with contextlib.suppress(Exception):
+                        found.append(self._usual_view(param))
         return [view for view in found if view.split is not None or view.group is not None]
+
+    def _usual_view(self, param: torch.Tensor) -> ParamView:
+        """A parameter's view whatever its group says."""
+        rule = self.options.MATRIX
+        if rule is None or len(whole_shape_of(param)) < 2:
+            return view_of(param)
+        return matrix_view(param, Matrix(rule))
 
     @cached_property
     def group_numbers(self) -> list[int]:

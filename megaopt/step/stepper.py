@@ -324,7 +324,7 @@ class Stepper:
         except Exception:
             views = self.owned(groups).shared_views
             measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
-            measures = measures or any(map(is_exchanged, views))
+            measures = measures or self._is_exchanged or any(map(is_exchanged, views))
             others = meeting_of(views, measures=measures, last=self._meeting)
             if others is not None:
                 others.withdraw(asked.waits(self.options))

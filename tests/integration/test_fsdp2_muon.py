@@ -149,6 +149,8 @@ WRONG = {
     "dtype": (DIFFER, DIFFER, SHAPES),
     "coefficients": (DIFFER, DIFFER, SHAPES),
     "lr": (DIFFER, "lr must be a finite number", SHAPES),
+    "eps": (DIFFER, "eps must be a finite number", SHAPES),
+    "sizes": (DIFFER, "split_sizes must add up to", SHAPES),
     "exchange": (FAILED, "RuntimeError: no memory", SHAPES),
     "tiles": (FAILED, "RuntimeError: no memory", LARGE),
 }

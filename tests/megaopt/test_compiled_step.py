@@ -1,5 +1,6 @@
 """torch.compile leaves a step as it is: the bits are those of a loop that is not compiled."""
 
+import functools
 import subprocess
 import sys
 
@@ -47,3 +48,28 @@ assert "torch._dynamo" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", loop], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+WRAPPED = ("add_param_group", "zero_grad", "state_dict")
+
+
+def test_what_others_put_around_torchs_methods_is_called(monkeypatch):
+    """Of the base class, at any time, as tracers do; with functools.wraps, too."""
+    called = []
+
+    def around(method):
+        @functools.wraps(method)
+        def heard(*args, **named):
+            called.append(method.__name__)
+            return method(*args, **named)
+
+        return heard
+
+    for name in WRAPPED:
+        monkeypatch.setattr(
+            torch.optim.Optimizer, name, around(getattr(torch.optim.Optimizer, name))
+        )
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(4))])
+    optimizer.zero_grad()
+    optimizer.state_dict()
+    assert called == [*WRAPPED]

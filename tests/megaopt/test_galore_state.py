@@ -241,6 +241,7 @@ WRONG = [
     ({"rank": 0}, "rank must be None or a whole number >= 1, got 0"),
     ({"rank": -3}, "rank must be None or a whole number >= 1, got -3"),
     ({"rank": 2.0}, r"rank must be None or a whole number >= 1, got 2\.0"),
+    ({"rank": "x"}, "rank must be None or a whole number >= 1, got 'x'"),
     ({"rank": True}, "rank must be None or a whole number >= 1, got True"),
     ({"update_proj_gap": 0}, "update_proj_gap must be a whole number >= 1, got 0"),
     ({"update_proj_gap": None}, "update_proj_gap must be a whole number >= 1, got None"),

@@ -277,6 +277,25 @@ def test_an_option_of_the_whole_optimizer_in_a_group_is_refused_later_too(name, 
         optimizer.step()
 
 
+WRONG = {
+    "eps": (None, "eps must be a finite number >= 0 in fp32, got None"),
+    "adjust_lr_fn": ([1], r"adjust_lr_fn must be None, one of .*, got \[1\]"),
+    "ns_coefficients": (5, "ns_coefficients must be three numbers, a list of such or .*, got 5"),
+    "split_sizes": (5, "split_sizes must be None or a list of whole numbers >= 1, got 5"),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_way_to_step_a_matrix_is_named_in_any_step(name, steps):
+    optimizer = made([(4, 6), (9,)])
+    train(optimizer, steps)
+    give_gradients(params_of(optimizer), steps)
+    optimizer.param_groups[0][name], message = WRONG[name]
+    with refused(optimizer, message):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("name", ["use_muon", "split_sizes", "adjust_lr_fn", "eps", "lr"])
 def test_a_key_that_a_group_has_lost_is_named(name, capturable):

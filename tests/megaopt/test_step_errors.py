@@ -4,8 +4,11 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from handling import both_backends, refused, train_all
+from one_rank import group_of_one
 from runs import BF16, FP16, MASTER, assert_same, give_gradients, parameters, snapshot, train
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedAdam
 
@@ -229,3 +232,15 @@ def test_a_parameter_that_its_groups_names_do_not_reach_has_its_place_for_a_name
     optimizer.param_groups[0]["params"].append(torch.ones(3, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"^parameter 1 of group 0: dtype must .* torch.int64"):
         optimizer.initialize_states()
+
+
+def test_a_dtensors_first_step_names_an_lr_that_is_none(tmp_path):
+    """Ranks look at it before they check it, as one of 0 may be a checkpoint's question."""
+    with group_of_one("gloo", tmp_path):
+        whole = distribute_tensor(torch.ones(4, 4), dist.init_device_mesh("cpu", (1,)), [Shard(0)])
+        param = torch.nn.Parameter(whole)
+        param.grad = whole
+        optimizer = FusedAdam([param], lr=0.1)
+        optimizer.param_groups[0]["lr"] = [1]
+        with pytest.raises(ValueError, match=r"group 0: lr must be a finite number .*, got \[1\]"):
+            optimizer.step()

@@ -123,16 +123,25 @@ def resumed(options, folder, steps, first, replicas=1, saves=False):
     return snapshot(optimizer)
 
 
+CHANGED = {
+    "coefficients": {"ns_steps": 3},
+    "lr": {"lr": "much"},
+    "eps": {"eps": None},
+    "sizes": {"split_sizes": (3,)},
+}
+
+
 def said_of(kind, options, shapes=SHAPES):
     """The error of a step in which the last rank does something else, and what was before and is.
 
-    kind: it lacks a "gradient", has one of another "dtype" or other "coefficients", an "lr" that is
-        none, or fails in the exchange or in the "tiles" of a product.
+    kind: it lacks a "gradient", has one of another "dtype", has a group CHANGED, or fails in the
+        exchange or in the "tiles" of a product.
     """
     model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
     before, params = snapshot(optimizer), list(model.parameters())
     group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
+    kept = {key: group[key] for key in CHANGED.get(kind, ())}
     give(params, gradients(2, shapes, params[0].dtype))
     with contextlib.ExitStack() as stack:
         if is_last and kind == "gradient":
@@ -140,14 +149,14 @@ def said_of(kind, options, shapes=SHAPES):
         elif is_last and kind == "dtype":
             params[1].grad_dtype = None
             params[1].grad = params[1].grad.float()
-        elif is_last and kind in ("coefficients", "lr"):
-            group.update({"coefficients": {"ns_steps": 3}, "lr": {"lr": "much"}}[kind])
+        elif is_last and kind in CHANGED:
+            group.update(CHANGED[kind])
         elif is_last:
             place = (owners, "_copy") if kind == "exchange" else (tiles, "products")
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)
-    group.update(ns_steps=5, lr=1e-3)
+    group.update(kept)
     after = snapshot(optimizer)
     give(params, gradients(2, shapes, params[0].dtype))
     optimizer.step()

@@ -110,6 +110,7 @@ def test_the_workflow_passes_the_same_run(same_run):
     assert out.startswith("same: 3 steps")
 
 
+@pytest.mark.slow
 def test_the_workflow_names_who_is_to_blame(same_run):
     status, out = same_run(0.1, 0.2)
     assert status == 1

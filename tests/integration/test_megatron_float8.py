@@ -13,7 +13,7 @@ pytestmark = needs("megatron")
 SCALINGS = ("delayed", "current", "block_128x128")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_shards_step_as_whole_weights(on_ranks, scaling, world):
     """Resumed half-way; scales on every rank, of weights too of which it has nothing."""

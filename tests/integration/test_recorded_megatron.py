@@ -31,10 +31,10 @@ QUICK = {
 
 
 def layouts_of(plug):
-    """Of one way: its quick layouts; the others and those of four ranks are slow."""
+    """Of one way: without a plug its quick layouts; all others, and those of four ranks, are slow."""
     quick = {name: LAYOUTS[name] for name in QUICK[plug]}
     others = {name: LAYOUTS[name] for name in LAYOUTS if name not in quick}
-    yield pytest.param(plug, quick, id=f"{plug}")
+    yield pytest.param(plug, quick, id=f"{plug}", marks=[pytest.mark.slow] if plug else [])
     for name, own in (("others", others), ("four", OF_FOUR)):
         yield pytest.param(plug, own, id=f"{plug}-{name}", marks=pytest.mark.slow)
 

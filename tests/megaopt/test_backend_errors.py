@@ -32,6 +32,7 @@ def python(code, **environment):
     return run.stdout
 
 
+@pytest.mark.slow
 def test_without_triton_the_reference_serves_and_triton_says_why():
     """As on macOS: the numbers are those of a run with Triton, without its interpreter."""
     code = """

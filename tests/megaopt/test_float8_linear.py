@@ -6,6 +6,7 @@ product here, whichever path torch takes for it.
 
 import random
 
+import pytest
 import torch
 from bits import assert_same_bits
 from float8_models import BF16, FP32
@@ -63,6 +64,7 @@ def tries(count):
         yield float8, bias, x, grad, layer(plain, bias, x, grad)
 
 
+@pytest.mark.slow
 def test_the_products_are_those_of_a_plain_weight_whatever_needs_a_gradient():
     """Of a training layer, of one whose weight is frozen, and without any gradients."""
     for float8, bias, x, grad, expected in tries(100):

@@ -245,6 +245,7 @@ def test_kernels_are_the_twin_where_products_are_exact(options):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.slow
 def test_what_torch_compiles_is_the_twin_on_a_cpu():
     """Which contracts no product and sum there."""
     assert_kernels_agree(("compiled", "torch"), {"dtype": FP32})

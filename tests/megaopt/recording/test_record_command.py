@@ -129,6 +129,7 @@ def test_two_runs_are_equal_and_another_lr_is_not(recorded):
     assert unlike == {"weight"}
 
 
+@pytest.mark.slow
 def test_torchrun_records_each_rank(folder):
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     script = [*launch, "--master-port", "29531", "train.py", "0.01", "0"]

@@ -54,6 +54,7 @@ def test_kernels_too(build, run):
     assert regression.first_difference() is None
 
 
+@pytest.mark.slow
 def test_ranks_that_have_rows_of_the_weights_train_as_one(build, run):
     """Projected on the left, over refreshes of some."""
     text = galore("first") + galore("ranks", "first", ranks=3)

@@ -130,6 +130,7 @@ def test_stock_repeats_itself_and_resumes(run, tmp_path):
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_a_flipped_bit_is_noticed(run):
     status, record = run(TWICE, perturb=2)
     assert status == 1

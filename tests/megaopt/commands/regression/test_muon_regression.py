@@ -40,6 +40,7 @@ def test_runs_are_one_for_any_groups_and_resumed(build, run):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_that_have_rows_of_the_weights_train_as_one(build, run):
     outcomes = run(build(muon("first") + muon("ranks", "first", ranks=3), steps=2))
     found = outcomes["ranks"]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.float8 import RECIPES, Float8Recipe
+from megaopt.kernels.formats import MOMENTS
 
 DTYPES: dict[str, Any] = {
     "fp32": torch.float32,
@@ -16,16 +17,7 @@ DTYPES: dict[str, Any] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "stochastic": "bfloat16_stochastic",
-    **{
-        f"{block}_{code}{rounding}": f"{block}_{code}{rounding}"
-        for block, codes in {
-            "block": ("e4m3", "e5m3", "int8"),
-            "block64": ("e4m3", "e5m3", "int8"),
-            "block32": ("e3m0", "e4m0"),
-        }.items()
-        for code in codes
-        for rounding in ("", "_nearest")
-    },
+    **{name: name for name in MOMENTS if name.startswith("block")},
 }
 WEIGHTS = ("fp32", "bf16", "fp16")
 

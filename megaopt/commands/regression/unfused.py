@@ -127,17 +127,18 @@ class UnfusedWeights(OptimizerWeights):
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: UnfusedVariant) -> None:
-        self.pieces = [
+        pieces = [
             Piece(name, p, p if p.dtype == torch.float32 else p.detach().float(), 0, p.numel())
             for name, p in model.named_parameters()
         ]
-        self.optimizer = UnfusedAdam(
-            group_pieces(self.pieces, config),
+        optimizer = UnfusedAdam(
+            group_pieces(pieces, config),
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             adam_w_mode=config.adam_w_mode,
             bias_correction=config.bias_correction,
         )
+        super().__init__(pieces, optimizer)
         self.round = ROUNDINGS[variant.rounding]
         self.quantizers = {
             f"{name}.weight": layer.quantizer

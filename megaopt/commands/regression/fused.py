@@ -124,13 +124,13 @@ class ShardPiece(Piece):
 
     def spread(self) -> None:
         """Takes the others' bytes as they lie: of an fp8 weight its codes."""
-        is_float8 = isinstance(self.source, Float8Weight)
-        held = self.source.data8 if is_float8 else self.source.detach()
+        source: Any = self.source
+        held = source.data8 if isinstance(source, Float8Weight) else source.detach()
         for rank, (start, stop) in enumerate(pairwise(self.bounds)):
             if start < stop:
                 dist.broadcast(held.view(-1)[start:stop].view(torch.uint8), rank)
-        if is_float8:
-            self.source.values_changed()
+        if isinstance(source, Float8Weight):
+            source.values_changed()
 
 
 def shard_pieces(model: nn.Module) -> list[Piece]:

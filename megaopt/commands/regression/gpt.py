@@ -24,6 +24,7 @@ from megaopt.commands.regression.fused import fused, galore, muon, peer
 from megaopt.commands.regression.outputs import about_file
 from megaopt.commands.regression.parts import Part
 from megaopt.commands.regression.unfused import UnfusedWeights
+from megaopt.commands.regression.weights import OptimizerWeights
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.commands.training.model import build_model
 from megaopt.commands.training.text import batches_of, load_corpus
@@ -56,7 +57,7 @@ class Training:
         if variant.recipe is not None:
             self._quantize(variant.recipe)
         try:
-            self.owner = OWNERS[type(variant)](self.model, config, variant)
+            self.owner: OptimizerWeights = OWNERS[type(variant)](self.model, config, variant)
         except (ValueError, ImportError, RuntimeError) as error:
             raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
         self.steps_done = 0

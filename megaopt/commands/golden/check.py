@@ -32,6 +32,9 @@ SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
 """What a report to share says of the machine: nothing that names a user, a host or a path."""
 
 
+HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
+
+
 class Outcome(NamedTuple):
     """What became of the steps of a case."""
 
@@ -66,10 +69,11 @@ class Task:
         return {name: each.different for name, each in self.outcomes.items() if each.different}
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """How many cases there are, are identical, are different and were not stepped."""
+    def row(self) -> tuple[str, ...]:
+        """What HEADINGS are of."""
         cases, stepped, different = map(len, (self.cases, self.outcomes, self.different))
-        return cases, stepped - different, different, cases - stepped
+        counts = map(str, (cases, stepped - different, different, cases - stepped))
+        return self.part, self.contract, self.where, *counts
 
 
 def verify(
@@ -151,13 +155,11 @@ def _record(path: Path, old: Record, console: Console) -> int:
 
 
 def _table(tasks: Sequence[Task]) -> Table:
-    headings = ("part", "contract", "backend", ">cases", ">identical", ">different", ">unchecked")
+    headings = [*HEADINGS[:3], *(f">{heading}" for heading in HEADINGS[3:])]
     table = make_table("the golden record", headings)
     for task in tasks:
-        cases, identical, different, left_out = map(str, task.counts)
-        shown = f"[red]{different}[/]" if task.different else "0"
-        row = (task.part, task.contract, task.where, cases, identical, shown, left_out)
-        table.add_row(*row)
+        *before, different, left_out = task.row
+        table.add_row(*before, f"[red]{different}[/]" if task.different else "0", left_out)
     return table
 
 
@@ -185,11 +187,10 @@ def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
     here = {name: environment.describe()[name] for name in SHARED}
     here["golden record"] = _digest(render(record))
     yield from _markdown(("here", ""), ((name, value or "none") for name, value in here.items()))
-    headings = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
-    rows = ((*_place(task), *map(str, task.counts), _digest_of(task)) for task in tasks)
-    yield from _markdown((*headings, "digest of all"), rows)
-    reasons = ((*_place(t), t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
-    yield from _markdown((*headings[:3], "why not checked"), reasons)
+    rows = ((*task.row, _digest_of(task)) for task in tasks)
+    yield from _markdown((*HEADINGS, "digest of all"), rows)
+    reasons = ((*t.row[:3], t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
+    yield from _markdown((*HEADINGS[:3], "why not checked"), reasons)
     different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
     found = [(name, task.where, _class_or_digests(each)) for name, task, each in different]
     yield from _markdown(("case", "backend", "not identical: digests here, or the error"), found)
@@ -197,10 +198,6 @@ def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
     yield "\n<details><summary>cases that were stepped</summary>\n\n```"
     yield from sorted(stepped)
     yield "```\n\n</details>\n"
-
-
-def _place(task: Task) -> tuple[str, str, str]:
-    return task.part, task.contract, task.where
 
 
 def _digest(text: str) -> str:

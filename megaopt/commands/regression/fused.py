@@ -49,7 +49,7 @@ def unaligned_pieces(model: nn.Module) -> list[Piece]:
         flat = parameter.detach().view(-1)
         middle = min(flat.numel(), flat.numel() // 2 | 1)
         for start, stop in ((0, middle), (middle, flat.numel())):
-            pieces.append(Piece(name, parameter, nn.Parameter(flat[start:stop]), start, stop))
+            pieces.append(Piece(name, parameter, nn.Parameter(flat[start:stop]), start))
     return pieces
 
 
@@ -119,7 +119,7 @@ def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
 class ShardPiece(Piece):
     """A rank's shard of a parameter, of which every rank has the whole, with the same gradient."""
 
-    bounds: Sequence[int]
+    bounds: Sequence[int] = ()
     """Where the ranks' shards begin, and where the last ends."""
 
     def spread(self) -> None:
@@ -143,7 +143,7 @@ def shard_pieces(model: nn.Module) -> list[Piece]:
             tensor: torch.Tensor = Float8Shard(parameter, start, stop, dist.group.WORLD)
         else:
             tensor = nn.Parameter(parameter.detach().view(-1)[start:stop])
-        pieces.append(ShardPiece(name, parameter, tensor, start, stop, bounds))
+        pieces.append(ShardPiece(name, parameter, tensor, start, bounds))
     return pieces
 
 
@@ -261,6 +261,6 @@ def mesh_of(device: str, ranks: int) -> Any:
 def rows_pieces(model: nn.Module) -> list[Piece]:
     """This rank's rows of each parameter."""
     return [
-        RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)), 0, parameter.numel())
+        RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)))
         for name, parameter in model.named_parameters()
     ]

@@ -128,7 +128,7 @@ class UnfusedWeights(OptimizerWeights):
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: UnfusedVariant) -> None:
         pieces = [
-            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float(), 0, p.numel())
+            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float())
             for name, p in model.named_parameters()
         ]
         optimizer = UnfusedAdam(
@@ -170,11 +170,11 @@ class UnfusedWeights(OptimizerWeights):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's own, and the masters, which it does not save."""
         masters = {piece.name: piece.tensor for piece in self.pieces}
-        return {"optimizer": super().state_dict(), "masters": masters}
+        return {"optimizer": super().state_dict(), "kept": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies the state in, bit for bit."""
         super().load_state_dict(state_dict["optimizer"])
         for piece in self.pieces:
-            piece.tensor.copy_(state_dict["masters"][piece.name])
+            piece.tensor.copy_(state_dict["kept"][piece.name])

@@ -32,14 +32,14 @@ class Piece:
     source: nn.Parameter
     """The model's parameter."""
     tensor: torch.Tensor
-    """The parameter itself; or a view, shard or master of elements start to stop of it."""
-    start: int
-    stop: int
+    """The parameter itself; or a view, shard or master of elements of it that lie together."""
+    start: int = 0
+    """The first of these elements."""
 
     def take_gradient(self) -> None:
         """Gives the tensor its part of the parameter's gradient, in its own dtype."""
         if self.tensor is not self.source and self.source.grad is not None:
-            grad = self.source.grad.view(-1)[self.start : self.stop]
+            grad = self.source.grad.view(-1)[self.start : self.start + self.tensor.numel()]
             self.tensor.grad = grad.to(self.tensor.dtype).view(self.tensor.shape)
 
     def spread(self) -> None:
@@ -48,7 +48,7 @@ class Piece:
 
 def whole_pieces(model: nn.Module) -> list[Piece]:
     """The parameters as they are."""
-    return [Piece(name, p, p, 0, p.numel()) for name, p in model.named_parameters()]
+    return [Piece(name, p, p) for name, p in model.named_parameters()]
 
 
 def weight_decay_of(parameter: torch.Tensor, config: OptimizerConfig) -> float:

@@ -19,7 +19,6 @@ DTYPES: dict[str, Any] = {
     "stochastic": "bfloat16_stochastic",
     **{name: name for name in MOMENTS if name.startswith("block")},
 }
-WEIGHTS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -131,22 +130,12 @@ class Case:
     name: str
 
     def __post_init__(self) -> None:
-        parts = self.name.split("/")
-        weight, _, end = (*parts, "", "", "")[2].rpartition("-")
-        known = (
-            len(parts) >= 5
-            and parts[1] in RULES
-            and (weight in WEIGHTS or weight in FLOAT8)
-            and end == "weight"
-            and parts[3] in MASTERS
-            and len(_dtypes(parts[4])) == len(RULES[parts[1]].moments)
-            and all(moment in DTYPES for moment in _dtypes(parts[4]))
-            and all(variation in VARIATIONS for variation in parts[5:])
-        )
-        if not known:
+        try:
+            _ = self.options, self.weight, self.grad
+        except (LookupError, ValueError):
             raise ValueError(
                 f"name must be contract/rule/weight/master/moments/variations, got {self.name!r}"
-            )
+            ) from None
 
     @cached_property
     def parts(self) -> list[str]:

@@ -51,19 +51,14 @@ def whole_pieces(model: nn.Module) -> list[Piece]:
     return [Piece(name, p, p) for name, p in model.named_parameters()]
 
 
-def weight_decay_of(parameter: torch.Tensor, config: OptimizerConfig) -> float:
-    """The decay of one parameter: matrices decay, norm weights do not."""
-    return config.weight_decay if parameter.ndim >= 2 else 0.0
-
-
 def group_pieces(
     pieces: Iterable[Piece], config: OptimizerConfig, ways: int = 1
 ) -> list[dict[str, Any]]:
-    """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
+    """Param groups: matrices, which decay, and norm weights, each kind dealt out `ways` ways."""
     groups: dict[tuple[float, int], list[torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
-        key = (weight_decay_of(piece.source, config), number % ways)
-        groups.setdefault(key, []).append(piece.tensor)
+        decay = config.weight_decay if piece.source.ndim >= 2 else 0.0
+        groups.setdefault((decay, number % ways), []).append(piece.tensor)
     return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
 
 

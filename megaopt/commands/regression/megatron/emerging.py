@@ -115,7 +115,7 @@ def newton_schulz_tp(
 
 
 def standing() -> dict[str, ModuleType]:
-    """By the names of the modules that Megatron imports, one that has what it takes of them all."""
+    """One module that has all that Megatron takes of several, by the names of these."""
     root = "emerging_optimizers"
     orthogonalized, module = f"{root}.orthogonalized_optimizers", ModuleType(root)
     vars(module).update(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.float8 import RECIPES, Float8Recipe
+from megaopt.kernels.formats import MOMENTS
 
 DTYPES: dict[str, Any] = {
     "fp32": torch.float32,
@@ -16,18 +17,8 @@ DTYPES: dict[str, Any] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "stochastic": "bfloat16_stochastic",
-    **{
-        f"{block}_{code}{rounding}": f"{block}_{code}{rounding}"
-        for block, codes in {
-            "block": ("e4m3", "e5m3", "int8"),
-            "block64": ("e4m3", "e5m3", "int8"),
-            "block32": ("e3m0", "e4m0"),
-        }.items()
-        for code in codes
-        for rounding in ("", "_nearest")
-    },
+    **{name: name for name in MOMENTS if name.startswith("block")},
 }
-WEIGHTS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -139,22 +130,12 @@ class Case:
     name: str
 
     def __post_init__(self) -> None:
-        parts = self.name.split("/")
-        weight, _, end = (*parts, "", "", "")[2].rpartition("-")
-        known = (
-            len(parts) >= 5
-            and parts[1] in RULES
-            and (weight in WEIGHTS or weight in FLOAT8)
-            and end == "weight"
-            and parts[3] in MASTERS
-            and len(_dtypes(parts[4])) == len(RULES[parts[1]].moments)
-            and all(moment in DTYPES for moment in _dtypes(parts[4]))
-            and all(variation in VARIATIONS for variation in parts[5:])
-        )
-        if not known:
+        try:
+            _ = self.options, self.weight, self.grad
+        except (LookupError, ValueError):
             raise ValueError(
                 f"name must be contract/rule/weight/master/moments/variations, got {self.name!r}"
-            )
+            ) from None
 
     @cached_property
     def parts(self) -> list[str]:

@@ -32,6 +32,9 @@ SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
 """What a report to share says of the machine: nothing that names a user, a host or a path."""
 
 
+HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
+
+
 class Outcome(NamedTuple):
     """What became of the steps of a case."""
 
@@ -66,10 +69,11 @@ class Task:
         return {name: each.different for name, each in self.outcomes.items() if each.different}
 
     @property
-    def counts(self) -> tuple[int, int, int, int]:
-        """How many cases there are, are identical, are different and were not stepped."""
+    def row(self) -> tuple[str, ...]:
+        """What HEADINGS are of."""
         cases, stepped, different = map(len, (self.cases, self.outcomes, self.different))
-        return cases, stepped - different, different, cases - stepped
+        counts = map(str, (cases, stepped - different, different, cases - stepped))
+        return self.part, self.contract, self.where, *counts
 
 
 def verify(
@@ -112,11 +116,10 @@ def verify(
         if task.reason is not None:
             line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
-    strays = {name: what for name, what in old.strays().items() if matches(name, only)}
-    status = _report(tasks, strays, console)
+    status = _report(tasks, console)
     if share is not None:
         with replacing(share) as file:
-            file.write("\n".join(report(tasks, strays, old)).encode())
+            file.write("\n".join(report(tasks, old)).encode())
         console.print(f"written: {share}", soft_wrap=True, highlight=False, markup=False)
     return status
 
@@ -152,21 +155,18 @@ def _record(path: Path, old: Record, console: Console) -> int:
 
 
 def _table(tasks: Sequence[Task]) -> Table:
-    headings = ("part", "contract", "backend", ">cases", ">identical", ">different", ">unchecked")
+    headings = [*HEADINGS[:3], *(f">{heading}" for heading in HEADINGS[3:])]
     table = make_table("the golden record", headings)
     for task in tasks:
-        cases, identical, different, left_out = map(str, task.counts)
-        shown = f"[red]{different}[/]" if task.different else "0"
-        row = (task.part, task.contract, task.where, cases, identical, shown, left_out)
-        table.add_row(*row)
+        *before, different, left_out = task.row
+        table.add_row(*before, f"[red]{different}[/]" if task.different else "0", left_out)
     return table
 
 
-def _report(tasks: Sequence[Task], strays: Mapping[str, str], console: Console) -> int:
+def _report(tasks: Sequence[Task], console: Console) -> int:
     different = [
         f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
     ]
-    different += [f"{name}: {what}" for name, what in strays.items()]
     for line in different:
         console.print(f"[red]different[/]: {escape(line)}", soft_wrap=True, highlight=False)
     if different:
@@ -177,33 +177,27 @@ def _report(tasks: Sequence[Task], strays: Mapping[str, str], console: Console) 
     return exits.DONE
 
 
-def report(tasks: Sequence[Task], strays: Mapping[str, str], record: Record) -> Iterator[str]:
+def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
     """The lines of what a user may post, in Markdown.
 
     Of an error it has the class alone: a message may name a path.
     """
-    wrong = sum(len(task.different) for task in tasks) + len(strays)
+    wrong = sum(len(task.different) for task in tasks)
     yield f"# megaopt verify: {f'{wrong} differ' if wrong else 'identical'}"
     here = {name: environment.describe()[name] for name in SHARED}
     here["golden record"] = _digest(render(record))
     yield from _markdown(("here", ""), ((name, value or "none") for name, value in here.items()))
-    headings = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
-    rows = ((*_place(task), *map(str, task.counts), _digest_of(task)) for task in tasks)
-    yield from _markdown((*headings, "digest of all"), rows)
-    reasons = ((*_place(t), t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
-    yield from _markdown((*headings[:3], "why not checked"), reasons)
+    rows = ((*task.row, _digest_of(task)) for task in tasks)
+    yield from _markdown((*HEADINGS, "digest of all"), rows)
+    reasons = ((*t.row[:3], t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
+    yield from _markdown((*HEADINGS[:3], "why not checked"), reasons)
     different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
     found = [(name, task.where, _class_or_digests(each)) for name, task, each in different]
-    found += [(name, "", what) for name, what in strays.items()]
     yield from _markdown(("case", "backend", "not identical: digests here, or the error"), found)
     stepped = {case.name for task in tasks if task.outcomes for case in task.cases}
     yield "\n<details><summary>cases that were stepped</summary>\n\n```"
     yield from sorted(stepped)
     yield "```\n\n</details>\n"
-
-
-def _place(task: Task) -> tuple[str, str, str]:
-    return task.part, task.contract, task.where
 
 
 def _digest(text: str) -> str:
@@ -246,13 +240,11 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
     for pattern in only:
         require(any(fnmatchcase(name, pattern) for name in names), "only", pattern, words)
     return {
-        part: [case for case in cases if matches(case.name, only)] for part, cases in CASES.items()
+        part: [
+            case for case in cases if any(fnmatchcase(case.name, each) for each in only or ("*",))
+        ]
+        for part, cases in CASES.items()
     }
-
-
-def matches(name: str, only: Sequence[str]) -> bool:
-    """Whether a case is one of those asked for."""
-    return not only or any(fnmatchcase(name, pattern) for pattern in only)
 
 
 def plan(
@@ -266,15 +258,13 @@ def plan(
     for part, cases in chosen.items():
         for name in dict.fromkeys(case.contract for case in cases):
             own = [case for case in cases if case.contract == name]
-            if record.is_recorded(part):  # Record.strays has the others
-                own = [case for case in own if case.name in record.digests[part]]
             serving = CONTRACTS[name].backends
             asked = [each for each in serving if not backends or each in backends]
             for device in _devices(name):
                 for backend in asked or serving:
-                    reason = _why_not(record, part, name, backend, device)
-                    if not asked:
-                        reason = "its backend was not asked for"
+                    reason = why_not(backend, CONTRACTS[name], device)
+                    reason = reason or why_not_compared(record, part)
+                    reason = reason if asked else "its backend was not asked for"
                     found.append(Task(part, name, backend, device, own, reason))
     return found
 
@@ -288,16 +278,8 @@ def _devices(contract: str) -> list[torch.device]:
     return [gpu] if CONTRACTS[contract].needs_gpu else [cpu, gpu]
 
 
-def _why_not(
-    record: Record, part: str, contract: str, backend: str, device: torch.device
-) -> str | None:
-    return why_not(backend, CONTRACTS[contract], device) or why_not_compared(record, part)
-
-
 def why_not_compared(record: Record, part: str) -> str | None:
     """Why digests made here cannot be those of a part of the record; None where they must be."""
-    if not record.is_recorded(part):
-        return "not recorded yet"
     if part == ANY_MACHINE:
         return None
     here = environment.describe()["compute_capability"]

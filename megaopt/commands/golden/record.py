@@ -1,13 +1,15 @@
-"""The file of digests: a line for each case, so that a review shows what moved."""
+"""The file of digests: a line for each case, so that a review shows what moved.
+
+A new case is a line of its name and no digests, {}; `megaopt verify --record` writes them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 
-from megaopt.commands.golden.cases import CASES, NVIDIA_GPU
+from megaopt.commands.golden.cases import CASES, FILE, NVIDIA_GPU
 
 MADE_ON = f"{NVIDIA_GPU}, made on"
 
@@ -20,28 +22,14 @@ class Record:
     """What was recorded."""
 
     digests: Mapping[str, Digests]
-    """The digests of each part; a part that was not recorded yet is empty."""
+    """The digests of each part."""
     made_on: Mapping[str, str | None]
     """The versions and the hardware behind the part of NVIDIA GPUs."""
-
-    def is_recorded(self, part: str) -> bool:
-        """Whether there is anything to compare with."""
-        return bool(self.digests[part])
-
-    def strays(self) -> dict[str, str]:
-        """Cases that a recorded part lacks, and lines of no case: what is wrong, by name."""
-        found = {}
-        for part, cases in CASES.items():
-            recorded, names = self.digests[part], {case.name for case in cases}
-            if recorded:
-                found.update(dict.fromkeys(names - set(recorded), "not in the record"))
-            found.update(dict.fromkeys(set(recorded) - names, "no case has this name"))
-        return dict(sorted(found.items()))
 
 
 def packaged() -> Record:
     """The record that comes with this version."""
-    return parse(files("megaopt.commands.golden").joinpath("record.json").read_text("utf-8"))
+    return parse(FILE.read_text("utf-8"))
 
 
 def parse(text: str) -> Record:
@@ -58,7 +46,5 @@ def render(record: Record) -> str:
 
 
 def _lines(digests: Digests) -> str:
-    if not digests:
-        return "{}"
     lines = [f"  {json.dumps(name)}: {json.dumps(own)}" for name, own in digests.items()]
     return "{\n" + ",\n".join(lines) + "\n}"

@@ -88,7 +88,7 @@ def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
     return whole[: shape[0], : shape[1]]
 
 
-class FakeQuantizer:
+class FakeQuantizer(nn.Module):
     """How one bf16 weight is cast to fp8: by blocks, or by the amax of the whole weight.
 
     Args:
@@ -97,6 +97,7 @@ class FakeQuantizer:
     """
 
     def __init__(self, weight: torch.Tensor, recipe: str) -> None:
+        super().__init__()
         self.recipe = recipe
 
     def tensors(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,10 +125,6 @@ class FakeQuantizer:
     def after_step(self, weight: torch.Tensor) -> None:
         """Takes notice of the weight's new values."""
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """What it remembers from step to step."""
-        return {}
-
 
 class DelayedFakeQuantizer(FakeQuantizer):
     """Delayed scaling: the scale comes from the amaxes of earlier steps, and is one step late."""
@@ -135,10 +132,10 @@ class DelayedFakeQuantizer(FakeQuantizer):
     def __init__(self, weight: torch.Tensor, recipe: str) -> None:
         super().__init__(weight, recipe)
         amax = magnitudes(weight).max().reshape(1)
-        self.history = torch.zeros(HISTORY, device=weight.device)
+        self.history = nn.Buffer(torch.zeros(HISTORY, device=weight.device))
         self.history[0] = amax[0]
-        self.next_scale = divide(amax)
-        self.scale = self.next_scale.clone()
+        self.next_scale = nn.Buffer(divide(amax))
+        self.scale = nn.Buffer(self.next_scale.clone())
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Casts by the scale that there was when the weight got its values."""
@@ -159,10 +156,6 @@ class DelayedFakeQuantizer(FakeQuantizer):
         """Codes, scale_inv, the next scale and the history."""
         later = {"scale": self.next_scale, "amax_history": self.history}
         return super().tensors(weight) | later
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """The two scales and the history."""
-        return {"scale": self.scale, "next_scale": self.next_scale, "history": self.history}
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megaopt.commands.config import (
+    FusedVariant,
     GaLoreVariant,
     MuonVariant,
     PeerVariant,
@@ -19,19 +20,13 @@ from megaopt.commands.config import (
     Variant,
 )
 from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
-from megaopt.commands.regression.fused import (
-    FusedWeights,
-    GaLoreWeights,
-    MuonWeights,
-    PeerWeights,
-    ShardedWeights,
-)
+from megaopt.commands.regression.fused import fused, galore, muon, peer
 from megaopt.commands.regression.outputs import about_file
 from megaopt.commands.regression.parts import Part
 from megaopt.commands.regression.unfused import UnfusedWeights
 from megaopt.commands.regression.weights import OptimizerWeights
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.commands.training.model import GPT, build_model
+from megaopt.commands.training.model import build_model
 from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.float8 import RECIPES, scaled_matmul, to_float8
 from megaopt.recording.files import hexadecimal
@@ -62,7 +57,7 @@ class Training:
         if variant.recipe is not None:
             self._quantize(variant.recipe)
         try:
-            self.owner = build_owner(self.model, config, variant)
+            self.owner: OptimizerWeights = OWNERS[type(variant)](self.model, config, variant)
         except (ValueError, ImportError, RuntimeError) as error:
             raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
         self.steps_done = 0
@@ -131,19 +126,14 @@ def in_a_block(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("blocks.")
 
 
-def build_owner(model: GPT, config: RunConfig, variant: Variant) -> OptimizerWeights:
-    """What steps a variant's weights."""
-    if isinstance(variant, UnfusedVariant):
-        return UnfusedWeights(model, config.optimizer, variant)
-    if isinstance(variant, PeerVariant):
-        return PeerWeights(model, config.optimizer, variant)
-    if isinstance(variant, GaLoreVariant):
-        assert config.galore is not None  # as the config was checked
-        return GaLoreWeights(model, config.optimizer, config.galore, variant)
-    if isinstance(variant, MuonVariant):
-        return MuonWeights(model, config.optimizer, variant)
-    owner = FusedWeights if variant.ranks is None else ShardedWeights
-    return owner(model, config.optimizer, variant)
+OWNERS: dict[type, Any] = {
+    UnfusedVariant: lambda model, run, variant: UnfusedWeights(model, run.optimizer, variant),
+    PeerVariant: peer,
+    FusedVariant: fused,
+    GaLoreVariant: galore,
+    MuonVariant: muon,
+}
+"""What makes of a model, a run and a variant the owner of the weights."""
 
 
 def build(task: Task) -> Training:

@@ -85,7 +85,7 @@ class Group:
     def __init__(self, tasks: list[Task]) -> None:
         self.tasks, self.job = tasks, tasks[0].job
         self.processes: list[Any] = []
-        self._lines = [Lines(task) for task in tasks]
+        self._counts: list[int | None] = [None for _ in tasks]
         context = context_for(tasks[0])
         # its end tells the processes that the command has ended
         self._own, self._theirs = context.Pipe(duplex=False)
@@ -102,7 +102,7 @@ class Group:
     @property
     def steps(self) -> int:
         """How many rank 0 has recorded."""
-        return self._lines[0].count
+        return self._counts[0] or 0
 
     def look(self) -> bool:
         """Whether the job has ended well.
@@ -113,11 +113,11 @@ class Group:
         """
         # before the lines are read: what a process wrote before it ended is then among them
         gone = [not process.is_alive() for process in self.processes]
-        news = [lines.look() for lines in self._lines]
-        if any(news):
+        before, self._counts = self._counts, [count_steps(task) for task in self.tasks]
+        if self._counts != before:
             self._moved = time.monotonic()
         silent = time.monotonic() - self._moved
-        whole = [lines.count >= self.job.steps for lines in self._lines]
+        whole = [(count or 0) >= self.job.steps for count in self._counts]
         if all(whole):
             return all(gone) or silent > GRACE
         waiting = [task for task in self.tasks if not whole[task.rank]]
@@ -153,22 +153,7 @@ def _told(task: Task) -> str:
     return text[-TOLD:].strip() or "nothing"
 
 
-class Lines:
-    """A rank's file of scalars, a line a step, looked at as it grows."""
-
-    def __init__(self, task: Task) -> None:
-        self.path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
-        self.place: int | None = None
-        self.count = 0
-
-    def look(self) -> bool:
-        """Whether the rank has begun, or finished a step, since the last look."""
-        if not self.path.exists():
-            return False
-        began, before = self.place is None, self.count
-        with self.path.open("rb") as file:
-            file.seek(self.place or 0)
-            new = file.read()
-        self.place = (self.place or 0) + len(new)
-        self.count += new.count(b"\n")
-        return began or self.count > before
+def count_steps(task: Task) -> int | None:
+    """How many steps a rank has recorded, a line each; None: it has not begun."""
+    path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else None

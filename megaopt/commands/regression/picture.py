@@ -22,20 +22,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MARKERS_PER_CURVE = 8
 
 
-def _draw_losses(axes: Any, baselines: Sequence[Outcome], variants: Sequence[Outcome]) -> None:
-    """Baselines as broad pale lines, variants as markers that take turns along them."""
-    for number, outcome in enumerate(baselines):
-        colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
-        steps = range(1, len(outcome.losses) + 1)
-        label = f"{outcome.trial.short_name} (baseline)"
-        # the later baseline is the narrower, so that both show where they coincide
-        axes.plot(
-            steps, outcome.losses, color=colour, linewidth=6 - 3 * min(number, 1), label=label
-        )
-    for number, outcome in enumerate(variants):
-        axes.plot(
-            range(1, len(outcome.losses) + 1), outcome.losses, **_style(number, outcome, variants)
-        )
+def _plot(axes: Any, values: Sequence[float], **style: Any) -> None:
+    """A value for each step, from 1."""
+    axes.plot(range(1, len(values) + 1), values, **style)
 
 
 def _style(number: int, outcome: Outcome, variants: Sequence[Outcome]) -> dict[str, Any]:
@@ -56,17 +45,6 @@ def _differences(outcome: Outcome) -> list[float]:
     if outcome.baseline is None or not outcome.baseline.losses:
         return []
     return [a - b for a, b in zip(outcome.losses, outcome.baseline.losses, strict=True)]
-
-
-def _draw_differences(axes: Any, variants: Sequence[Outcome]) -> None:
-    for number, outcome in enumerate(variants):
-        differences = _differences(outcome)
-        axes.plot(range(1, len(differences) + 1), differences, **_style(number, outcome, variants))
-    axes.axhline(0, color="#444444", linewidth=0.6, zorder=0)
-    axes.set_xlabel("step")
-    if all(outcome.losses and not any(_differences(outcome)) for outcome in variants):
-        _scale_to_one_unit(axes, variants)
-    _mark_first_difference(axes, variants)
 
 
 def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
@@ -116,8 +94,25 @@ def _summary(variants: Sequence[Outcome], in_short: bool = False) -> str:
 
 
 def _draw_column(upper: Any, lower: Any, outcomes: Sequence[Outcome]) -> None:
-    _draw_losses(upper, *_parted(outcomes))
-    _draw_differences(lower, _parted(outcomes)[1])
+    """Baselines as broad pale lines, variants as markers that take turns along them.
+
+    Beneath them the differences.
+    """
+    baselines, variants = _parted(outcomes)
+    for number, outcome in enumerate(baselines):
+        colour = BASELINE_COLOURS[number % len(BASELINE_COLOURS)]
+        # the later baseline is the narrower, so that both show where they coincide
+        style = {"color": colour, "linewidth": 6 - 3 * min(number, 1)}
+        _plot(upper, outcome.losses, label=f"{outcome.trial.short_name} (baseline)", **style)
+    for number, outcome in enumerate(variants):
+        style = _style(number, outcome, variants)
+        _plot(upper, outcome.losses, **style)
+        _plot(lower, _differences(outcome), **style)
+    lower.axhline(0, color="#444444", linewidth=0.6, zorder=0)
+    lower.set_xlabel("step")
+    if all(outcome.losses and not any(_differences(outcome)) for outcome in variants):
+        _scale_to_one_unit(lower, variants)
+    _mark_first_difference(lower, variants)
     for axes in (upper, lower):
         axes.grid(color="#E3E6EA", linewidth=0.7)
         axes.set_axisbelow(True)

@@ -75,11 +75,6 @@ class Trial:
         return int(self.name.removeprefix(self.variant.name).lstrip(".") or 1)
 
 
-def variants_of(run: AnyRun) -> tuple[AnyVariant, ...]:
-    """What is trained."""
-    return run.variant if isinstance(run, MegatronRun) else run.runs
-
-
 def ranks_of(run: AnyRun, variant: AnyVariant) -> int:
     """Processes of a variant's first job."""
     if isinstance(run, MegatronRun):
@@ -101,7 +96,7 @@ def runs_of(variant: AnyVariant) -> list[tuple[str, str | None]]:
 
 def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> Job:
     """The one job of a trial; it saves where a resumed one needs its checkpoint."""
-    alike = [v for v in variants_of(run) if settings(v) == settings(variant)]
+    alike = [v for v in run.runs if settings(v) == settings(variant)]
     saves = {v.resume_after for v in alike if v.resume_after is not None}
     wanted = tuple(sorted(saves)) if name == variant.name else ()
     return Job(name, variant, ranks_of(run, variant), 1, run.steps, wanted)
@@ -118,7 +113,7 @@ def resumed_jobs(run: AnyRun, variant: AnyVariant, name: str, trunk: Job | None)
 def plan_trials(run: AnyRun) -> list[Trial]:
     """All trials: by the config's variants, and the runs of each."""
     trunks: dict[Any, Job] = {}
-    trials = [Trial(*own, v, ()) for v in variants_of(run) for own in runs_of(v)]
+    trials = [Trial(*own, v, ()) for v in run.runs for own in runs_of(v)]
     for trial in (each for each in trials if each.variant.resume_after is None):
         trial.jobs = (straight_job(run, trial.variant, trial.name),)
         trunks.setdefault(settings(trial.variant), trial.jobs[0])

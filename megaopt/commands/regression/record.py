@@ -18,7 +18,6 @@ from megaopt.commands.regression.megatron.config import (
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
 from megaopt.commands.regression.megatron.training import settings
 from megaopt.commands.regression.outcome import Difference, Outcome
-from megaopt.commands.regression.plan import variants_of
 from megaopt.commands.regression.regression import Regression, is_installed
 from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
@@ -97,12 +96,12 @@ def times_of(regression: Regression) -> dict[str, Any]:
     of_baseline is the median over that of the baseline, which has runs between these.
     """
     found: dict[str, Any] = {}
-    for variant in variants_of(regression.run):
+    for variant in regression.run.runs:
         runs = [e for e in regression.outcomes if e.trial.variant == variant and e.is_timed]
         if runs:
             spreads = {key: spread_of(runs, name) for key, name in TIMES.items()}
             found[variant.name] = {"runs": len(runs), **spreads}
-    for variant in variants_of(regression.run):
+    for variant in regression.run.runs:
         for key in TIMES if variant.name in found else ():
             own, other = found[variant.name][key], found.get(variant.baseline or "")
             own["of_baseline"] = own["median"] / other[key]["median"] if other else None

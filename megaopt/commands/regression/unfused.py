@@ -127,17 +127,18 @@ class UnfusedWeights(OptimizerWeights):
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: UnfusedVariant) -> None:
-        self.pieces = [
-            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float(), 0, p.numel())
+        pieces = [
+            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float())
             for name, p in model.named_parameters()
         ]
-        self.optimizer = UnfusedAdam(
-            group_pieces(self.pieces, config),
+        optimizer = UnfusedAdam(
+            group_pieces(pieces, config),
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             adam_w_mode=config.adam_w_mode,
             bias_correction=config.bias_correction,
         )
+        super().__init__(pieces, optimizer)
         self.round = ROUNDINGS[variant.rounding]
         self.quantizers = {
             f"{name}.weight": layer.quantizer
@@ -166,23 +167,14 @@ class UnfusedWeights(OptimizerWeights):
         state: dict[str, torch.Tensor] = self.optimizer.state[piece.tensor]
         return state if piece.tensor is piece.source else {"master": piece.tensor, **state}
 
-    def _kept(self) -> dict[str, torch.Tensor]:
-        """Masters, and scales and histories."""
-        masters = {piece.name: piece.tensor for piece in self.pieces}
-        scales = (
-            (f"{name} {kind}", tensor)
-            for name, quantizer in self.quantizers.items()
-            for kind, tensor in quantizer.state().items()
-        )
-        return masters | dict(scales)
-
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own, and what it does not know."""
-        return {"optimizer": super().state_dict(), "kept": self._kept()}
+        """The optimizer's own, and the masters, which it does not save."""
+        masters = {piece.name: piece.tensor for piece in self.pieces}
+        return {"optimizer": super().state_dict(), "kept": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies the state in, bit for bit."""
         super().load_state_dict(state_dict["optimizer"])
-        for name, tensor in self._kept().items():
-            tensor.copy_(state_dict["kept"][name])
+        for piece in self.pieces:
+            piece.tensor.copy_(state_dict["kept"][piece.name])

@@ -14,6 +14,14 @@ from megaopt.commands.config import OptimizerConfig
 from megaopt.commands.regression.parts import Part, part
 from megaopt.float8 import Float8Weight
 
+QUANTITIES = {
+    "master_param": "master",
+    **{name: name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
+}
+"""What is recorded of a state in fp32, by what it is called there."""
+BESIDE = ("projection", "captured_energy")
+"""What is recorded as it is."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
@@ -24,44 +32,46 @@ class Piece:
     source: nn.Parameter
     """The model's parameter."""
     tensor: torch.Tensor
-    """The parameter itself; or a view, shard or master of elements start to stop of it."""
-    start: int
-    stop: int
+    """The parameter itself; or a view, shard or master of elements of it that lie together."""
+    start: int = 0
+    """The first of these elements."""
 
     def take_gradient(self) -> None:
         """Gives the tensor its part of the parameter's gradient, in its own dtype."""
         if self.tensor is not self.source and self.source.grad is not None:
-            grad = self.source.grad.view(-1)[self.start : self.stop]
+            grad = self.source.grad.view(-1)[self.start : self.start + self.tensor.numel()]
             self.tensor.grad = grad.to(self.tensor.dtype).view(self.tensor.shape)
+
+    def spread(self) -> None:
+        """After a step: completes the parameter from what this rank and the others have of it."""
 
 
 def whole_pieces(model: nn.Module) -> list[Piece]:
     """The parameters as they are."""
-    return [Piece(name, p, p, 0, p.numel()) for name, p in model.named_parameters()]
-
-
-def weight_decay_of(parameter: torch.Tensor, config: OptimizerConfig) -> float:
-    """The decay of one parameter: matrices decay, norm weights do not."""
-    return config.weight_decay if parameter.ndim >= 2 else 0.0
+    return [Piece(name, p, p) for name, p in model.named_parameters()]
 
 
 def group_pieces(
     pieces: Iterable[Piece], config: OptimizerConfig, ways: int = 1
 ) -> list[dict[str, Any]]:
-    """Param groups: pieces that decay and pieces that do not, each kind dealt out `ways` ways."""
+    """Param groups: matrices, which decay, and norm weights, each kind dealt out `ways` ways."""
     groups: dict[tuple[float, int], list[torch.Tensor]] = {}
     for number, piece in enumerate(pieces):
-        key = (weight_decay_of(piece.source, config), number % ways)
-        groups.setdefault(key, []).append(piece.tensor)
+        decay = config.weight_decay if piece.source.ndim >= 2 else 0.0
+        groups.setdefault((decay, number % ways), []).append(piece.tensor)
     return [{"params": params, "weight_decay": decay} for (decay, _), params in groups.items()]
 
 
 class OptimizerWeights:
-    """Updates a model's weights from its gradients by an optimizer of their pieces."""
+    """Updates a model's weights from its gradients by an optimizer of their pieces.
 
-    optimizer: Any
-    pieces: list[Piece]
-    """Those of a parameter follow each other."""
+    Args:
+        pieces: those of a parameter follow each other.
+        optimizer: a torch.optim.Optimizer of the pieces' tensors.
+    """
+
+    def __init__(self, pieces: list[Piece], optimizer: Any) -> None:
+        self.pieces, self.optimizer = pieces, optimizer
 
     def step(self, learning_rate: float) -> None:
         """Updates state and weights from the gradients that the model's parameters hold."""
@@ -72,6 +82,7 @@ class OptimizerWeights:
         self.optimizer.step()
         for piece in self.pieces:
             piece.tensor.grad = None
+            piece.spread()
 
     def weights_of(self, piece: Piece) -> dict[str, torch.Tensor]:
         """What is recorded of a weight: itself, or what an fp8 weight is made of."""
@@ -81,8 +92,20 @@ class OptimizerWeights:
         return {"codes": tensors.pop("data8"), **tensors}
 
     def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """A piece's state, by quantity."""
-        raise NotImplementedError
+        """A piece's state by quantity, in fp32 whatever format stores it.
+
+        An fp32 weight is its own master. Of DTensors every rank gathers the whole.
+        """
+        state, own = self.optimizer.state[piece.tensor], dict(QUANTITIES)
+        if piece.source.dtype == torch.float32:
+            del own["master_param"]
+        found: dict[str, Any] = {
+            quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
+            for kind, quantity in own.items()
+            if state.get(kind) is not None
+        }
+        found |= {name: state[name] for name in BESIDE if name in state}
+        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
 
     def parts(self) -> Iterator[Part]:
         """The weights, whole, and the state of the pieces."""

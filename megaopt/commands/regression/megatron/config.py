@@ -270,6 +270,11 @@ class MegatronRun(Run):
         return bool(getattr(self.megatron, key) if found is None else found)
 
     @property
+    def runs(self) -> tuple[MegatronVariant, ...]:
+        """What is trained: the variants."""
+        return self.variant
+
+    @property
     def most_ranks(self) -> int:
         """Ranks of the largest group."""
         return max(self.megatron.ranks, *(each.resume_ranks or 1 for each in self.variant))

@@ -114,31 +114,23 @@ def newton_schulz_tp(
     return own
 
 
-def modules() -> dict[str, ModuleType]:
-    """The modules that Megatron imports, by name."""
+def standing() -> dict[str, ModuleType]:
+    """One module that has all that Megatron takes of several, by the names of these."""
     root = "emerging_optimizers"
-    contents: dict[str, dict[str, Any]] = {
-        root: {},
-        f"{root}.registry": {"get_optimizer_name_list": list, "get_optimizer_cls": None},
-        f"{root}.orthogonalized_optimizers": {
-            "OrthogonalizedOptimizer": OrthogonalizedOptimizer,
-            "AdaptiveMuon": OrthogonalizedOptimizer,
-            "get_muon_scale_factor": lambda rows, columns, mode: FACTORS[mode](rows, columns),
-        },
-        f"{root}.orthogonalized_optimizers.muon_utils": {
-            "newton_schulz_tp": newton_schulz_tp,
-            "NSCoeffT": Literal["simple", "quintic"],
-        },
-        f"{root}.scalar_optimizers": {"Lion": object},
-        f"{root}.soap": {"SOAP": object},
-    }
-    found = {name: ModuleType(name) for name in contents}
-    for name, content in contents.items():
-        vars(found[name]).update(content)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(found[parent], last, found[name])
-    return found
+    orthogonalized, module = f"{root}.orthogonalized_optimizers", ModuleType(root)
+    vars(module).update(
+        OrthogonalizedOptimizer=OrthogonalizedOptimizer,
+        AdaptiveMuon=OrthogonalizedOptimizer,
+        get_muon_scale_factor=lambda rows, columns, mode: FACTORS[mode](rows, columns),
+        newton_schulz_tp=newton_schulz_tp,
+        NSCoeffT=Literal["simple", "quintic"],
+        get_optimizer_name_list=list,
+        get_optimizer_cls=None,
+        Lion=object,
+        SOAP=object,
+    )
+    own = (f"{root}.registry", f"{root}.scalar_optimizers", f"{root}.soap")
+    return dict.fromkeys((root, orthogonalized, f"{orthogonalized}.muon_utils", *own), module)
 
 
 @contextlib.contextmanager
@@ -150,22 +142,20 @@ def megatrons_muon() -> Iterator[None]:
     factory = importlib.import_module("megatron.core.optimizer")
     is_16 = not hasattr(factory, "_get_megatron_emerging_optimizer")
     name = "muon" if is_16 else "emerging_optimizers"
-    own = importlib.import_module(f"megatron.core.optimizer.{name}")
+    own, modules = importlib.import_module(f"megatron.core.optimizer.{name}"), standing()
     names = ("_EMERGING_OPTIMIZERS", "_create_emerging_optimizer", "HAVE_EMERGING_OPTIMIZERS")
-    taken = () if is_16 else names
-    standing = modules()
 
     def load() -> None:
         importlib.reload(own)
-        for each in taken:
+        for each in () if is_16 else names:
             setattr(factory, each, getattr(own, each))
 
-    sys.modules.update(standing)
+    sys.modules.update(modules)
     try:
         load()
         yield
     finally:
-        for each in standing:
+        for each in modules:
             del sys.modules[each]
         load()
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant
-from megaopt.commands.training.text import Batches
+from megaopt.commands.training.text import batches_of, load_corpus
 
 FEED_FORWARD_FACTOR = 4
 
@@ -112,33 +112,27 @@ class ForwardStep:
     """A forward pass as Megatron's schedules call it, on a micro batch of this rank's share.
 
     Args:
-        batches: of the run, of all ranks together.
-        rank: of this process among the data-parallel ones.
-        ranks: how many share a batch.
-        micro_batch_size: sequences in a forward pass.
+        run: the config.
         device: where to train.
     """
 
-    def __init__(
-        self, batches: Batches, rank: int, ranks: int, micro_batch_size: int, device: torch.device
-    ) -> None:
-        self.batches, self.rank, self.device = batches, rank, device
-        self.share, self.micro_batch_size = batches.batch_size // ranks, micro_batch_size
-        context = batches.context
+    def __init__(self, run: MegatronRun, device: torch.device) -> None:
+        groups, context = megatron("parallel_state"), run.model.context
+        self.batches, self.device = batches_of(run, load_corpus()), device
+        self.micro_batch_size = run.megatron.micro_batch_size
+        share = run.batch_size // groups.get_data_parallel_world_size()
+        first = groups.get_data_parallel_rank() * share
+        self.own = slice(first, first + share)
+        self.micro_batches = share // self.micro_batch_size
+        """Forward passes of this rank in a step."""
         shape = (1, 1, context, context)
         self.mask = torch.triu(torch.ones(shape, dtype=torch.bool, device=device), 1)
         places = torch.arange(context, device=device)
-        self.places = places.unsqueeze(0).expand(micro_batch_size, context)
-
-    @property
-    def micro_batches(self) -> int:
-        """Forward passes of this rank in a step."""
-        return self.share // self.micro_batch_size
+        self.places = places.unsqueeze(0).expand(self.micro_batch_size, context)
 
     def data(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Inputs and targets of each micro batch of a step; steps count from 1."""
-        own = slice(self.rank * self.share, (self.rank + 1) * self.share)
-        inputs, targets = (each[own].to(self.device) for each in self.batches.at(step))
+        inputs, targets = (each[self.own].to(self.device) for each in self.batches.at(step))
         size = self.micro_batch_size
         return zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 

@@ -29,7 +29,6 @@ from megaopt.commands.regression.megatron.optimizer import (
     scheduler_of,
 )
 from megaopt.commands.regression.parts import Part
-from megaopt.commands.training.text import batches_of, load_corpus
 from megaopt.recording.files import hexadecimal
 
 if TYPE_CHECKING:
@@ -96,14 +95,7 @@ class Training:
         self.optimizer = build_optimizer(run, variant, self.chunk)
         connect(self.config, self.chunk, self.optimizer)
         self.scheduler = scheduler_of(run, self.optimizer)
-        groups = megatron("parallel_state")
-        self.forward_step = ForwardStep(
-            batches_of(run, load_corpus()),
-            groups.get_data_parallel_rank(),
-            groups.get_data_parallel_world_size(),
-            run.megatron.micro_batch_size,
-            device,
-        )
+        self.forward_step = ForwardStep(run, device)
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains a step; with seconds, of the whole and of the optimizer's part, and bytes."""

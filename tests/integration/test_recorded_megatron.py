@@ -31,7 +31,7 @@ QUICK = {
 
 
 def layouts_of(plug):
-    """Of one way: without a plug its quick layouts; all others, and those of four ranks, are slow."""
+    """Those of one way; all are slow but the quick ones without a plug."""
     quick = {name: LAYOUTS[name] for name in QUICK[plug]}
     others = {name: LAYOUTS[name] for name in LAYOUTS if name not in quick}
     yield pytest.param(plug, quick, id=f"{plug}", marks=[pytest.mark.slow] if plug else [])

@@ -63,7 +63,7 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     """
     if not any(view.is_sharded for view in owned.views):
         return False
-    if not all(_is_zero(group.get("lr")) for group in owned.groups):
+    if not all(_is_number_0(group.get("lr")) for group in owned.groups):
         return False
     found = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
     for mesh in _meshes(owned.views):
@@ -71,7 +71,7 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     return not bool(found)
 
 
-def _is_zero(lr: Any) -> bool:
+def _is_number_0(lr: Any) -> bool:
     """Whether it is a number, and 0; what is none the step refuses by name."""
     is_number = isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.numel() == 1)
     return is_number and not float(lr)

@@ -257,8 +257,8 @@ def runs_of(parts: Sequence[Part]) -> Runs:
         for first, size in part.runs:
             rows.append((index, part.param, first, begin, size))
             begin += size
-    *numbers, sizes = numpy.array(rows).T
-    return Runs(*numbers, sizes.tolist())
+    owners, params, firsts, begins, sizes = numpy.array(rows).T
+    return Runs(owners, params, firsts, begins, sizes.tolist())
 
 
 class Layout:

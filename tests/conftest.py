@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import zlib
+from collections import defaultdict
 
 import pytest
 import torch
@@ -28,6 +29,10 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 
 
+MOST_CASES = 6
+"""As many cases of a test are quick at most."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     for item in items:
@@ -40,12 +45,33 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
         if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
             item.add_marker(pytest.mark.exhaustive)
+    make_slow_beyond(items)
+    put_together(items)
     if torch.cuda.is_available():
         items[:] = long_ones_apart(items)
         return
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def make_slow_beyond(items):
+    """Of the cases of each test MOST_CASES are not slow, which ones is up to their names."""
+    quick = defaultdict(list)
+    for item in items:
+        if not item.keywords.keys() & {"slow", "gpu", "exhaustive"}:
+            quick[item.path, getattr(item, "originalname", item.name)].append(item)
+    for own in quick.values():
+        for item in sorted(own, key=lambda each: zlib.crc32(each.name.encode()))[MOST_CASES:]:
+            item.add_marker(pytest.mark.slow)
+
+
+def put_together(items):
+    """A file's tests run in one process, and all that Megatron's ranks run: they take seconds."""
+    with_megatron = {each.path for each in items if "pools" in getattr(each, "fixturenames", ())}
+    for item in items:
+        group = "megatron" if item.path in with_megatron else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 def long_ones_apart(items):

@@ -186,7 +186,7 @@ OUT_OF_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("options", "shapes"), OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
 def test_a_rank_whose_memory_ends_anywhere_keeps_none_waiting(on_ranks, options, shapes, every):
     """All raise, and nothing has changed on any; at every so manieth operation."""

@@ -37,10 +37,10 @@ regress: $(RUNS)
 	$(BIN)megaopt regress $(CONFIG)
 
 test: $(READY)
-	$(BIN)pytest -m "not gpu and not slow and not exhaustive" -n $(JOBS) --dist loadgroup
+	$(BIN)pytest -m "not gpu and not slow and not exhaustive" -n $(JOBS) --dist loadfile
 
 test-all: $(READY)
-	$(BIN)pytest -m "not gpu and not exhaustive" -n $(JOBS) --dist loadgroup
+	$(BIN)pytest -m "not gpu and not exhaustive" -n $(JOBS) --dist loadfile
 
 test-exhaustive: $(READY)
 	$(BIN)pytest -m "exhaustive and not gpu" -n $(JOBS) --dist worksteal

@@ -46,7 +46,6 @@ def pytest_collection_modifyitems(items):
         if "thirds" in item.keywords and "slow" in item.keywords and number // 2 % 3:
             item.add_marker(pytest.mark.exhaustive)
     make_slow_beyond(items)
-    put_together(items)
     if torch.cuda.is_available():
         items[:] = long_ones_apart(items)
         return
@@ -66,12 +65,20 @@ def make_slow_beyond(items):
             item.add_marker(pytest.mark.slow)
 
 
-def put_together(items):
-    """A file's tests run in one process, and all that Megatron's ranks run: they take seconds."""
-    with_megatron = {each.path for each in items if "pools" in getattr(each, "fixturenames", ())}
-    for item in items:
-        group = "megatron" if item.path in with_megatron else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """For --dist loadfile: files whose tests have Megatron's ranks, which take seconds to start, run
+    in one process."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "megatron" if "integration" in file and "megatron" in file else file
+
+    return Together(config, log)
 
 
 def long_ones_apart(items):

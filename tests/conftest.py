@@ -67,8 +67,9 @@ def make_slow_beyond(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """For --dist loadfile: files whose tests have Megatron's ranks, which take seconds to start, run
-    in one process."""
+    """Has --dist loadfile run all files of Megatron's ranks, which take seconds to start, in one
+    process.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -29,7 +29,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 
 
-MOST_CASES = 6
+MOST_CASES = 4
 """As many cases of a test are quick at most."""
 
 

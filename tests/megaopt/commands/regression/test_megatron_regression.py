@@ -154,6 +154,7 @@ def test_the_configs_of_muon(tmp_path, name):
     assert regress(find_config(Path(f"megatron_gpt_tiny_{name}")), out=tmp_path) == 0
 
 
+@pytest.mark.slow
 @needs_megatron
 @needs_plug
 def test_muon_has_the_bits_of_megatrons_own_under_its_contract_alone(tmp_path):

@@ -11,7 +11,7 @@
 VENV := .venv
 PY ?= $(VENV)/bin/python
 CONFIG ?= configs/gpt_tiny.toml
-# processes of the test suite: some 16 minutes of a processor, of which two cores make 9 to 10
+# processes of the test suite: some 14 minutes of a processor, of which two cores make 9
 JOBS ?= 2
 
 # what a regression needs beside torch: Megatron-Core where the config asks for it

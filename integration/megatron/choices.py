@@ -39,7 +39,7 @@ MUON = ("muon", "dist_muon")
 """Megatron's names of Muon; the latter is that of the layer-wise optimizer."""
 
 GALORE = ("rank", "update_proj_gap", "scale", "proj_type", "precision", "refresh", "stagger")
-"""What galore may have: arguments of GaLoreAdamW."""
+"""Arguments of GaLoreAdamW that galore may have."""
 _OWN_PARTS = "each tensor-parallel rank would project its own part of a matrix"
 UNCUT = [
     ("tensor_model_parallel_size", 1, _OWN_PARTS),

@@ -157,7 +157,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Part:
-    """What is stepped in one wave: a matrix, or all those of a parameter that share a scale."""
+    """A matrix, or all those of a parameter that share a scale: it is stepped in one wave."""
 
     param: int
     """The parameter's place in the batch."""
@@ -244,7 +244,7 @@ class Runs(NamedTuple):
     """and how many there are."""
 
     def places(self, parts: Sequence[int], size: int) -> numpy.ndarray:
-        """Where they lie, in bytes; parts: where parts do; size: of a number."""
+        """The runs' places in bytes; parts: the places of parts; size: bytes of a number."""
         found: numpy.ndarray = numpy.array(parts)[self.parts] + self.begins * size
         return found
 

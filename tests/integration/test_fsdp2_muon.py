@@ -8,6 +8,7 @@ from interpreted import interpreted
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
+from slow_cases import names_but, slow_but
 
 from megaopt import FusedMuon, GaLoreAdamW
 
@@ -28,12 +29,6 @@ STEPS = 10
 
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "4": (4, 1), "2x2": (4, 2)}
-
-
-def slow_but(cases, quick):
-    """Cases by their names, as parameters; all but the quick ones are slow."""
-    marks = {name: [] if name in quick else [pytest.mark.slow] for name in cases}
-    return [pytest.param(*case, id=name, marks=marks[name]) for name, case in cases.items()]
 
 
 SHARDED = {
@@ -129,9 +124,7 @@ def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
 @pytest.mark.parametrize(
     ("before", "after"), [((2, 1), (3, 1)), ((4, 2), (2, 1)), ((3, 1), (4, 2))]
 )
-@pytest.mark.parametrize(
-    "kind", slow_but({k: (k,) for k in ("masters, fp16", "kahan, normuon")}, ["kahan, normuon"])
-)
+@pytest.mark.parametrize("kind", names_but(("masters, fp16", "kahan, normuon"), ["kahan, normuon"]))
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
     options, folder = KINDS[kind], str(tmp_path / "saved")
     (world, copies), (others, their_copies) = before, after
@@ -186,9 +179,7 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     assert max(works) < 0.75 * alone
 
 
-@pytest.mark.parametrize(
-    "momentum", slow_but({k: (k,) for k in ("block_e4m3", "block32_e3m0")}, ["block_e4m3"])
-)
+@pytest.mark.parametrize("momentum", names_but(("block_e4m3", "block32_e3m0"), ["block_e4m3"]))
 @pytest.mark.parametrize("placements", ["rows", "columns", "rows and columns"])
 def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, momentum):
     """Of shards of whole blocks: a row is of one or two, uneven rows go to ranks."""

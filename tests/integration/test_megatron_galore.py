@@ -23,11 +23,7 @@ from megatron_galore import (
 )
 from megatron_muon import run_the_page
 from runs import assert_same
-
-
-def slow_but(names, quick):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
-
+from slow_cases import names_but
 
 DRAWN = {"exp_avg_dtype": "bfloat16_stochastic", "exp_avg_sq_dtype": "bfloat16_stochastic"}
 CASES = {
@@ -153,7 +149,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind", slow_but(WRONG, ("gradient", "refresh")))
+@pytest.mark.parametrize("kind", names_but(WRONG, ("gradient", "refresh")))
 def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
     """And all go on with the next step as if there had been none."""
     case, (elsewhere, there) = CASES["std, by svd"], WRONG[kind]

@@ -28,6 +28,7 @@ from megatron_muon import (
     train_and_save,
     warnings_of,
 )
+from slow_cases import names_but
 
 NESTEROV = "muon_nesterov" if HAS_KEYS else "muon_use_nesterov"
 OTHERS = {
@@ -82,11 +83,7 @@ if HAS_KEYS:
 QUICK = ("query groups", "experts", "duplicated", "in buffers of owners")
 
 
-def slow_but(names, quick):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
-
-
-@pytest.mark.parametrize("name", slow_but(SETTINGS, QUICK))
+@pytest.mark.parametrize("name", names_but(SETTINGS, QUICK))
 def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
     expected = once(2, train, case_of(**SETTINGS[name]), 3)
     found = pools(2)(train, case_of("main_shards", **SETTINGS[name]), 3)
@@ -98,7 +95,7 @@ def test_contract_eo_has_every_bit_of_megatrons_own(pools, once, name):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("contract", slow_but(("ieee", "eo"), ("ieee",)))
+@pytest.mark.parametrize("contract", names_but(("ieee", "eo"), ("ieee",)))
 def test_owners_and_shards_move_no_bit(pools, contract):
     """Without clipping: the norm adds up in other orders."""
     one = case_of("main_shards", clip_grad=0.0, options={"contract": contract})
@@ -124,7 +121,7 @@ AS_WHOLES = (
 )
 
 
-@pytest.mark.parametrize("name", slow_but(AS_WHOLES, ("bf16 gradients", "experts")))
+@pytest.mark.parametrize("name", names_but(AS_WHOLES, ("bf16 gradients", "experts")))
 def test_shards_train_as_whole_matrices(pools, name):
     """Losses, weights and states; without clipping, as above, and all groups at one lr."""
     own = {**SETTINGS[name], "clip_grad": 0.0, "lr_apart": 0.0, "options": {}}
@@ -156,7 +153,7 @@ def test_owners_have_whole_weights_of_their_own(pools):
 WHOLES = {"bf16": {}, "fp32": {"dtype": torch.float32}, "query groups": SETTINGS["query groups"]}
 
 
-@pytest.mark.parametrize("name", slow_but(WHOLES, ("query groups",)))
+@pytest.mark.parametrize("name", names_but(WHOLES, ("query groups",)))
 def test_tensor_parallel_ranks_step_whole_matrices(pools, name):
     """With the bits of one that has all of them."""
     case = case_of("main_shards", clip_grad=0.0, options={}, **DUPLICATED, **WHOLES[name])
@@ -196,7 +193,7 @@ if HAS_KEYS:
     SAVED["in buffers of owners"] = {**LAID_OUT, **ON_OWNERS}
 
 
-@pytest.mark.parametrize("name", slow_but(SAVED, ("in shards",)))
+@pytest.mark.parametrize("name", names_but(SAVED, ("in shards",)))
 def test_resuming_equals_going_straight_on(pools, once, tmp_path, name):
     case = case_of("main_shards", **SAVED[name])
     straight = once(2, train, case, 4)

@@ -188,10 +188,10 @@ def said_of(kind, case):
 
 def error_of(case, folder=None, form=None):
     """The error of making the optimizer, or of loading into it."""
-    try:
+
+    def made():
         trainer = Trainer(case)
         if folder is not None:
             trainer.load(folder, form, 0)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+
+    return raised_by(made) or "no error"

@@ -9,6 +9,7 @@ from pathlib import Path
 import megatron_gpt
 import torch
 import torch.distributed as dist
+from fsdp2_ranks import raised_by
 from megatron_gpt import (
     HAS_KEYS,
     Trainer,
@@ -178,11 +179,7 @@ def error_of(case, is_marked=False):
     _, chunks = prepared(case)
     if is_marked:
         chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
-    try:
-        build(case, chunks)
-        error = "no error"
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
+    error = raised_by(lambda: build(case, chunks)) or "no error"
     left = [
         name
         for module, kept in zip(modules, before, strict=True)

@@ -1,4 +1,4 @@
-"""What every bench does around its cases: asks for a GPU, tells, writes, and draws bars."""
+"""Asks for a GPU, tells of cases, writes and draws bars, for every bench."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ TIMED: Columns = {
 
 
 def draw(record: Record) -> dict[str, Callable[[], Figure]]:
-    """What draws percentages of a same-run copy as horizontal bars: speed_<set>.png of each set."""
+    """Functions that draw percentages of a same-run copy as bars: speed_<set>.png of each set."""
     return {f"speed_{name}.png": partial(_draw_set, record, name) for name in record["sets"]}
 
 

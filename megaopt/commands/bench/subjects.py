@@ -1,4 +1,4 @@
-"""What is measured: an optimizer in one of its forms, and the table of other libraries' ones."""
+"""Optimizers that are measured, each in one of its forms; the table of other libraries' ones."""
 
 import atexit
 import importlib
@@ -32,10 +32,11 @@ class Subject:
     description: str
     """The formats of weight and state; ours and peers of the same formats have the same words."""
     options: Mapping[str, Any]
-    """What the optimizer is given besides what every optimizer is given."""
+    """Arguments of the optimizer besides those that every optimizer is given."""
     bytes_per_parameter: float
-    """What a step must move in a large tensor: each input read once, each output written once; the
-    master twice where fp8 codes wait for the whole tensor's amax. Scales of blocks are left out."""
+    """Bytes that a step must move in a large tensor: each input read once, each output written
+    once; the master twice where fp8 codes wait for the whole tensor's amax. Scales of blocks are
+    left out."""
     module: str = "megaopt"
     """What is imported, when the optimizer is made; its top level names the library."""
     kind: str = "FusedAdam"

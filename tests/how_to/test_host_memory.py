@@ -3,7 +3,7 @@ from contextlib import nullcontext
 import pytest
 from fake_pinning import FakePinning
 from how_to import everything, plain_loop
-from runs import assert_same
+from runs import assert_same, on_cpu
 
 from megaopt.kernels.host_memory import pinned_by
 
@@ -12,12 +12,6 @@ from megaopt.kernels.host_memory import pinned_by
 def plain(how_to):
     """The same steps, none released, with states beside the weights."""
     return plain_loop(how_to, None)
-
-
-def on_cpu(value):
-    if isinstance(value, dict):
-        return {name: on_cpu(each) for name, each in value.items()}
-    return value.cpu() if hasattr(value, "cpu") else value
 
 
 @pytest.mark.parametrize("pinning", [None, FakePinning()], ids=["as it is here", "mapped"])

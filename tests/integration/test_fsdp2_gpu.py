@@ -1,24 +1,18 @@
-"""DTensors on a GPU, on one rank over NCCL: the kernels, CPU offload, CUDA graphs."""
+"""DTensors on a GPU: the kernels, CPU offload, CUDA graphs, on one rank, and two that share it."""
 
 import galore_ranks
 import pytest
 import torch
-from fsdp2_ranks import Bare, give, gradients, snapshot
-from runs import BF16, MASTER, REMAINDERS, assert_same, values
+from fsdp2_ranks import Bare, assert_same_on_all, give, gradients, snapshot
+from galore_whole_ranks import placed_galore
+from muon_ranks import placed
+from runs import BF16, MASTER, REMAINDERS, assert_same, on_cpu, values
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from megaopt import FusedAdam, GaLoreAdamW
 
 pytestmark = pytest.mark.gpu
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
-
-
-def on_cpu(value):
-    if isinstance(value, torch.Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {name: on_cpu(content) for name, content in value.items()}
-    return [on_cpu(content) for content in value] if isinstance(value, list) else value
 
 
 def give_on_gpu(model, step, dtype):
@@ -96,3 +90,21 @@ def test_galore_steps_shards_as_whole_matrices(gpu_mesh, capturable):
                 optimizer.refresh(steps=step)
             optimizer.step(clip_norm=1.0)
     assert_same(*(on_cpu(snapshot(each)) for each in pair))
+
+
+OVER_RANKS = {
+    "muon": (placed, {"momentum_buffer_dtype": BF16, "second_moment": "normuon"}),
+    "muon, fp16": (placed, {**MASTER, "weights": BF16, "precision": "fp16", "method": "auto"}),
+    "galore": (placed_galore, {"proj_type": "left", "precision": "bf16"}),
+    "galore, masters": (placed_galore, {"proj_type": "left", "weights": BF16, **MASTER}),
+}
+
+
+@pytest.mark.parametrize("placements", ["rows", "by turns"])
+@pytest.mark.parametrize("name", OVER_RANKS)
+def test_two_ranks_on_one_card_have_the_bits_of_one_process(on_ranks, name, placements):
+    """Over gloo, which sends from host memory; matrices are stepped by launches of their owners."""
+    made, options = OVER_RANKS[name]
+    own = {"clip_norm": 1.0, "device": "cuda"}
+    found = on_ranks(2, made, options, 3, placements=placements, sizes=(2,), **own)
+    assert_same_on_all(found, made(options, 3, **own))

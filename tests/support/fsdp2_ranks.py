@@ -60,8 +60,8 @@ def split_like(param, whole):
 
 def give(params, grads, name="grad"):
     for param, grad in zip(params, grads, strict=True):
-        own = split_like(param, grad) if isinstance(param, DTensor) else grad.clone()
-        setattr(param, name, own)
+        grad = grad.clone().to(param.device)
+        setattr(param, name, split_like(param, grad) if isinstance(param, DTensor) else grad)
 
 
 def whole(value):

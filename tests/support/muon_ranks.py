@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fsdp2_ranks import Bare, build, give, gradients, raised_by, said, snapshot, train, trained
-from runs import FP32
+from runs import FP32, on_cpu
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -45,13 +45,15 @@ def groups_of(params, split):
     return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
 
 
-def placed(options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, **step):
+def placed(
+    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
+):
     """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
     options = dict(options)
-    model = Bare(shapes, options.pop("weights", FP32))
+    model = Bare(shapes, options.pop("weights", FP32)).to(device)
     if placements is not None:
         named = ("a", "b")[: len(sizes)]
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=named)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=named)
         place = {**PLACEMENTS, **MESHES}[placements]
         for name, param in list(model.named_parameters()):
             own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
@@ -59,7 +61,7 @@ def placed(options, steps, placements=None, sizes=None, shapes=SHAPES, split=Fal
     kind = options.pop("optimizer", FusedMuon)
     optimizer = kind(groups_of(list(model.parameters()), split), **options)
     train(model, optimizer, steps, **step)
-    return snapshot(optimizer)
+    return on_cpu(snapshot(optimizer))
 
 
 def in_small_buckets(room, *arguments, **named):

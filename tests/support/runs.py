@@ -14,6 +14,7 @@ MASTER = {"dtype": FP32}
 REMAINDERS = {"dtype": FP32, "store_param_remainders": True}
 FP16_MASTER = {"master_weights": True, "master_weight_dtype": FP16}
 
+
 # One row for each format of master and moment, and mixes of them: not their product.
 FORMATS = {
     "no_masters": {},
@@ -34,6 +35,15 @@ SHAPES = [(3, 4), (), (0,), (5,)]
 def values(shape, seed, dtype=FP32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+def on_cpu(value):
+    """Copies in host memory of the tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(content) for name, content in value.items()}
+    return [on_cpu(content) for content in value] if isinstance(value, list) else value
 
 
 def parameters(shapes=SHAPES, dtype=BF16):

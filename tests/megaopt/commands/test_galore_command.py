@@ -334,6 +334,7 @@ def test_cases_that_no_time_is_left_for_have_no_speed(megaopt, bench_on_cpu, mon
 
 # inductor's, of torch's own modules, in torch 2.11
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.long
 @pytest.mark.gpu
 def test_a_small_bench_on_a_gpu(megaopt, tmp_path):

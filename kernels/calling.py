@@ -6,13 +6,20 @@ import functools
 import gc
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.optional_triton import INTERPRETED, CompiledKernel, cache_folder
+from megaopt.kernels.optional_triton import (
+    INTERPRETED,
+    AsyncCompileMode,
+    CompiledKernel,
+    cache_folder,
+)
 
 PATIENCE = 2.0
 """Seconds of compiling a kernel after which a line tells of it, once for each card."""
@@ -75,6 +82,12 @@ class Again:
         else:
             kernel, constants = self._known
             kernel[programs, 1, 1](*arguments, *constants)
+
+    def compile(self, arguments: tuple[object, ...]) -> None:
+        """Compiles the kernel for such arguments, within `compiling_together`."""
+        function, programs, options = self._own
+        if not INTERPRETED:
+            function.warmup(*arguments, grid=(programs,), **options, enable_fp_fusion=False)
 
     def _is_elsewhere(self) -> bool:
         return self._device is not None and self._device != torch.cuda.current_device()
@@ -158,16 +171,33 @@ def _launch(
         kernel, constants = known
         kernel[programs, 1, 1](*arguments, *constants)
         return
+    with _telling(device):
+        kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
+    is_known = isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments)
+    constants = _constants(function, len(arguments), options) if is_known else ()
+    _compiled[key] = (kernel, constants) if is_known else None
+
+
+@contextmanager
+def compiling_together(device: torch.device) -> Iterator[None]:
+    """Within it all kernels that `Again.compile` asks for are compiled at once, in threads."""
+    if INTERPRETED:
+        yield
+        return
+    with _telling(device.index), ThreadPoolExecutor() as threads, AsyncCompileMode(threads):
+        yield
+
+
+@contextmanager
+def _telling(device: int | None) -> Iterator[None]:
+    """Says what a first step waits for, where it waits long."""
     timer = threading.Timer(PATIENCE, _tell, (device,))
     timer.daemon = True
     timer.start()
     try:
-        kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
+        yield
     finally:
         timer.cancel()
-    is_known = isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments)
-    constants = _constants(function, len(arguments), options) if is_known else ()
-    _compiled[key] = (kernel, constants) if is_known else None
 
 
 @functools.cache

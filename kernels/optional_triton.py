@@ -12,6 +12,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton import AsyncCompileMode
     from triton.compiler import CompiledKernel
     from triton.language.extra.cuda import libdevice
     from triton.language.target_info import cuda_capability_geq
@@ -31,6 +32,8 @@ except ImportError as error:
 
     class CompiledKernel:  # type: ignore[no-redef]
         """A class without instances."""
+
+    AsyncCompileMode: Any = None  # type: ignore[no-redef]
 
     tl: Any = _Names()  # type: ignore[no-redef]
     libdevice: Any = _Names()  # type: ignore[no-redef]

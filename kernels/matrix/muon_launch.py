@@ -16,7 +16,7 @@ import numpy
 import torch
 
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.calling import Replayed, call
+from megaopt.kernels.calling import Replayed, call, compiling_together
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
@@ -118,6 +118,10 @@ class NotedLaunch:
             self._table.update(self._launch.rows(moved(self._runs, shift)))
             self._shift = shift
         self._launch.begin(self._table.kept(), self._numbers)
+
+    def compile(self) -> None:
+        """Compiles the kernel, within calling.compiling_together."""
+        self._launch.compile(self._table.kept(), self._numbers)
 
 
 class Notes:
@@ -594,6 +598,9 @@ class Wave:
         notes = Notes(self._tables, workspace.device)
         result = iterated(room, scales, self.how, self._is_gram, notes)
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
+        with compiling_together(workspace.device):
+            for launch in self._products:
+                launch.compile()
         self._result = self.layout.first if result is room.first else self.layout.second
 
 

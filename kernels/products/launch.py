@@ -286,8 +286,16 @@ class _Launch:
         """Launches the kernel; table: `rows` on the device."""
         if self._count:
             set_allocator(_scratch)  # for descriptors
-            own = (table, self._tiles.kept(), table.shape[1], self._count)
-            self._again((*own, *map(float, numbers)))
+            self._again(self._arguments(table, numbers))
+
+    def compile(self, table: torch.Tensor, numbers: Numbers) -> None:
+        """Compiles the kernel, within calling.compiling_together."""
+        if self._count:
+            self._again.compile(self._arguments(table, numbers))
+
+    def _arguments(self, table: torch.Tensor, numbers: Numbers) -> tuple[object, ...]:
+        own = (table, self._tiles.kept(), table.shape[1], self._count)
+        return (*own, *map(float, numbers))
 
 
 def _has_room(device: torch.device) -> bool:

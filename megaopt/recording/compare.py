@@ -271,7 +271,9 @@ def compare(
     found.options = pair.options(steps[0])
     found.blame = first_blame(pair)
     found.notes = pair.notes()
-    if found.blame is not None:
+    if found.blame is None:
+        found.notes += pair.quiet_options()
+    else:
         found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)

@@ -192,7 +192,9 @@ class Comparison:
         """What is to be known beside the verdict, a line each."""
         lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
-            lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
+            found = self.blame.unrecorded
+            more = "; --level blocks records blocks" if "outputs of blocks" in found else ""
+            lines.append(f"not recorded in both runs: {', '.join(found)}{more}")
         if self.farthest is not None:
             far, quantity, step = self.farthest
             words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"

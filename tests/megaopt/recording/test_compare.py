@@ -351,8 +351,9 @@ def test_what_a_scheduler_notes_in_groups_is_no_option(right, tmp_path, level):
 
 def test_an_equal_norm_does_not_clear_the_backward(right, tmp_path):
     """Nothing else that is recorded of one rank lies between the two."""
-    line = told(right, AfterClipping, tmp_path).line
-    assert "differs, seen first in it; the norm before clipping is equal" in line
+    found = told(right, AfterClipping, tmp_path)
+    assert "differs, seen first in it; the norm before clipping is equal" in found.line
+    assert any(each.endswith("; --level blocks records blocks") for each in found.remarks())
 
 
 def test_the_tensor_that_lies_farthest_apart_is_named(right, tmp_path):

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megaopt import FusedAdam, release_gradients
-from megaopt.saving import checkpoint
+from megaopt import FusedAdam, checkpoint, release_gradients
 
 STEPS, SAVED, BATCH = 6, 3, 8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

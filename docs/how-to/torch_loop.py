@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megaopt import FusedAdam
-from megaopt.saving import checkpoint
+from megaopt import FusedAdam, checkpoint
 
 STEPS, WARMUP, BATCH = 6, 3, 8
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01}

@@ -274,14 +274,10 @@ def _gradient(pair: Pair, step: int) -> Blame | None:
         text = f"{equal}the reduced gradient of {name} differs{unlike}"
         return Blame(step, "reduction", name, "grad", text, tuple(keys))
     lacking = " (one run has none)" if a is None or b is None else ""
-    changed = (
-        "changed between the backward and the step"
-        if recorded or norm_is_known
-        else "seen first in it"
-    )
-    norm = "; its norm before clipping is equal" if norm_is_known else ""
-    if not same_norm:
-        norm = f"; its norm before clipping: {_pairs_of(*norms)}"
+    changed = "changed between the backward and the step" if recorded else "seen first in it"
+    norm = "; the norm before clipping is equal, but small changes may not move it"
+    if not norm_is_known:
+        norm = "" if same_norm else f"; the norm before clipping: {_pairs_of(*norms)}"
     more = pair.farthest(step, keys) + _and_options(pair, step)
     text = f"the gradient of {name} differs{lacking}, {changed}{norm}{more}"
     return Blame(step, "gradient", name, "grad", text, tuple(keys))

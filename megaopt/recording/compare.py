@@ -192,7 +192,9 @@ class Comparison:
         """What is to be known beside the verdict, a line each."""
         lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
-            lines.append(f"not recorded in both runs: {', '.join(self.blame.unrecorded)}")
+            found = self.blame.unrecorded
+            more = "; --level blocks records blocks" if "outputs of blocks" in found else ""
+            lines.append(f"not recorded in both runs: {', '.join(found)}{more}")
         if self.farthest is not None:
             far, quantity, step = self.farthest
             words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"
@@ -271,7 +273,9 @@ def compare(
     found.options = pair.options(steps[0])
     found.blame = first_blame(pair)
     found.notes = pair.notes()
-    if found.blame is not None:
+    if found.blame is None:
+        found.notes += pair.quiet_options()
+    else:
         found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)

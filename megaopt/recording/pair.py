@@ -14,6 +14,8 @@ from megaopt.recording.measure import NEAR, Array, Distance, distance
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
 WITHOUT_CARD = ("torch", "processor", "threads")
 """What of the environment decides the bits of products and sums: with a card, and without."""
+UNREAD = ("initial_lr",)
+"""What torch's schedulers note in groups for themselves: no step reads it."""
 WHOLE = ("grad", "weight", "codes")
 """Quantities of the parameter's own shape, one of which each recording of tensors has."""
 
@@ -255,6 +257,17 @@ class Pair:
         mine, theirs = (self._options(side, step) for side in self.both)
         return differences(mine, theirs)
 
+    def quiet_options(self) -> Iterator[str]:
+        """In words, the first options after the first step that differ."""
+        known = {each.name for each in self.options(self.steps[0])}
+        for step in self.steps[1:]:
+            if self.is_alike(step):
+                continue
+            found = [str(each) for each in self.options(step) if each.name not in known]
+            if found:
+                yield f"step {step} has other options, which show in no tensor: {'; '.join(found)}"
+                return
+
     def _options(self, side: Side, step: int) -> dict[str, Any]:
         ranks = side.run.scalars(step)
         found: dict[str, Any] = {}
@@ -264,7 +277,8 @@ class Pair:
                     f" on rank {rank}" if rank else ""
                 )
                 for i, group in enumerate(line.get("groups") or ()):
-                    found |= {f"{name} of group {i}{whose}": group[name] for name in group}
+                    read = [name for name in group if name not in UNREAD]
+                    found |= {f"{name} of group {i}{whose}": group[name] for name in read}
                 found[f"loss scale{whose}"] = line.get("loss_scale")
                 found[f"skipped{whose}"] = line.get("skipped")
         return found

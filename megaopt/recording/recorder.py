@@ -107,6 +107,8 @@ class Recorder:
         if vocabulary is not None:
             whole_number("vocabulary", vocabulary)
         self._parameters = Parameters(checked_names(names), vocabulary)
+        self._meshes: set[str] = set()
+        """Those of the parameters of models and optimizers; models come before optimizers step."""
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
@@ -167,6 +169,7 @@ class Recorder:
         It stands for models that were added before and are modules of it.
         """
         self._parameters.add(model)
+        self._meshes |= meshes(model.parameters())
         for watched in (PIPELINE, CLIP):
             watched.look()  # Megatron may have been imported since
         for source in self._sources:
@@ -188,6 +191,7 @@ class Recorder:
         """Records a further optimizer's steps from now on."""
         source = Source(optimizer, len(self._sources), self._parameters)
         self._sources.append(source)
+        self._meshes |= meshes(source.params())
         self._devices.add(source.device)
         before, after = (
             untraced(functools.partial(self._hear, function, source))
@@ -574,7 +578,8 @@ class Recorder:
 
     def _open(self) -> tuple[Writer, Sink]:
         if self._files is None:
-            layout = {**megatron.layout(), **meshes(self._sources)}
+            sharded = {"meshes": sorted(self._meshes)} if self._meshes else {}
+            layout = {**megatron.layout(), **sharded}
             run = {**process(), **self._run, "layout": layout, "environment": describe()}
             writer = Writer(self.folder, run["rank"], run)
             self._files = writer, Sink(writer)
@@ -857,9 +862,7 @@ def process() -> dict[str, Any]:
     return {"rank": rank, "world": world, "argv": sys.argv}
 
 
-def meshes(sources: Iterable[Source]) -> dict[str, Any]:
-    """The meshes and placements of DTensors among the parameters."""
-    params: Any = [param for source in sources for param in source.params()]
+def meshes(params: Iterable[Any]) -> set[str]:
+    """The meshes and placements of DTensors among parameters."""
     sharded = [param for param in params if local_of(param) is not param]
-    found = {f"{param.device_mesh}: {param.placements}" for param in sharded}
-    return {"meshes": sorted(found)} if found else {}
+    return {f"{param.device_mesh}: {param.placements}" for param in sharded}

@@ -371,7 +371,9 @@ def _ours(
     for name, slot in names.items():
         if slot not in formats.slots:
             if saved.get(name) is not None:
-                refuse(f"{where}: {name!r} of the state dict", "None", saved[name])
+                more = " (dtype=torch.float32 keeps masters)" if slot == "master" else ""
+                none = f"None, as this optimizer keeps none{more}"
+                refuse(f"{where}: {name!r} of the state dict", none, saved[name])
             state[name] = None
         elif name in saved:
             state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")

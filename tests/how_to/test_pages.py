@@ -12,6 +12,8 @@ from runs import assert_same
 from safetensors.torch import load_file, save_file
 
 from megaopt import FusedMuon
+from megaopt.recording.compare import compare
+from megaopt.recording.files import Recording
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -60,11 +62,19 @@ def test_the_code_of_muons_page_has_the_bits_of_one_rank_on_two(on_ranks):
 
 def test_what_the_pages_say_is_printed(capsys):
     run("how-to/formats.md")
-    worked = ["107.8", "67.4", "20.6", "81.9", "47.5"]
+    worked = ["107.8", "67.4", "20.6", "81.9", "47.5", "20.5", "17.6"]
     assert capsys.readouterr().out.split() == ["7", "None", "3.06", *worked, "5.015625"]
     run("how-to/float8.md")
     line = "(0): Float8Linear(in_features=256, out_features=256, bias=True, fp8 weight="
     assert line in capsys.readouterr().out
+
+
+def test_the_page_of_a_plain_loop_resumes_with_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run("how-to/torch.md", "## Resume with the same bits")
+    line = compare(Recording("runs/straight"), Recording("runs/resumed")).line
+    assert line in (DOCS / "how-to/torch.md").read_text(encoding="utf-8")
+    assert line.startswith("same: 3 steps")
 
 
 def held(optimizer):
@@ -88,6 +98,15 @@ def held(optimizer):
                 "exp_avg_sq_dtype": "block_e5m3",
             },
             [5.01, 6.02],
+        ),
+        (
+            {
+                "weight_rounding": "stochastic",
+                "momentum_buffer_dtype": "block_int8",
+                "exp_avg_dtype": "block_e4m3",
+                "exp_avg_sq_dtype": "block_e5m3",
+            },
+            [3.01, 4.02],
         ),
     ],
 )

@@ -157,6 +157,20 @@ def test_a_refused_load_changes_nothing(change, message):
     before.assert_same()
 
 
+def test_who_keeps_no_masters_is_told_how_to_keep_them():
+    weight = torch.nn.Parameter(torch.zeros(3, 4).bfloat16())
+    source, target = (
+        FusedAdam([weight], dtype=torch.float32),
+        FusedAdam([weight], master_weights=False),
+    )
+    source.initialize_states()
+    words = (
+        r"'master_param' .*must be None, as this optimizer keeps none \(dtype=torch.float32 keeps"
+    )
+    with pytest.raises(ValueError, match=words):
+        target.load_state_dict(source.state_dict())
+
+
 FOREIGN = {
     "unequal_step_counts": (
         lambda saved: saved["state"][1].update(step=torch.tensor(2.0)),

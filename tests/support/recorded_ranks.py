@@ -41,8 +41,11 @@ def bare(out, name, is_sharded, replicas=1, shapes=SHAPES, steps=3, keep=()):
             optimizer.step()
 
 
-def small(out, is_sharded):
-    """Records a model that runs, on a half of each batch where two ranks share it."""
+def small(out, is_sharded, is_late=False):
+    """Records a model that runs, on a half of each batch where two ranks share it.
+
+    is_late: the recorder hears of the optimizer after the forward, as `megaopt record` does.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     rank = torch.distributed.get_rank() if is_sharded else 0
@@ -50,8 +53,10 @@ def small(out, is_sharded):
         fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.arange(16.0).view(4, 4)
-    with Recorder(model, optimizer, out, level="modules"):
+    with Recorder(model, [] if is_late else optimizer, out, level="modules") as recorder:
         model(batch[2 * rank : 2 * rank + 2] if is_sharded else batch).sum().backward()
+        if is_late:
+            recorder.add_optimizer(optimizer)
         optimizer.step()
 
 

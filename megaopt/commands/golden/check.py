@@ -89,8 +89,8 @@ def verify(
         record: Write the record anew to this file, and compare nothing.
         only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
         backends: Names of the backends to check; all by default.
-        share: Write a report to post to this file, in Markdown: card, driver, versions, results and
-            digests; no names of users or hosts, and no paths.
+        share: Write to this file a report that can be posted, in Markdown: card, driver, versions,
+            results and digests; no names of users or hosts, and no paths.
 
     Returns:
         0 where all that was checked is identical, or the record is written; 1 where something

@@ -1,5 +1,6 @@
 """Planted faults: each has the right blame and the right first tensor; equal runs have none."""
 
+import math
 import random
 
 import numpy as np
@@ -322,6 +323,37 @@ def test_options_that_differ_are_named(right, tmp_path):
     assert "lr of group 0: 0.01, and 0.009" in found.line
     assert "equal: gradient, old weight, exp_avg and exp_avg_sq as step 2 left them" in found.line
     assert found.options == []  # at the first step they are the same
+
+
+class LittleMoreLr(Option):
+    value = math.nextafter(1e-2, 1)
+
+
+def test_options_that_show_in_no_tensor_are_told_of(right, tmp_path):
+    found = told(right, LittleMoreLr, tmp_path)
+    more = "lr of group 0: 0.01, and 0.010000000000000002"
+    assert found.verdict == "same"
+    assert f"step 3 has other options, which show in no tensor: {more}" in found.notes
+
+
+class Scheduled(Faults):
+    def optimizer(self, model):
+        optimizer = super().optimizer(model)
+        torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        return optimizer
+
+
+@pytest.mark.parametrize("level", [LOSS, STEP])
+def test_what_a_scheduler_notes_in_groups_is_no_option(right, tmp_path, level):
+    found = told(right, Scheduled, tmp_path, level)
+    assert (found.verdict, found.blame, found.options) == ("same", None, [])
+
+
+def test_an_equal_norm_does_not_clear_the_backward(right, tmp_path):
+    """Nothing else that is recorded of one rank lies between the two."""
+    found = told(right, AfterClipping, tmp_path)
+    assert "differs, seen first in it; the norm before clipping is equal" in found.line
+    assert any(each.endswith("; --level blocks records blocks") for each in found.remarks())
 
 
 def test_the_tensor_that_lies_farthest_apart_is_named(right, tmp_path):

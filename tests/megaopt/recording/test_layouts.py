@@ -62,6 +62,15 @@ def test_batches_add_over_ranks(on_ranks, tmp_path):
     assert [len(line["losses"]) for line in lines] == [1, 1]
 
 
+def test_meshes_are_known_before_the_optimizer(on_ranks, tmp_path):
+    for name, is_late in (("early", False), ("late", True)):
+        on_ranks(2, small, tmp_path / name, True, is_late)
+    early, late = (Recording(tmp_path / name).run["layout"] for name in ("early", "late"))
+    assert early == late
+    (mesh,) = early["meshes"]
+    assert "Shard(dim=0)" in mesh
+
+
 @pytest.mark.parametrize(
     ("shape", "start", "size"),
     [

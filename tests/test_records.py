@@ -287,7 +287,7 @@ def test_the_count_of_the_gpu_suite_is_the_records():
 
 def test_the_count_of_the_gpu_sample_is_the_records():
     found = read("h200-gpu-sample.json")["outcomes"]
-    text = "{passed} passed, {skipped} skipped, {failure} failed".format(**found)
+    text = "{passed:,} passed, {skipped} skipped, {failure} failed".format(**found)
     for page in ("docs/benchmarks/README.md", "docs/reliability.md"):
         assert text in (REPOSITORY / page).read_text(encoding="utf-8")
 
@@ -528,15 +528,33 @@ def test_the_picture_of_the_first_page_is_of_the_records(monkeypatch):
 def test_the_picture_of_muon_has_the_times_of_its_page(monkeypatch):
     drawn = tool("draw_muon", monkeypatch)
     assert drawn.PICTURE.is_file()
-    page = (REPOSITORY / "docs/how-to/muon.md").read_text(encoding="utf-8")
-    for name, line in (
-        ("4 layers of Llama-3-8B", "| 28 of Llama-3-8B |"),
-        ("GPT of 124M", "| 48 of a GPT of 124M |"),
-    ):
-        (row,) = (each for each in page.splitlines() if each.startswith(line))
-        shown = sorted(filter(str.strip, row.split("|")[2:-1]), key=float)
-        times = sorted(case["step_ms"] for case in drawn.cases() if case["set"] == name)
-        assert_says(shown, *times)
+    found = drawn.cases()
+    assert all(case["floor_ms"] < case["step_ms"] for case in found)
+    rows = rows_of("docs/how-to/muon.md", "| | FusedMuon, fp16 | FusedMuon, bf16 | gram-newton")
+    for name, row in zip(("4 layers of Llama-3-8B", "GPT of 124M"), rows, strict=False):
+        times = sorted(case["step_ms"] for case in found if case["set"] == name)
+        assert_says(sorted(row[1:], key=float), *times)
+
+
+def test_times_of_muon_on_an_h200_are_the_records():
+    rows = rows_of("docs/how-to/muon.md", "| | FusedMuon, fp16 | FusedMuon, bf16 | torch.optim")
+    found = {(c["set"], c["optimizer"]): c["step_ms"] for c in read("h200-muon.json")["cases"]}
+    sets = ("4 layers of Llama-3-8B", "GPT of 124M", "64 experts of 1408 x 2048")
+    for row, name in zip(rows, sets, strict=True):
+        names = ("ours-fp16", "ours", "torch", "emerging")
+        assert_says(row[1:], *(found[name, each] for each in names))
+
+
+def test_times_of_galore_on_an_h200_are_the_records():
+    rows = rows_of("docs/benchmarks/README.md", "| matrix, products, rank | floor | hybrid |")
+    found = read("h200-galore-bench.json")["cases"]
+    for name, floor, *times in rows:
+        shape, precision, rank = name.split(", ")
+        own = {"columns": int(shape[7:]), "precision": precision, "rank": int(rank)}
+        alike = {c["kernel"]: c for c in found if own.items() <= c.items()}
+        assert_says([floor], 1e3 * alike["fused"]["floor_bytes"] / alike["fused"]["copy_bandwidth"])
+        names = [each for each in ("hybrid", "grouped", "fused") if each in alike]
+        assert_says(filter(None, times), *(alike[each]["step_ms"] for each in names))
 
 
 def test_the_picture_of_two_runs_shows_what_its_page_says(monkeypatch, tmp_path):

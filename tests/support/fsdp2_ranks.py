@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -68,6 +68,11 @@ def whole(value):
     """Everything in it without a DTensor."""
     if isinstance(value, DTensor):
         own = value.detach()
+        if own.is_cuda and dist.get_backend() == "gloo":
+            # its gather of a GPU's shards ends the process where it is waited for, in torch 2.11
+            mesh, local = DeviceMesh("cpu", own.device_mesh.mesh), own.to_local().cpu()
+            place = {"shape": own.shape, "stride": own.stride(), "run_check": False}
+            own = DTensor.from_local(local, mesh, own.placements, **place)
         if value.dtype == torch.int16:  # gloo cannot send it
             return own.int().full_tensor().short()
         return own.full_tensor().clone()  # a single rank's is its shard

@@ -50,6 +50,7 @@ class Matrices:
         """Tells the plan who holds the other parts of each matrix."""
         self._sharded = any(view.is_sharded for view in self.views)
         self._kept = [view.kept for view in self.views]
+        self._keeps_any = any(self._kept)  # 192 matrices without took a step's host 0.2 of 0.6 ms
         if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
                 work.parts = parts_of(view)
@@ -65,6 +66,8 @@ class Matrices:
         Raises ValueError for a kept tensor that is not what it must be.
         """
         self._had = []
+        if not self._keeps_any:
+            return
         for kept, state, label in zip(self._kept, self.states, self.labels, strict=True):
             own = self._local(state, kept)
             for name, each in own.items():
@@ -145,6 +148,8 @@ class Matrices:
 
     def _provide(self) -> None:
         """Gives the plan what states keep for the rule."""
+        if not self._keeps_any:
+            return
         own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
         for work, view, kept, state in own:
             missing = {name: shape for name, shape in kept.items() if state.get(name) is None}

@@ -66,8 +66,8 @@ class Meeting:
             request: this rank's.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
             look: for gradients of which no norm over ranks is measured.
-            turns: the steps that each group has taken, and what says in which of them matrices' turn
-                it is, where ranks must have them alike.
+            turns: the steps that each group has taken, and what says which of them are the turn of
+                matrices, where ranks must have them alike.
 
         Returns None where the host knows that there is no step, else the request of all ranks.
         Raises ValueError where ranks do not step the same or one raises an error, on all of them.

@@ -282,7 +282,8 @@ class Source:
             yield of_state(param, owner.known, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():
             for name, tensor in flattened(RENAMED.get(key, str(key)), value):
-                if tensor.dim() or tensor.device.type != "cpu":  # a count on the host is a number
+                # a count on the host is a number of the group
+                if key != "step" or tensor.dim() or tensor.device.type != "cpu":
                     whole = value if tensor is local_of(value) else tensor
                     yield of_state(param, owner.known, whole), name, tensor, param
 

@@ -13,6 +13,7 @@ from megaopt import Recorder, digest
 from megaopt.recording.compare import compare
 from megaopt.recording.files import LANES, Digest, Recording, Writer
 from megaopt.recording.inputs import batch_digest
+from megaopt.recording.replay import replay
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -53,6 +54,40 @@ def test_rows_are_the_digests_of_what_torch_has(tmp_path):
         *("grad", "weight", "exp_avg", "exp_avg_sq"),
         *("old weight", "old exp_avg", "old exp_avg_sq"),
     }
+
+
+class Scaled(torch.nn.Module):
+    """Has a parameter of no dimension, as CLIP's logit_scale is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.weight = torch.nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+KINDS = {
+    torch.optim.AdamW: {"grad", "weight", "exp_avg", "exp_avg_sq"},
+    torch.optim.NAdam: {"grad", "weight", "exp_avg", "exp_avg_sq", "mu_product"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_no_dimension_are_recorded(kind, tmp_path):
+    """On the host too: the step's count alone is a number of the groups."""
+    model = Scaled()
+    optimizer = kind(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    digests = Recording(tmp_path / "a").digests(2)
+    assert {quantity for name, quantity in digests if name == "scale"} == KINDS[kind]
+    assert {quantity for name, quantity in digests if name == "weight"} == KINDS[kind]
+    assert replay(Recording(tmp_path / "a").ranks[0], 2) == []
 
 
 def test_not_finite_elements_are_counted(tmp_path):

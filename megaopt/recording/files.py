@@ -251,8 +251,7 @@ class Rank:
     def kept(self, step: int) -> dict[Key, numpy.ndarray[Any, Any]]:
         """The bits of whole tensors of a step, flat as in the rank's memory: views of files."""
         sources = self.scalars.get(step, ())
-        names = [f"step-{step}" + (f"-{source}" if source else "") for source in sources]
-        files = (_tensors(self.folder / "kept" / f"{each}.safetensors") for each in names)
+        files = (_tensors(path_of_kept(self.folder, step, source)) for source in sources)
         found = (pair for file in files for pair in file)
         return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in found}
 
@@ -291,6 +290,12 @@ class Rank:
     ) -> Iterator[Any]:
         for source in sorted(self.scalars.get(step, ())):
             yield from blocks.get((step, source), ())
+
+
+def path_of_kept(folder: Path, step: int, source: int) -> Path:
+    """The file of whole tensors that a rank keeps of a step of one optimizer."""
+    name = f"step-{step}" + (f"-{source}" if source else "")
+    return folder / "kept" / f"{name}.safetensors"
 
 
 def _value(line: Mapping[str, Any]) -> Value:

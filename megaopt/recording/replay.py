@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt.recording.files import Rank, RecordingError
+from megaopt.recording.files import Rank, RecordingError, path_of_kept
 
 RENAMED = {"master": "master_param"}
 """The state's names of quantities, where recordings have others."""
@@ -30,18 +31,21 @@ def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
 
     Raises RecordingError where the step was not kept, or the optimizer cannot be made again.
     """
-    kept = _read(recorded, step)
+    numbers = recorded.scalars.get(step, {})
+    paths = {source: path_of_kept(recorded.folder, step, source) for source in (0, *numbers)}
+    kept = [source for source in sorted(numbers) if paths[source].is_file()]
+    if not kept:
+        raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
     return [
         line
-        for source, description in enumerate(recorded.optimizers)
-        for line in _differences(kept, description, recorded.scalars[step][source], backend)
+        for source in kept
+        for line in _differences(
+            _read(paths[source]), recorded.optimizers[source], numbers[source], backend
+        )
     ]
 
 
-def _read(recorded: Rank, step: int) -> Kept:
-    path = recorded.folder / "kept" / f"step-{step}.safetensors"
-    if not path.is_file():
-        raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {path}")
+def _read(path: Path) -> Kept:
     from safetensors.torch import load_file
 
     kept: Kept = {}

@@ -1,5 +1,7 @@
 """Planted faults: each has the right blame and the right first tensor; equal runs have none."""
 
+import json
+import math
 import random
 
 import numpy as np
@@ -440,6 +442,13 @@ def test_the_farthest_is_the_farthest_of_all_steps(right, tmp_path):
 def test_no_tolerance_excuses_other_inputs(fault, right, tmp_path):
     found = compare(right(STEP), run(tmp_path / "b", fault()), tolerance=1e9)
     assert found.verdict == "differ"
+
+
+def test_what_is_no_number_is_inf_in_json(right, tmp_path):
+    """JSON has no NaN either, and most readers stop there."""
+    found = compare(right(STEP), run(tmp_path / "b", NotANumber()))
+    assert {each.relative for each in found.growth if each.quantity == "loss"} >= {math.inf}
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["verdict"] == "differ"
 
 
 def test_a_tolerance_is_a_number(right):

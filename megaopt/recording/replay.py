@@ -60,7 +60,7 @@ def _differences(
 ) -> Iterator[str]:
     """Steps one optimizer, and tells what it wrote otherwise."""
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
-    params = {name: _param(kept[name]) for group in names for name in group}
+    params = {name: _param(name, kept[name]) for group in names for name in group}
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
@@ -90,7 +90,9 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     return places
 
 
-def _param(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
+def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
+    if "old weight" not in tensors:
+        raise RecordingError(f"step must have been kept with the weights before it, got no {name}")
     weight = tensors["old weight"].clone()
     param = torch.nn.Parameter(weight)
     param.grad = tensors["grad"].clone()

@@ -157,6 +157,8 @@ class Source:
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
+        if not self._params:  # a closure's forward was the first that a model ran
+            self.look()
         found: list[Any] = [*map(GRAD, self._params)]
         if getattr(self.optimizer, "use_decoupled_grad", False):
             found = [getattr(param, "decoupled_grad", None) for param in self._params]

@@ -12,7 +12,6 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
-    from triton import AsyncCompileMode
     from triton.compiler import CompiledKernel
     from triton.language.extra.cuda import libdevice
     from triton.language.target_info import cuda_capability_geq
@@ -33,7 +32,7 @@ except ImportError as error:
     class CompiledKernel:  # type: ignore[no-redef]
         """A class without instances."""
 
-    AsyncCompileMode: Any = None  # type: ignore[no-redef]
+    AsyncCompileMode: Any = None
 
     tl: Any = _Names()  # type: ignore[no-redef]
     libdevice: Any = _Names()  # type: ignore[no-redef]
@@ -65,6 +64,7 @@ else:
         """The folder in which Triton keeps what it has compiled."""
         return str(triton.knobs.cache.dir)
 
+    AsyncCompileMode = triton.AsyncCompileMode
     set_allocator = triton.set_allocator
 
     def helper(function: Callable[..., Any]) -> Any:

@@ -10,6 +10,8 @@ import torch
 import megaopt
 from megaopt.kernels.rules.base import Rule
 from megaopt.optimizer import FusedOptimizer
+from megaopt.params import view_of
+from megaopt.params.dtensor import local_of
 from megaopt.state.tensors import MASTER
 
 State = dict[str, Any]
@@ -149,12 +151,26 @@ class MainShardsAdapter(torch.optim.Optimizer):
             state.pop(MASTER, None)
         return packed
 
+    @torch.no_grad()
+    def initialize_states(self) -> None:
+        """Makes all states complete for a load, also where it has brought the weights already.
+
+        Masters that no state has yet become what such weights are; the load brings their own.
+        """
+        for main, weight in self._weights.items():
+            is_new = self.master_of(main, weight) is not None and not self.fused.state.get(weight)
+            if is_new and view_of(weight).weight is None:
+                own = local_of(weight)
+                if not torch.equal(main.to(own.dtype), own):
+                    main.copy_(own)
+        self.fused.initialize_states()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as Shards do; the main shards stay as they are."""
         self._hand_over()
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
-            self.fused.initialize_states()
+            self.initialize_states()
         held = self.fused.state_dict()["state"]
         for place, state in state_dict["state"].items():
             state[MASTER] = held.get(place, {}).get(MASTER)

@@ -80,7 +80,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if self.is_stub_optimizer:
             return
         check_projections(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
-        self.fused.initialize_states()
+        self.optimizer.initialize_states()
         super().load_state_dict(state_dict)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -247,6 +247,8 @@ class Options:
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that choose how MATRIX steps their parameters: with another value they are
     sorted anew."""
+    MATRIX_TURNS: ClassVar[tuple[str, ...]] = ()
+    """Keys of groups that say, with the step, when what matrices keep is made anew."""
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("", None)
     """A key of groups, and its value that leaves all their parameters to the elementwise rule."""
     dtype: torch.dtype | None = None

@@ -465,5 +465,4 @@ def _histogram(pair: Pair) -> dict[str, dict[int, int]]:
 
 
 def _relative(a: Any, b: Any) -> float | None:
-    pairs = list(zip(floats(a), floats(b), strict=False))
-    return median(abs(y - x) / abs(x) if x else abs(y) for x, y in pairs) if pairs else None
+    return median(found) if (found := list(_each_apart(a, b))) else None

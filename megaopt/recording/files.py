@@ -190,11 +190,20 @@ Key = tuple[str, str]
 class Rank:
     """One rank's recording, its whole steps.
 
-    Raises RecordingError for a folder without one, or one of another schema.
+    Raises RecordingError for a folder without one, or one of another schema, or damaged lines.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        try:
+            self._read(folder)
+        except (AttributeError, KeyError, TypeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RecordingError(
+                f"lines of {str(folder)!r} must have the keys of a recording's, got {what}"
+            ) from error
+
+    def _read(self, folder: Path) -> None:
         lines = list(_lines(folder / "manifest.jsonl"))
         if not lines or lines[0].get("is") != "run":
             raise RecordingError(
@@ -211,8 +220,9 @@ class Rank:
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Lines by step and source."""
-        self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW)
-        self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE)
+        known = len(self.values)
+        self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW, known)
+        self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE, known)
         for line in _lines(folder / "scalars.jsonl"):
             key = line["step"], line["source"]
             found = len(self._rows.get(key, ())), len(self._samples.get(key, ()))
@@ -241,8 +251,7 @@ class Rank:
     def kept(self, step: int) -> dict[Key, numpy.ndarray[Any, Any]]:
         """The bits of whole tensors of a step, flat as in the rank's memory: views of files."""
         sources = self.scalars.get(step, ())
-        names = [f"step-{step}" + (f"-{source}" if source else "") for source in sources]
-        files = (_tensors(self.folder / "kept" / f"{each}.safetensors") for each in names)
+        files = (_tensors(path_of_kept(self.folder, step, source)) for source in sources)
         found = (pair for file in files for pair in file)
         return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in found}
 
@@ -283,6 +292,12 @@ class Rank:
             yield from blocks.get((step, source), ())
 
 
+def path_of_kept(folder: Path, step: int, source: int) -> Path:
+    """The file of whole tensors that a rank keeps of a step of one optimizer."""
+    name = f"step-{step}" + (f"-{source}" if source else "")
+    return folder / "kept" / f"{name}.safetensors"
+
+
 def _value(line: Mapping[str, Any]) -> Value:
     place = line["place"]
     own = {**line, "shape": tuple(line["shape"]), "place": None if place is None else tuple(place)}
@@ -290,12 +305,22 @@ def _value(line: Mapping[str, Any]) -> Value:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file, as JSON; none where there is no file."""
+    """The whole lines of a file, as JSON; none where there is no file.
+
+    Raises RecordingError for a line that is none.
+    """
     if not path.is_file():
         return
-    for line in path.read_bytes().splitlines(keepends=True):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
-            yield json.loads(line)
+            try:
+                content = json.loads(line)
+            except ValueError:
+                content = None
+            if not isinstance(content, dict):
+                where = f"line {number} of {str(path)!r}"
+                raise RecordingError(f"{where} must be a JSON object, got {line[:40]!r}")
+            yield content
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
@@ -312,9 +337,12 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
 
 
 def _blocks(
-    path: Path, magic: bytes, dtype: numpy.dtype[Any]
+    path: Path, magic: bytes, dtype: numpy.dtype[Any], known: int
 ) -> dict[tuple[int, int], numpy.ndarray[Any, Any]]:
-    """The rows of each whole block, by step and source: views of the file."""
+    """The rows of each whole block, by step and source: views of the file.
+
+    known: values in the manifest. Where a machine lost some, blocks that name them are not whole.
+    """
     if not path.is_file() or not path.stat().st_size:
         return {}
     data, place, found = numpy.memmap(path, "u1", "r"), 0, {}
@@ -327,7 +355,8 @@ def _blocks(
         if zlib.crc32(data[place:end].data) != check:
             break
         rows = data[place + HEADER.itemsize : end].view(dtype)
-        found[int(header["step"]), int(header["source"])] = rows
+        if not len(rows) or rows["value"].max() < known:
+            found[int(header["step"]), int(header["source"])] = rows
         place = end + CHECK.itemsize
     return found
 

@@ -480,7 +480,7 @@ class Recorder:
 
     def _count(self, step: Step, source: Source) -> None:
         """Counts a step that has been made."""
-        source.step = step.number
+        source.count.step = step.number
         self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
 
     def _gather_before(self, step: Step, source: Source) -> None:
@@ -593,6 +593,7 @@ class Recorder:
         for source in (each for each in self._sources if not each.is_described):
             kind, names = type(source.optimizer), source.names()
             source.is_described = True
+            source.join([each for each in self._sources if each is not source])
             own = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in own]
             self._open()[0].optimizer(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt.recording.files import Rank, RecordingError
+from megaopt.recording.files import Rank, RecordingError, path_of_kept
 
 RENAMED = {"master": "master_param"}
 """The state's names of quantities, where recordings have others."""
@@ -30,18 +31,21 @@ def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
 
     Raises RecordingError where the step was not kept, or the optimizer cannot be made again.
     """
-    kept = _read(recorded, step)
+    numbers = recorded.scalars.get(step, {})
+    paths = {source: path_of_kept(recorded.folder, step, source) for source in (0, *numbers)}
+    kept = [source for source in sorted(numbers) if paths[source].is_file()]
+    if not kept:
+        raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
     return [
         line
-        for source, description in enumerate(recorded.optimizers)
-        for line in _differences(kept, description, recorded.scalars[step][source], backend)
+        for source in kept
+        for line in _differences(
+            _read(paths[source]), recorded.optimizers[source], numbers[source], backend
+        )
     ]
 
 
-def _read(recorded: Rank, step: int) -> Kept:
-    path = recorded.folder / "kept" / f"step-{step}.safetensors"
-    if not path.is_file():
-        raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {path}")
+def _read(path: Path) -> Kept:
     from safetensors.torch import load_file
 
     kept: Kept = {}
@@ -56,7 +60,7 @@ def _differences(
 ) -> Iterator[str]:
     """Steps one optimizer, and tells what it wrote otherwise."""
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
-    params = {name: _param(kept[name]) for group in names for name in group}
+    params = {name: _param(name, kept[name]) for group in names for name in group}
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
@@ -86,7 +90,9 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     return places
 
 
-def _param(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
+def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
+    if "old weight" not in tensors:
+        raise RecordingError(f"step must have been kept with the weights before it, got no {name}")
     weight = tensors["old weight"].clone()
     param = torch.nn.Parameter(weight)
     param.grad = tensors["grad"].clone()

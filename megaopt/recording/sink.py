@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from megaopt.recording.digest import hexadecimal as digits
-from megaopt.recording.files import Writer, hexadecimal
+from megaopt.recording.files import Writer, hexadecimal, path_of_kept
 from megaopt.recording.inputs import RandomStates, random_digests
 from megaopt.recording.table import Rows, Samples
 
@@ -65,10 +65,9 @@ class Step:
     def _keep(self, writer: Writer) -> None:
         from safetensors.torch import save_file
 
-        folder = writer.folder / "kept"
-        folder.mkdir(exist_ok=True)
-        name = f"step-{self.number}" + (f"-{self.source}" if self.source else "")
-        save_file(self.kept, folder / f"{name}.safetensors")
+        path = path_of_kept(writer.folder, self.number, self.source)
+        path.parent.mkdir(exist_ok=True)
+        save_file(self.kept, path)
 
     def _scalars(self) -> dict[str, Any]:
         return {

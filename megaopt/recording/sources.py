@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -84,12 +85,19 @@ def those(found: Sequence[Named]) -> Those:
 NOTHING = those([])
 
 
+@dataclass
+class Count:
+    """The steps of optimizers that have parameters in common, of which each makes some."""
+
+    step: int = 0
+
+
 class Source:
     """An optimizer whose steps are recorded."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, known: Parameters) -> None:
         self.optimizer, self.number, self._parameters = optimizer, number, known
-        self.step = 0
+        self.count = Count()
         self.is_described = False
         """Whether the files have its parameters' names as they are."""
         self.device = next((local_of(param).device for param in self.params()), CPU)
@@ -119,6 +127,21 @@ class Source:
         self._seen: list[torch.Tensor] = []
         self._states: SameStates | None = None
         """What the state had; None where tensors lie in lists or subclasses, and may be others."""
+
+    @property
+    def step(self) -> int:
+        """The last step of its parameters."""
+        return self.count.step
+
+    def join(self, others: Sequence[Source]) -> None:
+        """Counts together with those of the others that step some of its parameters."""
+        own = {*map(id, self.params())}
+        same = [each for each in others if not own.isdisjoint(map(id, each.params()))]
+        counts = [self.count, *(each.count for each in same)]
+        count = max(counts, key=lambda each: each.step)
+        for each in (self, *others):
+            if any(each.count is joined for joined in counts):
+                each.count = count
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -157,6 +180,8 @@ class Source:
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
+        if not self._params:  # a closure's forward was the first that a model ran
+            self.look()
         found: list[Any] = [*map(GRAD, self._params)]
         if getattr(self.optimizer, "use_decoupled_grad", False):
             found = [getattr(param, "decoupled_grad", None) for param in self._params]
@@ -282,7 +307,8 @@ class Source:
             yield of_state(param, owner.known, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():
             for name, tensor in flattened(RENAMED.get(key, str(key)), value):
-                if tensor.dim() or tensor.device.type != "cpu":  # a count on the host is a number
+                # a count on the host is a number of the group
+                if key != "step" or tensor.dim() or tensor.device.type != "cpu":
                     whole = value if tensor is local_of(value) else tensor
                     yield of_state(param, owner.known, whole), name, tensor, param
 

@@ -326,6 +326,8 @@ class Stepper:
             measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
             measures = measures or self._is_exchanged or any(map(is_exchanged, views))
             others = meeting_of(views, measures=measures, last=self._meeting)
+            if others is None and self._is_exchanged:  # what the groups say now has no matrices
+                others = self._meeting
             if others is not None:
                 others.withdraw(asked.waits(self.options))
             raise
@@ -479,8 +481,9 @@ class Stepper:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
             counts = self._is_exchanged and not self.options.capturable
-            steps = [group["step"] for group in run.groups] if counts else ()
-            found = run.meeting.meet(request, run.waits, look, steps)
+            names = ("step", *self.options.MATRIX_TURNS)
+            turns = [group[name] for group in run.groups for name in names] if counts else ()
+            found = run.meeting.meet(request, run.waits, look, turns)
         elif request.found_inf is None or not run.waits:
             found = request
         elif request.found_inf.numel() > 1:

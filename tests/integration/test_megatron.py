@@ -316,8 +316,8 @@ def test_weights_follow_their_masters_after_a_load(pools, tmp_path, mode):
 def test_checkpoints_in_megatrons_older_files(pools, once, tmp_path, mode):
     straight = once(2, train, Case(), 4)
     saved = pools(2)(cases.save_legacy, Case(plug=mode), str(tmp_path / "a"))
-    groups = saved[0]["groups"]
-    back = pools(2)(cases.load_legacy, Case(plug=mode), str(tmp_path / "a"), groups)
+    given = str(tmp_path / "a"), saved[0]["groups"], saved[0]["model"]
+    back = pools(2)(cases.load_legacy, Case(plug=mode), *given)
     assert [each["states"] for each in back] == [each["states"] for each in saved]
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
 

@@ -143,13 +143,15 @@ DIFFER = "ranks that hold parts of the same parameters must step the same"
 FAILED = "another rank that steps the same parameters failed in this step"
 WRONG = {
     "gradient": (DIFFER, DIFFER),
+    "gap": (DIFFER, DIFFER),
+    "rank": (DIFFER, "ValueError: parameter "),
     "exchange": (FAILED, "RuntimeError: no memory"),
     "refresh": (FAILED, "RuntimeError: no memory"),
     "update": (FAILED, "RuntimeError: no memory"),
 }
 
 
-@pytest.mark.parametrize("kind", names_but(WRONG, ("gradient", "refresh")))
+@pytest.mark.parametrize("kind", names_but(WRONG, ("gap", "rank", "refresh")))
 def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
     """And all go on with the next step as if there had been none."""
     case, (elsewhere, there) = CASES["std, by svd"], WRONG[kind]

@@ -16,6 +16,7 @@ from megatron_muon import (
     layer_wise,
     load_and_train,
     load_parts,
+    load_weights_first,
     muon_config,
     names_owned,
     run_the_page,
@@ -256,6 +257,13 @@ def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
     assert [each["loaded"] for each in back] == saved
     assert [each["steps"] for each in back] == [each["steps"][2:] for each in straight]
     assert [each["states"] for each in back] == [each["states"] for each in straight]
+
+
+def test_weights_may_be_loaded_before_their_optimizer(pools):
+    """As Megatron-LM does it: masters that come afterwards are not those of the weights before."""
+    case = case_of("main_shards", options={})
+    for straight, back in pools(2)(load_weights_first, case):
+        assert back == straight
 
 
 # --- what is refused

@@ -130,12 +130,14 @@ def save_legacy(case, file):
     trainer = Trainer(case)
     trainer.train(2)
     trainer.optimizer.save_parameter_state(file)
-    return {"groups": trainer.optimizer.state_dict(), **seen(trainer)}
+    found = {"groups": trainer.optimizer.state_dict(), **seen(trainer)}
+    return {"model": trainer.chunk.module.state_dict(), **found}
 
 
-def load_legacy(case, file, groups):
-    """Groups and step counts in one file, states in another."""
+def load_legacy(case, file, groups, model):
+    """Groups and step counts in one file, states in another; the weights first, as Megatron-LM."""
     trainer = Trainer(case)
+    trainer.chunk.module.load_state_dict(model)
     trainer.optimizer.load_state_dict(groups)
     trainer.optimizer.load_parameter_state(file)
     trainer.done = 2

@@ -157,12 +157,26 @@ PLACES = {
     "refresh": (galore, "refreshed"),
     "update": (galore, "projected_back"),
 }
+CHANGED = {"gap": {"update_proj_gap": 1}, "rank": {"rank": None}}
+
+
+@contextlib.contextmanager
+def changed_groups(groups, values):
+    kept = [dict(group) for group in groups]
+    for group in groups:
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, own in zip(groups, kept, strict=True):
+            group.update(own)
 
 
 def said_of(kind, case):
     """The error of a step in which the last rank does something else, and what was before and is.
 
-    kind: it lacks a "gradient", or fails in the "exchange", in a "refresh" or at an "update".
+    kind: it lacks a "gradient", or fails in the "exchange", in a "refresh" or at an "update"; or
+    its groups have another "gap", or no "rank".
     """
     trainer = Trainer(case)
     train(trainer, 3)
@@ -177,6 +191,8 @@ def said_of(kind, case):
     failing = contextlib.nullcontext()
     if is_last and kind == "gradient":
         failing = mock.patch.object(shard, "decoupled_grad", None)
+    elif is_last and kind in CHANGED:
+        failing = changed_groups(trainer.optimizer.param_groups, CHANGED[kind])
     elif is_last:
         failing = mock.patch.object(*PLACES[kind], side_effect=RuntimeError("no memory"))
     with failing:

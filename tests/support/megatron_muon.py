@@ -1,5 +1,6 @@
 """Megatron's Muon, its own or FusedMuon, on the small GPT: what a run leaves."""
 
+import copy
 import importlib
 import re
 import warnings
@@ -166,6 +167,16 @@ def step_clipped(case, factors=(1.0, 1.0, 1.0)):
 def names_owned(case):
     """The weights that this rank steps."""
     return [name for name, *_ in MuonTrainer(case).parts()]
+
+
+def load_weights_first(case):
+    """A step of a run, and the same of one into which the run before it was loaded."""
+    trainer, other = MuonTrainer(case), MuonTrainer(case)
+    trainer.train(2)
+    other.chunk.module.load_state_dict(trainer.chunk.module.state_dict())
+    other.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
+    other.done = trainer.done
+    return [(each.step(), seen(each)) for each in (trainer, other)]
 
 
 PATCHED = ("", ".layer_wise_optimizer", *(() if HAS_KEYS else (".muon",)))

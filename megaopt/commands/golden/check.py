@@ -98,10 +98,12 @@ def verify(
 
     Raises:
         ConfigError: a pattern is of no case, a backend unknown, one of these or `share` stands
-            beside `record`, or nothing can be checked here.
+            beside `record`, either file is a folder, or nothing can be checked here.
         OSError: a file cannot be written.
     """
     console, chosen, old = make_console(), choose(only, backends), packaged()
+    for name, path in (("record", record), ("share", share)):
+        require(path is None or not path.is_dir(), name, str(path), "a file, not a folder")
     if record is not None:
         if only or backends or share:
             words = "record must stand without only, backends and share: a record is whole"

@@ -54,7 +54,7 @@ class Meeting:
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
 
     def meet(
-        self, request: Request, waits: bool, look: Look, steps: Sequence[int] = ()
+        self, request: Request, waits: bool, look: Look, turns: Sequence[int] = ()
     ) -> Request | None:
         """Compares what ranks are going to step, and measures the gradients of all.
 
@@ -66,7 +66,8 @@ class Meeting:
             request: this rank's.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
             look: for gradients of which no norm over ranks is measured.
-            steps: which each group has taken, where ranks must have them alike.
+            turns: the steps that each group has taken, and what says which of them are the turn of
+                matrices, where ranks must have them alike.
 
         Returns None where the host knows that there is no step, else the request of all ranks.
         Raises ValueError where ranks do not step the same or one raises an error, on all of them.
@@ -76,7 +77,7 @@ class Meeting:
         reads = at_once or waits or not self._were_alike
         reads = reads and not any(is_capturing(each.device) for each in self._peers)
         try:
-            heard = self._heard(request, reads, look, steps)
+            heard = self._heard(request, reads, look, turns)
             differ, skip = heard[:FOUND_INF].amax(), heard.amax()
             if not reads:
                 self._notice.post(differ)
@@ -96,7 +97,7 @@ class Meeting:
         return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
 
     def _heard(
-        self, request: Request, reads: bool, look: Look, steps: Sequence[int]
+        self, request: Request, reads: bool, look: Look, turns: Sequence[int]
     ) -> torch.Tensor:
         """The sum of all ranks' words: each meeting passes on what was heard in those before."""
         heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
@@ -105,7 +106,7 @@ class Meeting:
         if request.skip_nonfinite and not all(each.measures for each in self._peers):
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._peers:
-            asked = request.clip_norm, request.skip_nonfinite, *steps
+            asked = request.clip_norm, request.skip_nonfinite, *turns
             each.write(asked, heard, request.needs_norm)
             self._met += 1
             each.meet()
@@ -270,7 +271,7 @@ def _refusal(params: int, formats: Mapping[int, Formats]) -> str:
         "ranks that hold parts of the same parameters must step the same (order, groups, names, "
         "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "
         "empty; which have a gradient, formats of masters and moments, clip_norm, nonfinite, and "
-        "the steps taken where matrices go to owners), got "
+        "the steps taken and update_proj_gap where matrices go to owners), got "
         f"{params} parameters, {len(formats)} gradients and {masters} masters on rank "
         f"{dist.get_rank()}, and something else, or an error, on another"
     )

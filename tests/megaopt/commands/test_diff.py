@@ -12,7 +12,7 @@ import torch
 from faulty_runs import AT, Faults, run
 from safetensors.torch import load_file, save_file
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, Recorder
 from megaopt.commands.compared import growth_rows
 from megaopt.recording.compare import Growth
 from megaopt.recording.files import Recording
@@ -405,6 +405,28 @@ def test_a_bit_that_was_written_otherwise_is_named(megaopt, tmp_path):
     assert status == 1
     assert out.startswith("different: exp_avg of blocks.1.linear.weight: 1 differ; element 9: ")
     assert out.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["step-2", "step-2-1"])
+def test_each_optimizer_takes_its_step_again(name, megaopt, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    first = torch.optim.AdamW(model[0].parameters())
+    second = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    with Recorder(model, [first, second], tmp_path / "a", keep=(2,)):
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            first.step()
+            second.step()
+    same = megaopt("replay", tmp_path / "a", "--step", 2)
+    assert same == (0, "same: step 2 of rank 0, bit for bit\n", "")
+    path = tmp_path / "a" / "rank-0" / "kept" / f"{name}.safetensors"
+    tensors = load_file(path)
+    weight = next(each for each in tensors if each.endswith(".weight|weight"))
+    tensors[weight].view(torch.int32).view(-1)[3] ^= 1
+    save_file(tensors, path)
+    status, out, _ = megaopt("replay", tmp_path / "a", "--step", 2)
+    assert status == 1
+    assert out.startswith(f"different: weight of {weight.partition('|')[0]}: 1 differ; element 3: ")
 
 
 def test_what_cannot_be_taken_again_is_refused(megaopt, tmp_path):

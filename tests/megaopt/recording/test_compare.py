@@ -1,5 +1,6 @@
 """Planted faults: each has the right blame and the right first tensor; equal runs have none."""
 
+import json
 import math
 import random
 
@@ -474,6 +475,13 @@ def test_no_tolerance_excuses_other_inputs(fault, right, tmp_path):
     assert found.verdict == "differ"
 
 
+def test_what_is_no_number_is_inf_in_json(right, tmp_path):
+    """JSON has no NaN either, and most readers stop there."""
+    found = compare(right(STEP), run(tmp_path / "b", NotANumber()))
+    assert {each.relative for each in found.growth if each.quantity == "loss"} >= {math.inf}
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["verdict"] == "differ"
+
+
 def test_a_tolerance_is_a_number(right):
     with pytest.raises(RecordingError, match=r"tolerance must be a number >= 0, got -1\.0"):
         compare(right(STEP), right(STEP), tolerance=-1.0)
@@ -620,6 +628,29 @@ def test_another_optimizer_is_named(right, tmp_path):
     found = compare(right(STEP), run(tmp_path / "b", SGD()))
     assert environment(found) == {"optimizer": ("torch.optim.adamw.AdamW", "torch.optim.sgd.SGD")}
     assert (found.blame.step, found.blame.kind) == (1, "optimizer")
+
+
+def of_two_optimizers(folder, added):
+    """Of the same parameters, one after another; added: to the batch of the third step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    with Recorder(model, [], folder) as recorder:
+        for step in range(1, 6):
+            if step in (1, 4):
+                optimizer = torch.optim.AdamW(model.parameters())
+                recorder.add_optimizer(optimizer)
+            optimizer.zero_grad()
+            model(torch.ones(3, 4) + added * (step == 3)).square().mean().backward()
+            optimizer.step()
+    return Recording(folder)
+
+
+def test_optimizers_of_the_same_parameters_count_their_steps_together(tmp_path):
+    """Else what the second leaves would stand where the first one's first step has it."""
+    a, b = (of_two_optimizers(tmp_path / str(added), added) for added in (0, ENOUGH))
+    assert a.steps == [1, 2, 3, 4, 5]
+    found = compare(a, b).blame
+    assert (found.step, found.kind) == (3, "data")
 
 
 def test_names_of_the_other_run_are_mapped(right, tmp_path):

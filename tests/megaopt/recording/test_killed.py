@@ -10,7 +10,7 @@ import pytest
 from ranks import PRELOADED
 from recorded import recorded
 
-from megaopt.recording.files import Recording
+from megaopt.recording.files import Recording, RecordingError
 
 NAMES = ("samples.bin", "rows.bin", "scalars.jsonl")
 """In the order in which a step is written."""
@@ -86,6 +86,33 @@ def test_steps_from_a_changed_byte_on_are_not_whole(run, tmp_path, name):
     expected, found = contents(run), contents(out)
     assert 0 < len(found) < len(expected)
     assert found == {step: expected[step] for step in range(1, len(found) + 1)}
+
+
+def test_steps_of_values_that_the_manifest_has_lost_are_not_whole(run, tmp_path):
+    """As a machine that stops may leave it: a file has its last bytes, another has not."""
+    out = shutil.copytree(run, tmp_path / "a")
+    path = out / "rank-0" / "manifest.jsonl"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert contents(run)
+    assert contents(out) == {}
+
+
+LINES = {
+    "no text": b"\xff\n",
+    "no JSON": b"{\n",
+    "no object": b"[1]\n",
+    "without its keys": b'{"is": "value", "name": "a"}\n',
+    "of other kinds": b'{"is": "value", "name": "a", "quantity": "grad", "place": 1, "shape": 1}\n',
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_damaged_line_is_named(run, tmp_path, line):
+    out = shutil.copytree(run, tmp_path / "a")
+    path = out / "rank-0" / "manifest.jsonl"
+    path.write_bytes(path.read_bytes() + line)
+    with pytest.raises(RecordingError, match=r"lines? .*rank-0.* must (be|have) .*, got"):
+        Recording(out)
 
 
 @pytest.mark.slow

@@ -7,12 +7,13 @@ import weakref
 import pytest
 import torch
 from recorded import LOOPS, network, recorded, steps, trained
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megaopt import Recorder, digest
 from megaopt.recording.compare import compare
-from megaopt.recording.files import LANES, Digest, Recording, Writer
+from megaopt.recording.files import LANES, Digest, Recording, RecordingError, Writer
 from megaopt.recording.inputs import batch_digest
+from megaopt.recording.replay import replay
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -53,6 +54,40 @@ def test_rows_are_the_digests_of_what_torch_has(tmp_path):
         *("grad", "weight", "exp_avg", "exp_avg_sq"),
         *("old weight", "old exp_avg", "old exp_avg_sq"),
     }
+
+
+class Scaled(torch.nn.Module):
+    """Has a parameter of no dimension, as CLIP's logit_scale is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.weight = torch.nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+KINDS = {
+    torch.optim.AdamW: {"grad", "weight", "exp_avg", "exp_avg_sq"},
+    torch.optim.NAdam: {"grad", "weight", "exp_avg", "exp_avg_sq", "mu_product"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_no_dimension_are_recorded(kind, tmp_path):
+    """On the host too: the step's count alone is a number of the groups."""
+    model = Scaled()
+    optimizer = kind(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    digests = Recording(tmp_path / "a").digests(2)
+    assert {quantity for name, quantity in digests if name == "scale"} == KINDS[kind]
+    assert {quantity for name, quantity in digests if name == "weight"} == KINDS[kind]
+    assert replay(Recording(tmp_path / "a").ranks[0], 2) == []
 
 
 def test_not_finite_elements_are_counted(tmp_path):
@@ -131,6 +166,43 @@ def test_closures_leave_losses_and_the_last_gradient(tmp_path):
     found = Recording(tmp_path / "a")
     assert len(found.scalars(1)[0][0]["losses"]) > 1
     assert "grad" in quantities(tmp_path / "a", 1)
+
+
+def test_a_model_may_come_within_a_step(tmp_path):
+    """As `megaopt record` hears of one whose first forward is in a closure."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder([], optimizer, tmp_path / "a") as recorder:
+
+        def closure():
+            if recorder is not None:
+                recorder.add_model(model)
+            loss = model(torch.ones(2, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        recorder = None
+        optimizer.step(closure)
+    assert Recording(tmp_path / "a").steps == [1, 2]
+    names = {name for name, _ in model.named_parameters()}
+    assert {
+        name for name, quantity in Recording(tmp_path / "a").digests(1) if quantity == "grad"
+    } == names
+
+
+def test_what_a_step_began_with_must_have_been_kept(tmp_path):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
+        steps(model, optimizer, 2)
+    path = tmp_path / "a/rank-0/kept/step-2.safetensors"
+    kept = {key: each for key, each in load_file(path).items() if not key.endswith("|old weight")}
+    save_file(kept, path)
+    with pytest.raises(
+        RecordingError, match=r"step must have been kept with the weights before it"
+    ):
+        replay(Recording(tmp_path / "a").ranks[0], 2)
 
 
 def broken_off(model, optimizer):

@@ -204,6 +204,10 @@ BAD_INPUT = {
         ["--backends", "cuda"],
         "backends must be of triton, reference, got 'cuda'",
     ),
+    "a folder for a report": (
+        ["--only", FP32, "--backends", "reference", "--share", "."],
+        "share must be a file, not a folder, got '.'",
+    ),
     "a part of a record": (
         ["--record", "record.json", "--only", FP32],
         "record must stand without only, backends and share: a record is whole",

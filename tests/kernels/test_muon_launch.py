@@ -233,10 +233,10 @@ def test_waves_are_bounded():
     how = Orthogonal(how_of().coefficients, precision="fp16")
     shapes = [torch.Size(shape) for shape in [(4096, 4096)] * 5 + [(14336, 4096)] * 5]
     found = list(muon_launch.waves(how, parts_of(formats_of(how), shapes), muon_launch.ROOM))
-    assert sorted(part.param for own, _ in found for part in own) == list(range(10))
-    for own, is_gram in found:
-        assert Layout(how, own, is_gram).used <= muon_launch.ROOM or len(own) == 1
-        assert {is_gram} == {part.param >= 5 for part in own}
+    assert sorted(run.param for layout in found for run in layout.runs) == list(range(10))
+    for layout in found:
+        assert layout.used <= muon_launch.ROOM or len(layout.runs) == 1
+        assert {layout.is_gram} == {run.param >= 5 for run in layout.runs}
 
 
 # --- what a step is told

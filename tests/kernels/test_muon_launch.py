@@ -101,18 +101,23 @@ def test_gradients_of_every_format(grad, device):
     assert_launches_are_the_twin(formats, FEW, device)
 
 
-@pytest.mark.parametrize("second_moment", [None, "normuon"])
-def test_parameters_of_several_matrices(second_moment, device):
+def is_launched(formats, shapes, device):
+    sizes = [*map(torch.Size, shapes)]
+    return not muon_plan("triton", formats, sizes, [0] * len(sizes), None, device).many_calls
+
+
+@pytest.mark.parametrize(
+    ("second_moment", "momentum"),
+    [(None, "float32"), ("normuon", "float32"), ("normuon", "scaled_float16")],
+)
+def test_parameters_of_several_matrices(second_moment, momentum, device):
     """Rows split, batches of matrices, convolutions: in launches as one by one."""
     how = short(split_sizes=(6, 10), second_moment=second_moment, adjust="original")
     shapes = [(16, 24), (3, 16, 8), (16, 2, 3, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows in (16, 48, 16)]
-    assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
-
-
-def is_launched(formats, shapes, device):
-    sizes = [*map(torch.Size, shapes)]
-    return not muon_plan("triton", formats, sizes, [0] * len(sizes), None, device).many_calls
+    formats = formats_of(how, moment=MOMENTS[momentum])
+    assert is_launched(formats, shapes, device)
+    assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1)
 
 
 @pytest.mark.parametrize("moment", ["float32", "bfloat16_stochastic", "block64_e4m3"])

@@ -30,7 +30,7 @@ from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
-from megaopt.options.checks import DECAY, NOT_NEGATIVE, number, one_of, refuse
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
 from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
@@ -52,8 +52,6 @@ ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
 MARKS = {"use_muon": False, EMBEDDING: True}
 """Attributes of parameters that Muon does not step, with the values that say so."""
-
-
 SPLIT_SIZES = "muon_split_sizes"
 """The attribute of a parameter that says its split_sizes, where its group says none."""
 
@@ -158,10 +156,10 @@ class MuonOptions(Options):
 
     def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
         """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
-        is_fp32 = masters and MASTERS[self._master_key] is MASTERS[torch.float32]
-        if view.weight is not None and not is_fp32:
-            kind = self.master_weight_dtype if masters else None
-            refuse("master_weight_dtype", f"torch.float32, of whole masters, for {where}", kind)
+        name, whole = "master_weight_dtype", "torch.float32, of whole masters,"
+        is_fp32 = MASTERS[self._master_key] is MASTERS[torch.float32]
+        if view.weight is not None and not (masters and is_fp32):
+            refuse(name, f"{whole} for {where}", self.master_weight_dtype if masters else None)
         if self.contract == "ieee":
             return
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
@@ -170,9 +168,8 @@ class MuonOptions(Options):
         if view.split is not None and self.contract == "torch":
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")
         dtype = torch.float32 if masters else view.param.dtype
-        if masters and MASTERS[self._master_key] is not MASTERS[torch.float32]:
-            own = f"torch.float32, of whole masters, {under}"
-            refuse("master_weight_dtype", own, self.master_weight_dtype)
+        if masters and not is_fp32:
+            refuse(name, f"{whole} {under}", self.master_weight_dtype)
         if self.contract == "eo" and dtype != torch.float32:
             refuse(where, f"fp32 or have an fp32 master {under}", dtype)
         if kept is not dtype:
@@ -197,20 +194,20 @@ class MuonOptions(Options):
         if sizes is None:
             name, sizes = SPLIT_SIZES, getattr(param, SPLIT_SIZES, None)
         if sizes is not None and not _are_sizes(sizes):
-            refuse(name, SIZES, sizes)
+            refuse(name, "None or a list of whole numbers >= 1", sizes)
         adjust, given = group["adjust_lr_fn"], group["ns_coefficients"]
         if not isinstance(adjust, (str, NoneType)):
-            number("adjust_lr_fn", adjust, FACTOR)
+            adjust = number("adjust_lr_fn", adjust, FACTOR)
         if not isinstance(given, (str, list, tuple)):
             sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
             refuse("ns_coefficients", sets, given)
-        number("eps", group["eps"], NOT_NEGATIVE)
+        eps = number("eps", group["eps"], NOT_NEGATIVE)
         return Orthogonal(
             coefficients_of(given, group["ns_steps"]),
-            eps=float(group["eps"]),
+            eps=eps,
             method=self.method,
             precision=self.precision,
-            adjust=adjust if isinstance(adjust, (str, NoneType)) else float(adjust),
+            adjust=adjust,
             second_moment=self.second_moment,
             split_sizes=None if sizes is None else tuple(sizes),
             contract=self.contract,
@@ -233,18 +230,16 @@ class MuonOptions(Options):
             if group["split_sizes"] is not None:
                 refuse(f"{where}: split_sizes", "None beside use_muon=False", group["split_sizes"])
             return
-        try:
+        with errors_of(where):
             self.how(group)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
         for index, param in enumerate(group["params"]):
-            self._check_param(param, group, f"{where}: use_muon", f"its parameter {index}")
+            self._check_param(param, group, where, f"its parameter {index}")
 
-    def _check_param(self, param: Any, group: Mapping[str, Any], name: str, which: str) -> None:
+    def _check_param(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
+        name, own = f"{where}: use_muon", f"{where}: {which}"
         for mark in MARKS:
-            marked = f"{name.removesuffix('use_muon')}{which}: its attribute {mark}"
-            one_of(marked, getattr(param, mark, None), (None, True, False))
+            one_of(f"{own}: its attribute {mark}", getattr(param, mark, None), (None, True, False))
         reason, wanted = why_adamw(param, group), group["use_muon"]
         if is_flat_part(param) and not hasattr(param, PARTS):
             refuse(name, f"False beside {which}, a {FLAT}", wanted)
@@ -253,20 +248,11 @@ class MuonOptions(Options):
                 refuse(name, f"None or False beside {which}, as {reason}", wanted)
             return
         if type(view_of(param)) not in (ParamView, DTensorView, Float8View):
-            kind = type(param).__name__
-            refuse(
-                name,
-                f"False beside {which}, a {kind}: Muon steps plain tensors, DTensors and whole fp8 "
-                "weights",
-                wanted,
-            )
-        try:
+            kinds = "plain tensors, DTensors and whole fp8 weights"
+            kind = f"{type(param).__name__}: Muon steps {kinds}"
+            refuse(name, f"False beside {which}, a {kind}", wanted)
+        with errors_of(own):
             self.how(group, param).pieces(whole_shape_of(param))
-        except ValueError as error:
-            raise ValueError(f"{name.removesuffix('use_muon')}{which}: {error}") from None
-
-
-SIZES = "None or a list of whole numbers >= 1"
 
 
 def _are_sizes(value: Any) -> bool:
@@ -484,14 +470,16 @@ def torch_state_dict(
     wanted = _checked_rule(rule, rules)
     packed = optimizer.state_dict()
     chosen = [place for place, own in enumerate(rules) if wanted in (own, BOTH)]
+    numbers = {place: number for number, place in enumerate(chosen)}
     given = {place: packed["state"][place] for place in chosen if place in packed["state"]}
     groups = []
     for index, group in enumerate(packed["param_groups"]):
-        found = _of_places(group, chosen)
-        if wanted == BOTH:
-            groups.append(_plain_group(found, options))
+        found = _renumbered(group, numbers)
+        if wanted == BOTH:  # without formats and contracts
+            own = {key: found[key] for key in found if key not in ("contract", FORMATS, BESIDE)}
+            groups.append({**own, "maximize": options.maximize})
         elif found["params"]:
-            views = [owned.views[place] for place in found["params"]]
+            views = [owned.views[chosen[number]] for number in found["params"]]
             groups.append(_torch_group(found, wanted, options, views, f"group {index}"))
     states = plain_states(optimizer, owned, given, drop_masters)
     if wanted == "adamw":
@@ -499,11 +487,8 @@ def torch_state_dict(
     elif wanted == BOTH:
         for place, own in states.items():
             own.update({STEP: given[place][STEP]} if STEP in given[place] else {})
-    renumbered = {place: number for number, place in enumerate(chosen)}
-    for group in groups:
-        group["params"] = [renumbered[place] for place in group["params"]]
     kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
-    own_states = {renumbered[place]: own for place, own in states.items()}
+    own_states = {numbers[place]: own for place, own in states.items()}
     return {**kept, "state": own_states, "param_groups": groups}
 
 
@@ -518,18 +503,12 @@ def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
     return rule or next(iter(rules), "muon")
 
 
-def _of_places(group: Mapping[str, Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """A group with the chosen ones of its parameters."""
-    kept = [place in chosen for place in group["params"]]
+def _renumbered(group: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
+    """A group with those of its parameters that have numbers, by these."""
+    kept = [place in numbers for place in group["params"]]
     lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
+    lists["params"] = [numbers.get(place) for place in group["params"]]
     return {**group, **{key: [*compress(own, kept)] for key, own in lists.items()}}
-
-
-def _plain_group(group: Mapping[str, Any], options: Any) -> dict[str, Any]:
-    """A group that says nothing of formats and contracts."""
-    left_out = ("contract", FORMATS, BESIDE)
-    own = {key: value for key, value in group.items() if key not in left_out}
-    return {**own, "maximize": options.maximize}
 
 
 def _torch_group(
@@ -547,17 +526,14 @@ def _torch_group(
     for view in views:
         if view.param.dim() != 2:
             refuse(f"{where}: its parameters", "of two dimensions for torch.optim.Muon", view.param)
-    try:
+    with errors_of(f"{where}, for torch.optim.Muon"):
         how = replace(options.how(group), contract=TORCH, method="auto", precision="bf16")
-    except ValueError as error:
-        raise ValueError(f"{where}, for torch.optim.Muon: {error}") from None
     numbers = {key: group[key] for key in TORCHS[rule]}
     numbers["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
     return {**others, **numbers, "ns_coefficients": how.coefficients[0]}
 
 
 # --- state dicts of others
-
 
 RENAMED = {
     "mu": "momentum",
@@ -585,8 +561,8 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     groups: the optimizer's, whose numbers stay where a state dict has none. Raises ValueError for
     what Muon cannot go on from; warns where momentum is converted.
     """
-    saved: Any = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
-    states: Any = state_dict.get("state") if isinstance(state_dict, Mapping) else None
+    given: Any = state_dict if isinstance(state_dict, Mapping) else {}
+    saved, states = given.get("param_groups"), given.get("state")
     fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
     if not fits or not all(isinstance(each, Mapping) for each in saved):
         return state_dict

@@ -11,7 +11,7 @@ import torch
 
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
-from megaopt.options.checks import refuse
+from megaopt.options.checks import errors_of, refuse
 
 REQUIRED = {
     "optimizer": (
@@ -146,10 +146,8 @@ def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
 
 def check_parameter(name: str, param: torch.Tensor, takes_mxfp8: bool) -> None:
     """Raises ValueError for a parameter of a model that cannot be stepped."""
-    try:
+    with errors_of(f"parameter {name!r}"):
         weight = foreign_weight(param)
-    except ValueError as error:
-        raise ValueError(f"parameter {name!r}: {error}") from None
     kind = type(param.data)
     if weight is not None and is_mxfp8(param) and not takes_mxfp8:
         raise ValueError(

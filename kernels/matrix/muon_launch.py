@@ -1,5 +1,7 @@
 """Muon's step in launches over many matrices, in waves of as many as a workspace has room for.
 
+`parts_of` cuts parameters into parts, `waves` puts parts together, a `Layout` says where the pieces
+(the matrices) and runs (what elementwise launches step) of a wave lie, and a `Wave` steps them.
 Of a wave the first launch steps all momenta and leaves the directions in the workspace, others make
 their norms, the products of `muon.iterated`, and the last updates all weights and masters. Which
 products a wave makes, and where their matrices lie in the workspace, is noted at its first step.
@@ -7,8 +9,8 @@ products a wave makes, and where their matrices lie in the workspace, is noted a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -37,20 +39,14 @@ from megaopt.kernels.matrix.muon import (
 )
 from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
-from megaopt.kernels.matrix.plan import (
-    FLOAT32,
-    LaunchedStep,
-    MatrixPlan,
-    apply_formats,
-    inner_formats,
-)
+from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan, apply_formats, inner_formats
 from megaopt.kernels.matrix.shared import NEUTRAL
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan, tables_of
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.epilogue import Numbers
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import Shape, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor
@@ -93,8 +89,8 @@ def muon_plan(
     making: Any = (LaunchedMaking if is_launched else MuonMaking)(formats.matrix)
     if how.contract != OWN:
         launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)
-    elif is_launched and has_launches(formats, shapes):
-        launches = MuonLaunches(formats, shapes, groups, places, device, room)
+    elif is_launched and (parts := parts_of(formats, shapes)) is not None:
+        launches = MuonLaunches(formats, parts, shapes, groups, places, device, room)
     step = LaunchedStep() if is_launched else step_tensor
     return MatrixPlan(formats, groups, places, step, launches, making)
 
@@ -156,188 +152,165 @@ class Notes:
         self.launches += [NotedLaunch(*each, own, self._device) for each in found]
 
 
-# --- where everything lies
+# --- the matrices of a wave, and where they lie
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A matrix, or all those of a parameter that share a scale: it is stepped in one wave."""
 
     param: int
     """The parameter's place in the batch."""
-    shapes: list[tuple[int, int]]
-    """Those of its matrices, which lie one behind another in the workspace."""
-    runs: Sequence[tuple[int, int]]
-    """Its numbers, in that order: where those that follow each other begin in the parameter, and
-    how many they are."""
-    row: int = 0
+    row: int
     """The rows of the parameter's matrices before these."""
+    shapes: Sequence[Shape]
+    """Those of its matrices."""
+    runs: Sequence[tuple[int, int]]
+    """Their numbers, in order: where those that follow each other begin in the parameter, and how
+    many they are."""
 
-    @property
-    def numel(self) -> int:
-        """Its numbers."""
-        return sum(count for _, count in self.runs)
 
+def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part] | None:
+    """The parts of parameters, but for empty ones; None where no launches step them.
 
-def has_launches(formats: Formats, shapes: Sequence[torch.Size]) -> bool:
-    """Whether the parts of parameters have their scales for themselves, and one form each."""
+    Matrices that share a scale must follow each other and have one form; none may begin in a block.
+    """
     assert formats.matrix is not None
     how: Orthogonal = formats.matrix.how
-    own = [how.cuts(shape) for shape in shapes]
-    if formats.scaled:
-        in_order = all(len(cut.runs) == 1 for cuts in own for cut in cuts)
-        return in_order and all(len({how.is_gram(cut.shape) for cut in cuts}) < 2 for cuts in own)
-    block = formats.block or 1
-    return not any(first % block for cuts in own for cut in cuts for first, _ in cut.runs)
-
-
-def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part]:
-    """The parts of parameters, but for empty ones."""
-    assert formats.matrix is not None
     found = []
     for param, shape in enumerate(shapes):
-        cuts, row = formats.matrix.how.cuts(shape), 0
+        cuts, row = how.cuts(shape), 0
         if formats.scaled:
-            found.append(Part(param, [cut.shape for cut in cuts], [(0, shape.numel())]))
+            own = [cut.shape for cut in cuts]
+            if len(set(map(how.is_gram, own))) > 1 or any(cut.runs[1:] for cut in cuts):
+                return None
+            found.append(Part(param, row, own, [(0, shape.numel())]))
             continue
         for cut in cuts:
-            found.append(Part(param, [cut.shape], cut.runs, row))
+            found.append(Part(param, row, [cut.shape], cut.runs))
             row += cut.shape[0]
-    return [part for part in found if part.numel]
+    if any(first % (formats.block or 1) for part in found for first, _ in part.runs):
+        return None
+    return [part for part in found if shapes[part.param].numel()]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A matrix of a part."""
+class Piece(NamedTuple):
+    """A matrix of a wave."""
 
-    part: int
-    """The part's place in the wave."""
+    param: int
+    row: int
+    """The rows of the parameter's matrices before this one."""
+    shape: Shape
+    begin: int
+    """How many numbers lie before it in the memory of all matrices."""
+
+    def of(self, matrices: torch.Tensor) -> torch.Tensor:
+        """This one of that memory."""
+        return matrices[self.begin : self.begin + math.prod(self.shape)].view(*self.shape)
+
+
+class Run(NamedTuple):
+    """Numbers of a part that follow each other in the parameter, and in the workspace."""
+
+    param: int
     first: int
-    """Its first number in the part."""
-    shape: tuple[int, int]
+    """How many numbers of the parameter lie before these."""
+    size: int
+    """How many they are."""
+    begin: int
+    """How many numbers lie before them in the memory of all matrices."""
+
+
+class Area(NamedTuple):
+    """Memory of a workspace."""
+
+    begin: int
+    """How many bytes of the workspace lie before it."""
+    dtype: torch.dtype
+    shape: Shape
 
     @property
-    def numel(self) -> int:
-        """Its numbers."""
-        return self.shape[0] * self.shape[1]
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
+    def of(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The tensor there."""
+        return workspace[self.begin : self.begin + self.size].view(self.dtype).view(*self.shape)
 
-def pieces_of(parts: Sequence[Part]) -> Iterator[Piece]:
-    """The matrices of parts, but for empty ones."""
-    for index, part in enumerate(parts):
-        first = 0
-        for shape in part.shapes:
-            piece = Piece(index, first, shape)
-            first += piece.numel
-            if piece.numel:
-                yield piece
-
-
-class Runs(NamedTuple):
-    """All runs of a wave's parts: a number of each, but for `places`."""
-
-    parts: numpy.ndarray
-    """Its part's place in the wave,"""
-    params: numpy.ndarray
-    """the parameter's place in the batch,"""
-    firsts: numpy.ndarray
-    """its first number in the parameter,"""
-    begins: numpy.ndarray
-    """that in the part as it lies in the workspace,"""
-    sizes: list[int]
-    """and how many there are."""
-
-    def places(self, parts: Sequence[int], size: int) -> numpy.ndarray:
-        """The runs' places in bytes; parts: the places of parts; size: bytes of a number."""
-        found: numpy.ndarray = numpy.array(parts)[self.parts] + self.begins * size
+    def places(self, begins: numpy.ndarray) -> numpy.ndarray:
+        """Bytes of the workspace before what begins behind so many numbers of this."""
+        found: numpy.ndarray = self.begin + begins * self.dtype.itemsize
         return found
-
-
-def runs_of(parts: Sequence[Part]) -> Runs:
-    """The runs of a wave's parts, in order."""
-    rows = []
-    for index, part in enumerate(parts):
-        begin = 0
-        for first, size in part.runs:
-            rows.append((index, part.param, first, begin, size))
-            begin += size
-    owners, params, firsts, begins, sizes = numpy.array(rows).T
-    return Runs(owners, params, firsts, begins, sizes.tolist())
 
 
 class Layout:
-    """Where a wave's matrices lie, in bytes from the workspace's beginning."""
+    """A wave's matrices, and where they lie in its workspace."""
 
     def __init__(self, how: Orthogonal, parts: Sequence[Part], is_gram: bool) -> None:
-        self.how, self.pieces = how, list(pieces_of(parts))
-        self.is_scaled = how.precision == FP16
-        """Directions are fp32 first, and cast when their norms are known."""
-        self.wide_size = 4 if self.is_scaled else how.dtype.itemsize
-        self.used = 0
-        count = len(self.pieces)
-        self.bins = self._take(count * BANKS * ROWS * 2 * 8)
-        self.scales = self._take(len(Scales._fields) * count * 4)
-        size = how.dtype.itemsize
-        self.first = [self._take(part.numel * size) for part in parts]
-        self.wide = self.first
-        behind = 0
-        if self.is_scaled:  # they are gone before what lies over them comes
-            begin = self.used
-            self.wide = [self._take(part.numel * self.wide_size) for part in parts]
-            behind, self.used = self.used, begin
-        self.second = [self._take(part.numel * size) for part in parts]
-        sizes = [min(piece.shape) * self.stride(piece) * size for piece in self.pieces]
-        self.squares = [[self._take(each) for each in sizes] for _ in range(SQUARES[is_gram])]
-        self.used = max(self.used, behind)
+        self.how, self.is_gram, self.is_scaled = how, is_gram, how.precision == FP16
+        self.pieces, self.runs, end = list[Piece](), list[Run](), 0
+        for part in parts:
+            row, begin = part.row, end
+            for shape in part.shapes:
+                self.pieces.append(Piece(part.param, row, shape, begin))
+                row, begin = row + shape[0], begin + math.prod(shape)
+            for first, size in part.runs:
+                self.runs.append(Run(part.param, first, size, end))
+                end += size
+            end = _rounded_up(end, UNIT // how.dtype.itemsize)
+        self.used, count = 0, len(self.pieces)
+        """The workspace's bytes."""
+        self.bins = self._take(torch.int64, count, BANKS, ROWS, 2)
+        self.scales = self._take(torch.float32, len(Scales._fields), count)
+        self.first = self._take(how.dtype, end)
+        # directions that are cast when their norms are known: gone before what lies over them comes
+        self.wide = Area(self.used, torch.float32, (end,)) if self.is_scaled else self.first
+        self.second = self._take(how.dtype, end)
+        shorts = [min(each.shape) for each in self.pieces]
+        self.squares = [
+            [self._take(how.dtype, short, _rounded_up(short, WIDE)) for short in shorts]
+            for _ in range(SQUARES[is_gram])
+        ]
+        self.used = max(self.used, self.wide.begin + self.wide.size)
 
-    def _take(self, size: int) -> int:
-        begin = self.used
-        self.used += -(-size // UNIT) * UNIT
-        return begin
+    def _take(self, dtype: torch.dtype, *shape: int) -> Area:
+        area = Area(self.used, dtype, shape)
+        self.used += _rounded_up(area.size, UNIT)
+        return area
 
-    def places(self, firsts: Sequence[int], size: int | None = None) -> numpy.ndarray:
-        """Where the pieces of matrices lie that begin there; size: of a number, in bytes."""
-        size = self.how.dtype.itemsize if size is None else size
-        return numpy.array([firsts[each.part] + each.first * size for each in self.pieces])
-
-    @staticmethod
-    def stride(piece: Piece) -> int:
-        """How far the rows of a piece's squares lie apart."""
-        return -(-min(piece.shape) // WIDE) * WIDE
+    def places(self, area: Area) -> numpy.ndarray:
+        """Bytes of the workspace before each matrix that lies there."""
+        return area.places(numpy.array([each.begin for each in self.pieces]))
 
     def room(self, workspace: torch.Tensor) -> Room:
-        """The matrices of a workspace."""
-        return Room(
-            self._matrices(workspace, self.first),
-            self._matrices(workspace, self.second),
-            [self._squares(workspace, own) for own in self.squares],
-        )
+        """The matrices in a workspace."""
+        wholes = (self.first.of(workspace), self.second.of(workspace))
+        first, second = ([piece.of(whole) for piece in self.pieces] for whole in wholes)
+        squares = [[each.of(workspace)[:, : each.shape[0]] for each in own] for own in self.squares]
+        return Room(first, second, squares)
 
-    def _matrices(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
-        size, found = self.how.dtype.itemsize, []
-        for piece, begin in zip(self.pieces, self.places(firsts).tolist(), strict=True):
-            own = workspace[begin : begin + piece.numel * size].view(self.how.dtype)
-            found.append(own.view(piece.shape))
-        return found
 
-    def _squares(self, workspace: torch.Tensor, firsts: Sequence[int]) -> Matrices:
-        found = []
-        for piece, begin in zip(self.pieces, firsts, strict=True):
-            short, stride = min(piece.shape), self.stride(piece)
-            own = workspace[begin : begin + short * stride * self.how.dtype.itemsize]
-            found.append(own.view(self.how.dtype).view(short, stride)[:, :short])
-        return found
+def _rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
-    def scales_in(self, workspace: torch.Tensor) -> Scales:
-        """The factors of the matrices, in a workspace."""
-        count = len(self.pieces)
-        own = workspace[self.scales : self.scales + len(Scales._fields) * count * 4]
-        return Scales(*own.view(torch.float32).view(-1, count).unbind())
 
-    def bins_in(self, workspace: torch.Tensor) -> torch.Tensor:
-        """The bins of the matrices' norms, in a workspace."""
-        own = workspace[self.bins : self.bins + len(self.pieces) * BANKS * ROWS * 2 * 8]
-        return own.view(torch.int64).view(-1, BANKS, ROWS, 2)
+def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[Layout]:
+    """The parts that are stepped together, all in one form."""
+
+    def kind(part: Part) -> Any:
+        own = part.shapes[0]
+        return how.is_gram(own), own[0] > own[1], own
+
+    for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: kind(part)[0]):
+        own, used = list[Part](), 0
+        for part in alike:
+            needed = Layout(how, [part], is_gram).used
+            if own and used + needed > room:
+                yield Layout(how, own, is_gram)
+                own, used = [], 0
+            own.append(part)
+            used += needed
+        yield Layout(how, own, is_gram)
 
 
 # --- the launches
@@ -351,19 +324,17 @@ class MuonLaunches:
     def __init__(
         self,
         formats: Formats,
+        parts: Sequence[Part],
         shapes: Sequence[torch.Size],
         groups: Sequence[int],
         places: Sequence[Place],
         device: torch.device,
-        room: int = ROOM,
+        room: int,
     ) -> None:
         assert formats.matrix is not None
-        parts, how = parts_of(formats, shapes), formats.matrix.how
-        self._device = device
-        self._waves = [
-            Wave(formats, device, is_gram, own, groups, places)
-            for own, is_gram in waves(how, parts, room)
-        ]
+        self._device, self._how = device, formats.matrix.how
+        layouts = waves(self._how, parts, room)
+        self._waves = [Wave(formats, layout, groups, places, device) for layout in layouts]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
@@ -386,9 +357,13 @@ class MuonLaunches:
         workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
         # of the controls an update is told one
         left_out = None if controls is None else torch.where(self._skip, controls, self._neutral)
-        addresses = {slot: _addresses_of(each) for slot, each in buffers.items()}
-        if self._waves and self._waves[0].how.second_moment:
-            addresses[SECOND_MOMENT] = _addresses_of([work.kept[SECOND_MOMENT] for work in works])
+        tensors = dict(buffers)
+        if self._how.second_moment:
+            tensors[SECOND_MOMENT] = [work.kept[SECOND_MOMENT] for work in works]
+        addresses = {
+            slot: numpy.array(list(map(torch.Tensor.data_ptr, each)), dtype=numpy.int64)
+            for slot, each in tensors.items()
+        }
         others = (workspace, scalars, controls, left_out)
 
         def launches() -> None:
@@ -400,26 +375,6 @@ class MuonLaunches:
         self._replayed((stream_of(self._device), told, places), launches)
 
 
-def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[tuple[list[Part], bool]]:
-    """The parts that are stepped together, and whether in Gram's form."""
-
-    def kind(part: Part) -> Any:
-        own = part.shapes[0]
-        return how.is_gram(own), own[0] > own[1], own
-
-    for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: bool(kind(part)[0])):
-        own: list[Part] = []
-        used = 0
-        for part in alike:
-            needed = Layout(how, [part], is_gram).used
-            if own and used + needed > room:
-                yield own, is_gram
-                own, used = [], 0
-            own.append(part)
-            used += needed
-        yield own, is_gram
-
-
 class Norms:
     """Makes the factors of a wave's matrices by the norms of their directions, and casts these.
 
@@ -428,129 +383,109 @@ class Norms:
 
     def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
         self._layout, self._ratios, device = layout, ratios, ratios.device
-        numels = [piece.numel for piece in layout.pieces]
+        numels = [math.prod(each.shape) for each in layout.pieces]
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
-        self._places = numpy.stack(
-            [layout.places(layout.wide, layout.wide_size), layout.places(layout.first)]
-        )
+        self._places = numpy.stack([layout.places(layout.wide), layout.places(layout.first)])
 
     def step(self, workspace: torch.Tensor) -> None:
         """Makes them of the directions in a workspace."""
-        layout, count = self._layout, len(self._layout.pieces)
-        bins, scales = layout.bins_in(workspace), layout.scales_in(workspace).square
-        table = self._told(workspace.data_ptr())
-        wide = GRADS["float32"] if layout.is_scaled else GRADS[layout.how.dtype]
-        NormPlan(wide).accumulate(table, self._chunks, bins.zero_())
-        arguments = (bins, self._ratios, scales, count, layout.how.eps)
-        options: dict[str, object] = {"IS_SCALED": layout.is_scaled, "num_warps": 1}
-        call(muon_kernel.scales_kernel, count, arguments, options)
-        if layout.is_scaled:
-            self._cast(table, scales)
-
-    def _told(self, base: int) -> torch.Tensor:
-        """The table on the device; base: the workspace's address."""
-        places = base + self._places
+        layout = self._layout
+        bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
+        places = workspace.data_ptr() + self._places
         self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
         self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
-        return self._table.update(self._rows)
-
-    def _cast(self, table: torch.Tensor, scales: torch.Tensor) -> None:
+        table = self._table.update(self._rows)
+        NormPlan(GRADS[layout.wide.dtype]).accumulate(table, self._chunks, bins.zero_())
+        scales_by_norms(bins, self._ratios, scales, layout.how.eps, layout.is_scaled)
+        if not layout.is_scaled:
+            return
         options: dict[str, object] = {
-            "SOURCE": FLOAT32,
-            "TARGET": WEIGHTS[self._layout.how.dtype],
+            "SOURCE": WEIGHTS[layout.wide.dtype],
+            "TARGET": WEIGHTS[layout.how.dtype],
             "BLOCK": GEOMETRY.block,
             "ITERATIONS": GEOMETRY.iterations,
             "SPAN": GEOMETRY.span,
             "num_warps": GEOMETRY.warps,
         }
-        arguments = (table, self._chunks.table, scales, len(self._layout.pieces))
+        arguments = (table, self._chunks.table, scales, len(self._ratios))
         call(muon_kernel.cast_kernel, self._chunks.count, arguments, options)
+
+
+def scales_by_norms(
+    bins: torch.Tensor, ratios: torch.Tensor, scales: torch.Tensor, eps: float, is_scaled: bool
+) -> None:
+    """Launches `muon.scales_reference`: fp32 [factors, matrices] of bins of each matrix's norm."""
+    count, options = len(ratios), dict[str, object](IS_SCALED=is_scaled, num_warps=1)
+    call(muon_kernel.scales_kernel, count, (bins, ratios, scales, count, eps), options)
 
 
 class SecondMoments:
     """NorMuon's launches over the rows of a wave's updates."""
 
-    def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
-        self._layout, self._table, pieces = layout, DeviceTable(device), layout.pieces
-        self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(pieces)), dtype=numpy.int64)
-        heights = [piece.shape[0] for piece in pieces]
-        self._rows[int(muon_kernel.COLUMNS)] = [piece.shape[1] for piece in pieces]
+    def __init__(self, layout: Layout, groups: Sequence[int], ratios: torch.Tensor) -> None:
+        self._how, self._ratios, device = layout.how, ratios, ratios.device
+        params, firsts, shapes, _ = zip(*layout.pieces, strict=True)
+        heights, widths = zip(*shapes, strict=True)
+        self._params, self._firsts = list(params), numpy.array(firsts)
+        self._chunks, self._table = Chunks(heights, ONE_ROW, device), DeviceTable(device)
+        self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(heights)), dtype=numpy.int64)
+        self._rows[int(muon_kernel.COLUMNS)] = widths
         self._rows[int(muon_kernel.HEIGHT)] = heights
-        self._rows[int(muon_kernel.GROUP)] = [groups[piece.part] for piece in pieces]
+        self._rows[int(muon_kernel.GROUP)] = [groups[param] for param in params]
         self._rows[int(muon_kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
-        self._chunks = Chunks(heights, ONE_ROW, device)
 
     def step(
-        self,
-        updates: numpy.ndarray,
-        seconds: Sequence[int],
-        ratios: torch.Tensor,
-        left_out: torch.Tensor | None,
+        self, updates: numpy.ndarray, seconds: numpy.ndarray, left_out: torch.Tensor | None
     ) -> None:
-        """Makes rows alike; updates: each matrix's address; seconds: each part's."""
-        how, count = self._layout.how, len(self._layout.pieces)
-        table = self._told(updates, seconds)
-        squares, roots = ratios.new_empty((2, self._chunks.count)).unbind()
-        factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(how.beta2)
+        """Makes rows alike; updates: each matrix's address; seconds: each parameter's."""
+        self._rows[int(muon_kernel.UPDATE)] = updates
+        self._rows[int(muon_kernel.SECOND)] = seconds[self._params] + 4 * self._firsts
+        table, ratios = self._table.update(self._rows), self._ratios
+        count, rows, dtype = len(ratios), self._chunks.count, self._how.dtype
+        squares, roots = ratios.new_empty((2, rows)).unbind()
+        factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(self._how.beta2)
         tables: tuple[object, ...] = (table, self._chunks.table)
-        own = {"ELEMENT": ELEMENTS[how.dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
+        own = {"ELEMENT": ELEMENTS[dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
         arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
         controlled = {**own, "CONTROLLED": left_out is not None}
-        call(muon_kernel.row_squares_kernel, self._chunks.count, arguments, controlled)
+        call(muon_kernel.row_squares_kernel, rows, arguments, controlled)
         arguments = (table, ratios, squares, roots, factors, count, eps)
         call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
-        arguments = (*tables, roots, factors, count)
-        call(muon_kernel.row_scale_kernel, self._chunks.count, arguments, own)
-
-    def _told(self, updates: numpy.ndarray, seconds: Sequence[int]) -> torch.Tensor:
-        """The table on the device, with the addresses of this step."""
-        self._rows[int(muon_kernel.UPDATE)] = updates
-        self._rows[int(muon_kernel.SECOND)] = [
-            seconds[piece.part] + piece.first // piece.shape[1] * 4 for piece in self._layout.pieces
-        ]
-        return self._table.update(self._rows)
+        call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), own)
 
 
 class Wave:
-    """Steps some parts of a batch, all in one form; groups, places: of the parameters."""
+    """Steps the matrices of a layout; groups, places: of the batch's parameters."""
 
     def __init__(
         self,
         formats: Formats,
-        device: torch.device,
-        is_gram: bool,
-        parts: Sequence[Part],
+        layout: Layout,
         groups: Sequence[int],
         places: Sequence[Place],
+        device: torch.device,
     ) -> None:
         assert formats.matrix is not None
-        self.how: Orthogonal = formats.matrix.how
-        self._parts, self._runs = parts, runs_of(parts)
-        self.layout, self._is_gram = Layout(self.how, parts, is_gram), is_gram
-        params, firsts = self._runs.params.tolist(), self._runs.firsts.tolist()
+        self.layout, how, rule = layout, layout.how, formats.matrix.rule
+        self._params, self._firsts, sizes, self._begins = numpy.array(layout.runs).T
+        own_groups = [groups[run.param] for run in layout.runs]
         shifted = [
             places[param]._replace(first=places[param].first + first)
-            for param, first in zip(params, firsts, strict=True)
+            for param, first, *_ in layout.runs
         ]
-        own = (self._runs.sizes, [groups[each] for each in params], device, None, shifted)
-        wide, rule = (
-            FLOAT32 if self.layout.is_scaled else WEIGHTS[self.how.dtype],
-            formats.matrix.rule,
-        )
-        self._direction = TritonPlan(inner_formats(formats, wide), rule.inner, *own)
-        self._apply = TritonPlan(apply_formats(formats, GRADS[self.how.dtype]), rule.apply, *own)
-        ratios = [self.how.ratio(piece.shape) for piece in self.layout.pieces]
-        self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
-        self._second, last = None, self._ratios
-        if self.how.second_moment:  # behind which the ratios come
-            own_groups = [groups[part.param] for part in parts]
-            self._second = SecondMoments(self.layout, own_groups, device)
+        own = (sizes.tolist(), own_groups, device, None, shifted)
+        direction = inner_formats(formats, WEIGHTS[layout.wide.dtype])
+        self._direction = TritonPlan(direction, rule.inner, *own)
+        self._apply = TritonPlan(apply_formats(formats, GRADS[how.dtype]), rule.apply, *own)
+        ratios = numpy.array([how.ratio(each.shape) for each in layout.pieces], numpy.float32)
+        last, self._second = to_device(ratios, device), None
+        if how.second_moment:  # behind which the ratios come
+            self._second = SecondMoments(layout, groups, last)
             last = torch.ones_like(last)
-        self._norms = Norms(self.layout, last)
-        self._tables, self._products = Tables(), list[NotedLaunch]()
-        self._noted_at, self._result = 0, self.layout.first
+        self._norms, self._tables = Norms(layout, last), Tables()
+        self._products, self._noted_at, self._result = list[NotedLaunch](), 0, layout.first
 
     def step(
         self,
@@ -564,19 +499,15 @@ class Wave:
         base = workspace.data_ptr()
         if not self._products:
             self._note(workspace)
-        wide = self._runs.places(self.layout.wide, self.layout.wide_size)
-        self._look(self._direction, addresses, weight=base + wide)
+        self._look(self._direction, addresses, weight=base + self.layout.wide.places(self._begins))
         self._direction.step(scalars, controls)
         self._norms.step(workspace)
         for launch in self._products:
             launch(base - self._noted_at)
         if self._second is not None:
-            rows = addresses[SECOND_MOMENT]
-            seconds = [rows[part.param] + 4 * part.row for part in self._parts]
             updates = base + self.layout.places(self._result)
-            self._second.step(updates, seconds, self._ratios, left_out)
-        results = self._runs.places(self._result, self.how.dtype.itemsize)
-        self._look(self._apply, addresses, grad=base + results)
+            self._second.step(updates, addresses[SECOND_MOMENT], left_out)
+        self._look(self._apply, addresses, grad=base + self._result.places(self._begins))
         self._apply.step(scalars, left_out)
 
     def _look(
@@ -584,28 +515,22 @@ class Wave:
     ) -> None:
         """Tells a plan where its tensors lie; others: in the place of the parameters' own."""
         for slot, row in plan.addresses.items():
-            if slot in others:
-                now = others[slot]
-            else:
-                runs = self._runs
-                now = addresses[slot][runs.params] + _bytes(plan.formats, slot, runs.firsts)
+            now = others.get(slot)
+            if now is None:
+                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
 
     def _note(self, workspace: torch.Tensor) -> None:
         """Notes the products, and where their results will be."""
-        room, scales = self.layout.room(workspace), self.layout.scales_in(workspace)
-        notes = Notes(self._tables, workspace.device)
-        result = iterated(room, scales, self.how, self._is_gram, notes)
+        layout, notes = self.layout, Notes(self._tables, workspace.device)
+        room, scales = layout.room(workspace), Scales(*layout.scales.of(workspace).unbind())
+        result = iterated(room, scales, layout.how, layout.is_gram, notes)
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
         with compiling_together(workspace.device):
             for launch in self._products:
                 launch.compile()
-        self._result = self.layout.first if result is room.first else self.layout.second
-
-
-def _addresses_of(tensors: Sequence[torch.Tensor]) -> numpy.ndarray:
-    return numpy.array(list(map(torch.Tensor.data_ptr, tensors)), dtype=numpy.int64)
+        self._result = layout.first if result is room.first else layout.second
 
 
 def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
@@ -642,7 +567,5 @@ class LaunchedMaking(MuonMaking):
         scales = own.new_empty((len(Scales._fields), len(pieces)))
         bins = sums.new_zeros((len(pieces), BANKS, ROWS, 2))
         bins[:, 0] = sums
-        arguments = (bins, own, scales, len(pieces), self.how.eps)
-        options: dict[str, object] = {"IS_SCALED": self.is_scaled, "num_warps": 1}
-        call(muon_kernel.scales_kernel, len(pieces), arguments, options)
+        scales_by_norms(bins, own, scales, self.how.eps, self.is_scaled)
         return Scales(*scales.unbind())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +30,15 @@ NUMBERS = {
 def refuse(name: str, allowed: str, value: object) -> NoReturn:
     """Raises ValueError: names a value, says what it must be, and shows what it is."""
     raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+@contextmanager
+def errors_of(where: str) -> Iterator[None]:
+    """Puts this, and a colon, before the message of a ValueError that is raised within."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def shown(value: object) -> str:

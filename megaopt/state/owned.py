@@ -17,7 +17,7 @@ from megaopt.kernels.host_memory import HostMemory
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Moment, Rule
 from megaopt.kernels.rules.matrix import Matrix
-from megaopt.options.checks import refuse
+from megaopt.options.checks import errors_of, refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
     PARAM_NUMBER,
@@ -353,10 +353,8 @@ class Owned:
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
-        try:
+        with errors_of(label):
             view = self.view(param)
-        except ValueError as error:
-            raise ValueError(f"{label}: {error}") from None
         view.check(label, self.options, self.moments(view), self.wants_masters)
         reason = self.homes.why_not(param)
         if reason is not None:

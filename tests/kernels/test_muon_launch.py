@@ -101,18 +101,23 @@ def test_gradients_of_every_format(grad, device):
     assert_launches_are_the_twin(formats, FEW, device)
 
 
-@pytest.mark.parametrize("second_moment", [None, "normuon"])
-def test_parameters_of_several_matrices(second_moment, device):
+def is_launched(formats, shapes, device):
+    sizes = [*map(torch.Size, shapes)]
+    return not muon_plan("triton", formats, sizes, [0] * len(sizes), None, device).many_calls
+
+
+@pytest.mark.parametrize(
+    ("second_moment", "momentum"),
+    [(None, "float32"), ("normuon", "float32"), ("normuon", "scaled_float16")],
+)
+def test_parameters_of_several_matrices(second_moment, momentum, device):
     """Rows split, batches of matrices, convolutions: in launches as one by one."""
     how = short(split_sizes=(6, 10), second_moment=second_moment, adjust="original")
     shapes = [(16, 24), (3, 16, 8), (16, 2, 3, 3)]
     kept = [{"variance_neuron": torch.rand(rows)} for rows in (16, 48, 16)]
-    assert_launches_are_the_twin(formats_of(how), shapes, device, kept=kept, steps=1)
-
-
-def is_launched(formats, shapes, device):
-    sizes = [*map(torch.Size, shapes)]
-    return not muon_plan("triton", formats, sizes, [0] * len(sizes), None, device).many_calls
+    formats = formats_of(how, moment=MOMENTS[momentum])
+    assert is_launched(formats, shapes, device)
+    assert_launches_are_the_twin(formats, shapes, device, kept=kept, steps=1)
 
 
 @pytest.mark.parametrize("moment", ["float32", "bfloat16_stochastic", "block64_e4m3"])
@@ -233,10 +238,10 @@ def test_waves_are_bounded():
     how = Orthogonal(how_of().coefficients, precision="fp16")
     shapes = [torch.Size(shape) for shape in [(4096, 4096)] * 5 + [(14336, 4096)] * 5]
     found = list(muon_launch.waves(how, parts_of(formats_of(how), shapes), muon_launch.ROOM))
-    assert sorted(part.param for own, _ in found for part in own) == list(range(10))
-    for own, is_gram in found:
-        assert Layout(how, own, is_gram).used <= muon_launch.ROOM or len(own) == 1
-        assert {is_gram} == {part.param >= 5 for part in own}
+    assert sorted(run.param for layout in found for run in layout.runs) == list(range(10))
+    for layout in found:
+        assert layout.used <= muon_launch.ROOM or len(layout.runs) == 1
+        assert {layout.is_gram} == {run.param >= 5 for run in layout.runs}
 
 
 # --- what a step is told

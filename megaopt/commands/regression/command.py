@@ -217,7 +217,8 @@ def _report(regression: Regression, config_path: Path, folder: Path, console: Co
         lines.append(describe_losses(config_path, final))
         lines.append(
             "[green]identical[/]: every loss, weight and state, and the norm that clips, bit for "
-            "bit, to the baselines trained here; `megaopt verify` compares steps with the golden record"
+            "bit, to the baselines trained here; `megaopt verify` compares steps with the golden "
+            "record"
         )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)

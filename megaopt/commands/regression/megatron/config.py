@@ -233,14 +233,14 @@ class MegatronRun(Run):
         for key, allowed in ALLOWED[self.rule].items():
             is_so = getattr(variant, key, allowed[0]) in allowed
             variant.need(is_so, key, f"{spelled(*allowed)} with {beside}")
-        if self.rule == "muon" and isinstance(variant, MegaoptVariant):
-            parts = own.tensor_parallel > 1 and own.muon_tp_mode == "duplicated"
-            words = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
-            variant.need(variant.layout != "shards" or not parts, "layout", words)
-        elif self.rule == "muon":
+        if self.rule == "muon" and isinstance(variant, StockVariant):
             variant.need(variant.inner == "unfused", "inner", f"'unfused' with {beside}")
             words = "'whole' or 'owners', as Megatron's own Muon has no others"
             variant.need(variant.layout != "shards", "layout", words)
+        elif self.rule == "muon":
+            parts = own.tensor_parallel > 1 and own.muon_tp_mode == "duplicated"
+            words = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
+            variant.need(variant.layout != "shards" or not parts, "layout", words)
 
     def _check_resume(self, variant: MegatronVariant) -> None:
         after, ranks, shares = variant.resume_after, variant.resume_ranks, self.megatron.shares

@@ -86,9 +86,11 @@ def shard_of(parameter: torch.Tensor, optimizer: Any) -> Tensors:
     """The same of a shard; of a matrix that GaLore projects as it is kept, not as it is saved."""
     start = optimizer._get_model_param_range_map(parameter)["param"].start
     saved = optimizer._get_main_param_and_optimizer_states(parameter)
-    own = {KINDS[key]: (saved[key].detach().view(-1), parameter.shape, start) for key in KINDS}
-    fused = getattr(optimizer, "fused", None)
-    view = None if fused is None else owned_of(fused).view(optimizer.shards[parameter])
+    own: Tensors = {
+        KINDS[key]: (saved[key].detach().view(-1), parameter.shape, start) for key in KINDS
+    }
+    fused: Any = getattr(optimizer, "fused", None)
+    view: Any = None if fused is None else owned_of(fused).view(optimizer.shards[parameter])
     if view is None or not view.kept:
         return own
     state, low = fused.state[view.param], view.matrix.low_shape(view.whole_shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -62,7 +63,7 @@ class Sharded(Gradients):
 
     def _say_what_shards_are(self) -> None:
         """Tells megaopt.params which parameter a shard is a part of, and where it begins."""
-        numbers = numbers_of(self)
+        numbers = numbers_of(self.buffers)
         for model, shard in self.shards.items():
             shard.megaopt_first_element = self._get_model_param_range_map(model)["param"].start
             shard.megaopt_whole_shape = tuple(model.shape)
@@ -214,7 +215,7 @@ class MatrixShards(MainShards):
 
     def _say_what_shards_are(self) -> None:
         """Tells also which rank has what of a matrix, and which parameters are Adam's."""
-        numbers, kind = numbers_of(self), self.buffers[0].grad_data.device.type
+        numbers, kind = numbers_of(self.buffers), self.buffers[0].grad_data.device.type
         mesh = DeviceMesh.from_group(self.data_parallel_group, kind)
         for buffer in self.buffers:
             for model in buffer.params:
@@ -286,14 +287,14 @@ SHARED_EMBEDDING = 1 << 31
 """The word embeddings: copies on the first and the last pipeline stage have to stay equal."""
 
 
-def numbers_of(optimizer: Any) -> dict[torch.Tensor, int]:
-    """The place of each parameter in the buffers of a distributed optimizer.
+def numbers_of(buffers: Sequence[Any]) -> dict[torch.Tensor, int]:
+    """The place of each parameter in the buffers of an optimizer.
 
     All data-parallel ranks lay out their buffers alike, and so do tensor-parallel ranks, which keep
     copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of
     different pipeline stages, draw the same bits for other elements.
     """
-    params = [param for buffer in optimizer.buffers for param in buffer.params]
+    params = [param for buffer in buffers for param in buffer.params]
     return {param: _number(param, place) for place, param in enumerate(params)}
 
 

@@ -79,7 +79,7 @@ class Float8Config(Table):
 
 
 class GaLoreConfig(Table):
-    """How variants of kind "galore" project gradients; as GaLoreAdamW's arguments."""
+    """How variants of kind "galore", or all of Megatron's, project; as GaLoreAdamW's arguments."""
 
     rank: Count
     """Dimensions of the projected gradients, at most the smaller dimension of each matrix."""

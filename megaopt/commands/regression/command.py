@@ -216,8 +216,9 @@ def _report(regression: Regression, config_path: Path, folder: Path, console: Co
         final = {each.trial.name: each.losses[-1] for each in regression.outcomes}
         lines.append(describe_losses(config_path, final))
         lines.append(
-            "[green]identical[/]: every loss, gradient norm, weight and state, bit for bit, to the "
-            "baselines trained here; `megaopt verify` compares steps with the golden record"
+            "[green]identical[/]: every loss, weight and state, and the norm that clips, bit for "
+            "bit, to the baselines trained here; `megaopt verify` compares steps with the golden "
+            "record"
         )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaopt.commands.config import Named, Run, need_once
+from megaopt.commands.config import GaLoreConfig, Named, Run, need_once
 from megaopt.commands.toml_tables import (
     ByKind,
     Count,
@@ -88,7 +89,7 @@ class SharedKeys(Named):
     the others TransformerEngine's alone."""
     layout: Literal["shards", "whole", "owners"] = "shards"
     """Whether a data-parallel rank steps shards, as the distributed optimizer cuts them, or, with
-    Muon, whole weights: all of them, or those that the layer-wise optimizer gives it."""
+    Muon and GaLore, whole weights: all of them, or those that the layer-wise optimizer gives it."""
     store_param_remainders: bool = False
     """With precision_aware: int16 remainders instead of fp32 masters; ties go away from zero."""
     baseline: str | None = None
@@ -164,6 +165,27 @@ class MegaoptVariant(SharedKeys):
 
 MegatronVariant = StockVariant | MegaoptVariant
 
+_BESIDE_MATRICES = {"mode": ("main_shards",), "cuda_graph": (False,), "cpu_offload": (False,)}
+ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
+    "adam": {"layout": ("shards",), "contract": ("ieee", "te", "torch")},
+    "muon": {**_BESIDE_MATRICES, "contract": ("ieee", "eo")},
+    "galore": {
+        "kind": ("megaopt",),
+        "layout": ("shards", "whole"),
+        **_BESIDE_MATRICES,
+        "contract": ("ieee",),
+        "round_scaled_grads": (False,),
+    },
+}
+"""What variants may have, by what steps matrices; a key that a kind lacks is allowed."""
+OF_GALORE = {
+    "megatron.optimizer": "adam",
+    "megatron.tensor_parallel": 1,
+    "megatron.fp8_param_gather": False,
+    "optimizer.adam_w_mode": True,
+}
+"""What a run with a table [galore] has."""
+
 
 class MegatronRun(Run):
     """A training run of Megatron-Core: model, text, optimizer, and the variants to compare."""
@@ -172,6 +194,9 @@ class MegatronRun(Run):
     patience: Count = 300
     """Seconds within which a rank must start, or finish a step, or the variant is ended."""
     megatron: MegatronConfig
+    galore: GaLoreConfig | None = None
+    """Matrices are stepped by GaLoreAdamW, everything else by its AdamW, in variants of kind
+    "megaopt": there are no others; None: by megatron.optimizer."""
     variant: Several[ByKind[MegatronVariant]]
     """What is trained and compared, in any order."""
 
@@ -185,8 +210,11 @@ class MegatronRun(Run):
             self.need(divides, f"model.{key}", f"a multiple of {by} = {parts}")
         allowed = f"a multiple of the micro batches of {self.megatron.ranks} ranks"
         self.need(self._divides_batch(self.megatron.ranks), "batch_size", allowed)
+        for key, value in OF_GALORE.items() if self.galore else ():
+            is_so = attrgetter(key)(self) == value
+            self.need(is_so, key, f"{spelled(value)} with a table [galore]")
         for variant in self.variant:
-            self._check_muon(variant)
+            self._check_rule(variant)
             self._check_resume(variant)
             self._check_baseline(variant)
 
@@ -194,28 +222,31 @@ class MegatronRun(Run):
         size = self.megatron.micro_batch_size * (ranks // self.megatron.shares)
         return self.batch_size % size == 0
 
-    def _check_muon(self, variant: MegatronVariant) -> None:
-        contract, own = getattr(variant, "contract", "ieee"), self.megatron
-        if own.optimizer == "adam":
-            variant.need(variant.layout == "shards", "layout", "'shards' with optimizer = 'adam'")
-            variant.need(contract != "eo", "contract", "another with optimizer = 'adam'")
-            return
-        beside = "with optimizer = 'muon'"
-        variant.need(variant.mode == "main_shards", "mode", f"'main_shards' {beside}")
-        variant.need(not variant.cuda_graph, "cuda_graph", f"false {beside}")
-        if isinstance(variant, MegaoptVariant):
-            variant.need(contract in ("ieee", "eo"), "contract", f"'ieee' or 'eo' {beside}")
-            variant.need(not variant.cpu_offload, "cpu_offload", f"false {beside}")
+    @property
+    def rule(self) -> str:
+        """What steps matrices: "adam", "muon" or "galore"."""
+        return self.megatron.optimizer if self.galore is None else "galore"
+
+    def _check_rule(self, variant: MegatronVariant) -> None:
+        own = self.megatron
+        beside = f"optimizer = {own.optimizer!r}" if self.galore is None else "a table [galore]"
+        for key, allowed in ALLOWED[self.rule].items():
+            is_so = getattr(variant, key, allowed[0]) in allowed
+            variant.need(is_so, key, f"{spelled(*allowed)} with {beside}")
+        if self.rule == "muon" and isinstance(variant, StockVariant):
+            variant.need(variant.inner == "unfused", "inner", f"'unfused' with {beside}")
+            words = "'whole' or 'owners', as Megatron's own Muon has no others"
+            variant.need(variant.layout != "shards", "layout", words)
+        elif self.rule == "muon":
             parts = own.tensor_parallel > 1 and own.muon_tp_mode == "duplicated"
-            allowed = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
-            variant.need(variant.layout != "shards" or not parts, "layout", allowed)
-        else:
-            variant.need(variant.inner == "unfused", "inner", f"'unfused' {beside}")
-            allowed = "'whole' or 'owners', as Megatron's own Muon has no others"
-            variant.need(variant.layout != "shards", "layout", allowed)
+            words = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
+            variant.need(variant.layout != "shards" or not parts, "layout", words)
 
     def _check_resume(self, variant: MegatronVariant) -> None:
         after, ranks, shares = variant.resume_after, variant.resume_ranks, self.megatron.shares
+        saves = self.galore is None or variant.layout == "shards"
+        words = "left out with layout = 'whole', whose projections Megatron's checkpoints lack"
+        variant.need(after is None or saves, "resume_after", words)
         inside = after is None or after < self.steps
         variant.need(inside, "resume_after", f"less than steps = {self.steps}")
         if ranks is not None:
@@ -232,7 +263,8 @@ class MegatronRun(Run):
         allowed = f"the name of another variant, without a baseline: {names}"
         variant.need(variant.baseline in others, "baseline", allowed)
         for of, words in {
-            lambda each: each.layout: "with the same layout: the norm's sums have its order",
+            lambda each: self.clips and each.layout: "with the same layout, or clip_grad = 0: the "
+            "norm's sums have its order",
             self.overlaps_grad_reduce: "with the same overlap_grad_reduce: it decides about the "
             "buckets",
             self.reduces_in_fp32: "with the same grad_reduce_in_fp32: sums are rounded by it",
@@ -248,6 +280,11 @@ class MegatronRun(Run):
         if variant.resume_ranks in (None, ranks):
             return 0, ranks
         return variant.resume_after or 0, variant.resume_ranks or ranks
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are multiplied by what their norm says; else nobody compares it."""
+        return self.megatron.clip_grad > 0
 
     def overlaps_grad_reduce(self, variant: MegatronVariant) -> bool:
         """Whether the variant reduces gradients during the backward pass."""
@@ -278,6 +315,11 @@ class MegatronRun(Run):
     def most_ranks(self) -> int:
         """Ranks of the largest group."""
         return max(self.megatron.ranks, *(each.resume_ranks or 1 for each in self.variant))
+
+
+def spelled(*values: object) -> str:
+    """Values of a config as a message has them, where a file has them."""
+    return " or ".join(repr(value).lower() for value in values)
 
 
 def read_megatron_run(path: Path) -> MegatronRun:

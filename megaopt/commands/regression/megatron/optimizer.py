@@ -17,6 +17,8 @@ from megaopt.commands.regression.megatron.config import (
 from megaopt.commands.regression.megatron.emerging import make_muon
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
 from megaopt.commands.regression.unfused import UnfusedAdam
+from megaopt.galore import GaLoreAdamW
+from megaopt.params.view import EMBEDDING
 
 LAYER_WISE = "use_layer_wise_distributed_optimizer"
 # Megatron calls its fp8 moments uint8; the others are megaopt's own names
@@ -59,25 +61,30 @@ def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) ->
 
 
 def choose_inner(inner: str) -> None:
-    """Decides which Adam this process's Megatron takes.
-
-    Megatron takes the first that is installed of TransformerEngine's, apex's and torch's, when it
-    is imported, and notes it in these names; it reads them in later calls too, so they stay.
+    """Decides which Adam this process's Megatron takes, by its name in configs.
 
     Raises:
         ImportError: it is TransformerEngine's, which is not installed.
     """
-    builder = megatron("optimizer")
-    distributed = megatron("optimizer.distrib_optimizer")
     adam: Any = UnfusedAdam
     if inner == "transformer_engine":
         adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
     elif inner == "torch":
         adam = torch.optim.AdamW
+    put_inside(adam, inner == "torch")
+
+
+def put_inside(adam: Any, is_torchs: bool = False) -> None:
+    """Has this process's Megatron take an Adam.
+
+    Megatron takes the first that is installed of TransformerEngine's, apex's and torch's, when it
+    is imported, and notes it in these names; it reads them in later calls too, so they stay.
+    """
+    builder, distributed = megatron("optimizer"), megatron("optimizer.distrib_optimizer")
     builder.Adam = distributed.Adam = adam
-    builder.USING_PYTORCH_OPTIMIZER = inner == "torch"
+    builder.USING_PYTORCH_OPTIMIZER = is_torchs
     # of these: how the step count is kept
-    distributed.HAVE_APEX_OR_TE = distributed.USING_TE_OPTIMIZER = inner != "torch"
+    distributed.HAVE_APEX_OR_TE = distributed.USING_TE_OPTIMIZER = not is_torchs
     distributed.USING_APEX_OPTIMIZER = False
 
 
@@ -94,9 +101,33 @@ def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
     return megatron("optimizer").get_megatron_optimizer(config, [chunk])
 
 
+def whole_galore(run: MegatronRun, variant: MegaoptVariant, chunk: Any, galore: Any) -> Any:
+    """Megatron's own optimizer of whole weights, in which GaLoreAdamW steps the masters."""
+
+    def adam(params: Any, adam_w_mode: bool, **kwargs: Any) -> GaLoreAdamW:
+        for group in params:  # masters will be in their place: flat ones might be parts of matrices
+            if all(param.dim() == 1 for param in group["params"]):
+                group["rank"] = None
+        return GaLoreAdamW(params, backend=variant.backend, **kwargs, **galore)
+
+    put_inside(adam)
+    made = megatron("optimizer").get_megatron_optimizer(optimizer_config(run, variant), [chunk])
+    plug = import_module("megaopt.integration.megatron.distributed")
+    for buffers in (chunk.buffers, chunk.expert_parallel_buffers):
+        for param, number in plug.numbers_of(buffers).items():
+            # Megatron tells its masters neither
+            master = getattr(param, "main_param", param)
+            master.megaopt_number = number
+            setattr(master, EMBEDDING, getattr(param, EMBEDDING, None))
+    return made
+
+
 def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
     """That of megaopt.integration.megatron, which is imported by name: nobody else needs it."""
     plug = import_module("megaopt.integration.megatron")
+    galore = None if run.galore is None else run.galore.model_dump()
+    if galore is not None and variant.layout == "whole":
+        return whole_galore(run, variant, chunk, galore)
     offload: dict[str, Any] = {}
     if variant.cpu_offload:
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
@@ -110,6 +141,7 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
         exp_avg_sq_dtype=STATE_DTYPES.get(variant.exp_avg_sq_dtype, variant.exp_avg_sq_dtype),
         store_param_remainders=variant.store_param_remainders,
         round_scaled_grads=variant.round_scaled_grads,
+        galore=galore,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,12 @@ import torch
 from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.commands.regression.parts import Part, part
 from megaopt.params.dtensor import local_of
+from megaopt.state.owned import owned_of
 
 # Megatron's names for the tensors of a parameter, ours for the same
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+PROJECTED = ("projection", "captured_energy")
 
 
 def memory_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -43,24 +45,22 @@ def parts(chunk: Any, optimizer: Any, suffix: str, of_experts: str) -> Iterator[
     The tensors are those that Megatron would save, a state in another format being decoded to fp32.
     The suffixes tell names apart from those of ranks with other parts of the model, or experts.
     """
-    held = {
-        parameter: (start, tensors)
-        for each in leaves(optimizer)
-        for parameter, start, tensors in held_by(each, chunk)
-    }
+    held = {own: tensors for each in leaves(optimizer) for own, tensors in held_by(each, chunk)}
     for name, parameter in chunk.module.named_parameters():
         if parameter in held:
-            start, tensors = held[parameter]
-            end = start + tensors["master"].numel()
-            tensors = {"weight": memory_of(parameter)[start:end], **tensors}
-            tensors["master"] = as_master(tensors["weight"], tensors["master"])
+            stored, shape, start = held[parameter]["master"]
+            weight = memory_of(parameter)[start : start + stored.numel()]
+            tensors = {"weight": (weight, shape, start), **held[parameter]}
+            tensors["master"] = as_master(weight, stored), shape, start
             called = name + (of_experts if ".experts." in name else suffix)
             for quantity, tensor in tensors.items():
-                yield part(called, quantity, tensor, parameter.shape, start)
+                yield part(called, quantity, *tensor)
 
 
-Held = list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]
-"""Parameters, the first element that a rank has of each, and flat fp32 tensors."""
+Tensors = dict[str, tuple[torch.Tensor, Sequence[int], int]]
+"""Flat fp32 tensors, each with the whole one's shape, and its own first element in that."""
+Held = list[tuple[torch.Tensor, Tensors]]
+"""Parameters, and what a rank has of the master and the state of each."""
 
 
 def held_by(optimizer: Any, chunk: Any) -> Held:
@@ -69,21 +69,34 @@ def held_by(optimizer: Any, chunk: Any) -> Held:
         own = chunk.module.parameters()
         models = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in own}
         mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
-        return [(models[id(main)], 0, whole_of(main, optimizer.optimizer)) for main in mains]
-    found: Held = []
-    for parameter in optimizer.model_param_group_index_map:
-        start = optimizer._get_model_param_range_map(parameter)["param"].start
-        state = optimizer._get_main_param_and_optimizer_states(parameter)
-        tensors = {KINDS[key]: state[key].detach().view(-1) for key in KINDS}
-        found.append((parameter, start, tensors))
-    return found
+        return [(models[id(main)], whole_of(main, optimizer.optimizer)) for main in mains]
+    return [(own, shard_of(own, optimizer)) for own in optimizer.model_param_group_index_map]
 
 
-def whole_of(main: torch.Tensor, inner: Any) -> dict[str, torch.Tensor]:
-    """A master and its moments."""
+def whole_of(main: torch.Tensor, inner: Any) -> Tensors:
+    """A master, its moments, and GaLore's projection."""
     state = inner.state[main]
-    kept = {"master": main, **{name: state[name] for name in MOMENTS if name in state}}
-    return {name: local_of(tensor).detach().view(-1) for name, tensor in kept.items()}
+    names = [name for name in (*MOMENTS, *PROJECTED) if name in state]
+    kept = {"master": main, **{name: state[name] for name in names}}
+    own = {name: local_of(tensor).detach() for name, tensor in kept.items()}
+    return {name: (tensor.view(-1), tensor.shape, 0) for name, tensor in own.items()}
+
+
+def shard_of(parameter: torch.Tensor, optimizer: Any) -> Tensors:
+    """The same of a shard; of a matrix that GaLore projects as it is kept, not as it is saved."""
+    start = optimizer._get_model_param_range_map(parameter)["param"].start
+    saved = optimizer._get_main_param_and_optimizer_states(parameter)
+    own: Tensors = {
+        KINDS[key]: (saved[key].detach().view(-1), parameter.shape, start) for key in KINDS
+    }
+    fused: Any = getattr(optimizer, "fused", None)
+    view: Any = None if fused is None else owned_of(fused).view(optimizer.shards[parameter])
+    if view is None or not view.kept:
+        return own
+    state, low = fused.state[view.param], view.matrix.low_shape(view.whole_shape)
+    moments = {name: (state[name], low, view.first_of(name)) for name in MOMENTS if name in state}
+    kept = {name: (state[name].view(-1), shape, 0) for name, shape in view.kept.items()}
+    return {**own, **moments, **kept}
 
 
 def state_bytes(optimizer: Any) -> int:

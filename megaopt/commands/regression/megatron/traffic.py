@@ -74,14 +74,14 @@ def our_passes(run: MegatronRun, variant: MegaoptVariant) -> dict[str, int]:
 def bytes_per_parameter(
     run: MegatronRun, variant: StockVariant | MegaoptVariant, fused_clip: bool
 ) -> dict[str, int] | None:
-    """Bytes by pass; None for the unfused Adam, of some thirty passes, and where there is Muon.
+    """Bytes by pass; None for the unfused Adam, of some thirty passes, and beside Muon or GaLore.
 
     Args:
         run: the config.
         variant: one of it.
         fused_clip: whether TransformerEngine or apex scales Megatron's gradients.
     """
-    if run.megatron.optimizer == "muon":
+    if run.rule != "adam":
         return None
     if isinstance(variant, MegaoptVariant):
         return our_passes(run, variant)

@@ -120,7 +120,7 @@ class Training:
         }
         return {
             "losses": losses,
-            "grad_norm": hexadecimal(norm),
+            "grad_norm": hexadecimal(norm) if self.run.clips else None,
             "optimizer_seconds": stop - start,
             "seconds": stop - began,
             "state_bytes": state.state_bytes(self.optimizer),

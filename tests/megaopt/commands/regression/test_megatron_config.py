@@ -35,6 +35,8 @@ AWARE = ours(mode="precision_aware", exp_avg_dtype="bfloat16", exp_avg_sq_dtype=
 TWO = "ranks = 2\nmicro_batch_size = 2\n"
 MUON = TWO + 'optimizer = "muon"\n'
 STOCK_MUON = STOCK + 'layout = "whole"\n'
+GALORE = "\n[galore]\nrank = 4\n"
+BESIDE = "with a table [galore]"
 
 REFUSED = [
     (
@@ -43,7 +45,7 @@ REFUSED = [
     ),
     (
         {"variants": STOCK + ours(contract="eo")},
-        "contract must be another with optimizer = 'adam', got 'eo'",
+        "contract must be 'ieee' or 'te' or 'torch' with optimizer = 'adam', got 'eo'",
     ),
     (
         {"megatron": MUON},
@@ -84,6 +86,39 @@ REFUSED = [
     (
         {"megatron": MUON + 'fp8_recipe = "delayed"', "variants": ours()},
         "megatron.fp8_recipe must be left out with optimizer = 'muon', got 'delayed'",
+    ),
+    ({"variants": GALORE + STOCK}, f"stock.kind must be 'megaopt' {BESIDE}, got 'stock'"),
+    (
+        {"variants": GALORE + ours(layout="owners")},
+        f"ours.layout must be 'shards' or 'whole' {BESIDE}, got 'owners'",
+    ),
+    (
+        {"variants": GALORE + ours(contract="te")},
+        f"ours.contract must be 'ieee' {BESIDE}, got 'te'",
+    ),
+    (
+        {"variants": GALORE + ours(round_scaled_grads=True)},
+        f"ours.round_scaled_grads must be false {BESIDE}, got True",
+    ),
+    (
+        {"variants": GALORE + ours(layout="whole", resume_after=2)},
+        "ours.resume_after must be left out with layout = 'whole', whose projections Megatron's c",
+    ),
+    (
+        {"variants": GALORE + ours("whole", layout="whole") + ours(baseline="whole")},
+        "ours.baseline must be a variant with the same layout, or clip_grad = 0: the norm's sums",
+    ),
+    (
+        {"megatron": MUON, "variants": GALORE + ours()},
+        f"megatron.optimizer must be 'adam' {BESIDE}, got 'muon'",
+    ),
+    (
+        {"megatron": TWO + "tensor_parallel = 2", "variants": GALORE + ours()},
+        f"megatron.tensor_parallel must be 1 {BESIDE}, got 2",
+    ),
+    (
+        {"optimizer": "adam_w_mode = false", "variants": GALORE + ours()},
+        f"optimizer.adam_w_mode must be true {BESIDE}, got False",
     ),
     (
         {"megatron": TWO + "experts = 3\nexpert_parallel = 2"},

@@ -142,16 +142,50 @@ def test_a_flipped_bit_is_noticed(run):
     assert found["bits"] != found["baseline_bits"]
 
 
-MUON = ("muon_tensor", "muon_pipeline", "muon_experts")
+NAMES = ("muon_tensor", "muon_pipeline", "muon_experts", "galore")
 
 
 @needs_megatron
 @needs_plug
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUON)
-def test_the_configs_of_muon(tmp_path, name):
-    """On tensor-parallel ranks, pipeline stages and ranks of experts."""
+@pytest.mark.parametrize("name", NAMES)
+def test_the_configs_of_rules_for_matrices(tmp_path, name):
+    """Muon on tensor-parallel ranks, pipeline stages and ranks of experts; GaLore on shards."""
     assert regress(find_config(Path(f"megatron_gpt_tiny_{name}")), out=tmp_path) == 0
+
+
+GALORE = """
+[galore]
+rank = 2
+update_proj_gap = 5
+"""
+WHOLE = variant("whole", "megaopt", layout="whole")
+EXPERTS = "\nclip_grad = 0.0\nexperts = 2\nexpert_parallel = 2"
+
+
+@needs_megatron
+@needs_plug
+@pytest.mark.parametrize(
+    "megatron",
+    ["\nclip_grad = 0.0", pytest.param(EXPERTS, marks=pytest.mark.slow)],
+    ids=["dense", "experts"],
+)
+def test_galores_shards_have_the_bits_of_whole_weights_but_for_a_flipped_one(tmp_path, megatron):
+    """Also resumed between refreshes; the bit is flipped later, in the shards that go on."""
+    tables = {"optimizer": OPTIMIZER, "megatron": MEGATRON + megatron}
+    text = tiny_run(4, batch_size=4, **tables) + GALORE + WHOLE
+    text += OURS.format(name="shards", baseline="whole", keys="")
+    text += OURS.format(name="resumed", baseline="whole", keys="resume_after = 2")
+    (tmp_path / "tiny.toml").write_text(text, encoding="utf-8")
+    assert regress(tmp_path / "tiny.toml", out=tmp_path / "out", perturb=3) == 1
+    record = json.loads((tmp_path / "out" / "tiny" / "record.json").read_text(encoding="utf-8"))
+    found, first = record["variants"], record["first_difference"]
+    assert [each["failure"] for each in found.values()] == [None, None, None]
+    assert [each["identical"] for each in found.values()] == [None, False, True]
+    assert (first["step"], first["variant"]) == (3, "shards")
+    assert first["tensor"] == "embedding.word_embeddings.weight master"
+    kinds = {name.rsplit(" ", 1)[1] for name in found["whole"]["digests"]}
+    assert {"projection", "captured_energy", "exp_avg", "exp_avg_sq", "weight"} <= kinds
 
 
 @pytest.mark.slow

@@ -165,11 +165,8 @@ EXPERTS = "\nclip_grad = 0.0\nexperts = 2\nexpert_parallel = 2"
 
 @needs_megatron
 @needs_plug
-@pytest.mark.parametrize(
-    "megatron",
-    ["\nclip_grad = 0.0", pytest.param(EXPERTS, marks=pytest.mark.slow)],
-    ids=["dense", "experts"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("megatron", ["\nclip_grad = 0.0", EXPERTS], ids=["dense", "experts"])
 def test_galores_shards_have_the_bits_of_whole_weights_but_for_a_flipped_one(tmp_path, megatron):
     """Also resumed between refreshes; the bit is flipped later, in the shards that go on."""
     tables = {"optimizer": OPTIMIZER, "megatron": MEGATRON + megatron}

@@ -36,7 +36,8 @@ def options_of(
     for name, value in given["options"].items():
         if name not in kind.ARGUMENTS:
             allowed = ", ".join(kind.ARGUMENTS)
-            raise TypeError(f"argument {name!r} must be one of {allowed}, got {shown(value)}")
+            more = " (groups have it)" if name in kind.MATRIX_KEYS else ""
+            raise TypeError(f"argument {name!r}{more} must be one of {allowed}, got {shown(value)}")
     own = {field.name: given[field.name] for field in fields(kind) if field.name in given}
     found: dict[str, Any] = {**OF_OPTIMIZERS, **own, **given["options"]}
     one_of("differentiable", found.pop("differentiable"), [False])

@@ -283,7 +283,7 @@ class Options:
         for name in moments:
             key = getattr(self, name)
             if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
-                one_of(name, key, MOMENTS.allowed)
+                one_of(name, key, [each for each in MOMENTS.allowed if _fits(name, MOMENTS[each])])
         for name in moments:
             self._check_moment(name)
         check_seed(self.seed)
@@ -336,10 +336,9 @@ class Options:
             return
         listing = ", ".join(f"{name}={form.name!r}" for name, form in blocks.items())
         for name, form in blocks.items():
-            unsigned = name.endswith(SQUARED)
-            if form.unsigned != unsigned:
-                fit = [f.name for f in MOMENTS.values() if f.block and f.unsigned == unsigned]
-                reason = "is never negative" if unsigned else "has a sign"
+            if not _fits(name, form):
+                fit = [f.name for f in MOMENTS.values() if f.block and _fits(name, f)]
+                reason = "has a sign" if form.unsigned else "is never negative"
                 raise ValueError(
                     f"{name} must be one of {', '.join(fit)} among those in blocks, as that moment "
                     f"{reason}, got {form.name!r}"
@@ -536,6 +535,11 @@ def _choices(kind: Any) -> tuple[Any, ...]:
     if len(parts) != 2 or parts[1] is not NoneType or not (choices := _choices(parts[0])):
         return ()
     return (None, *choices)
+
+
+def _fits(name: str, form: Format) -> bool:
+    """Whether a moment of this name may be stored so: some blocks hold no signs, and others do."""
+    return not form.block or form.unsigned == name.endswith(SQUARED)
 
 
 def kinds_of_masters() -> list[torch.dtype | str]:

@@ -226,6 +226,11 @@ def test_galores_optimizer_refuses_what_it_does_not_take():
         GaLoreAdamW(parameters([(3,)]), direct_cast=True)
 
 
+def test_an_argument_that_groups_have_is_told_of():
+    with pytest.raises(TypeError, match=r"argument .use_muon. \(groups have it\) must be one of"):
+        FusedMuon(parameters([(3, 3)]), use_muon=True)
+
+
 def test_positional_arguments_are_those_of_torchs_adamw():
     count = len(["params", "lr", "betas", "eps", "weight_decay", "amsgrad"])
     theirs = [*inspect.signature(torch.optim.AdamW).parameters][:count]

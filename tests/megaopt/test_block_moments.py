@@ -228,6 +228,18 @@ def test_groups_say_what_the_optimizer_does():
 
 # --- refusals
 
+
+@pytest.mark.parametrize("name", ["exp_avg_dtype", "exp_avg_sq_dtype"])
+def test_a_wrong_name_is_told_names_that_are_taken(name):
+    with pytest.raises(ValueError, match="must be one of") as raised:
+        FusedAdam(parameters(SHAPES), **{name: "block_e9m9"})
+    allowed = str(raised.value).partition("one of ")[2].partition(", got")[0].split(", ")
+    assert len(allowed) > 10
+    for each in allowed:
+        dtype = getattr(torch, each.removeprefix("torch.")) if "torch." in each else each
+        FusedAdam(parameters(SHAPES), **{name: dtype})
+
+
 SIGNED, UNSIGNED = r"must be one of .*has a sign, got ", r"must be one of .*never negative, got "
 BESIDE = r"must not be given beside "
 FP16_MASTERS = {"master_weights": True, "master_weight_dtype": torch.float16}

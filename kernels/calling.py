@@ -180,11 +180,18 @@ def _launch(
 
 @contextmanager
 def compiling_together(device: torch.device) -> Iterator[None]:
-    """Within it all kernels that `Again.compile` asks for are compiled at once, in threads."""
+    """Within it all kernels that `Again.compile` asks for are compiled at once, in threads.
+
+    One that cannot be compiled raises its error when it is launched.
+    """
     if INTERPRETED:
         yield
         return
-    with _telling(device.index), ThreadPoolExecutor() as threads, AsyncCompileMode(threads):
+    with (
+        _telling(device.index),
+        ThreadPoolExecutor() as threads,
+        AsyncCompileMode(threads, ignore_errors=True),
+    ):
         yield
 
 

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
@@ -33,6 +35,7 @@ from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
+from megaopt.kernels.products.kernel import products_kernel
 from megaopt.kernels.products.launch import TILES, UNEVEN, products, symmetric_products
 from megaopt.kernels.products.reference import OPERANDS
 from megaopt.state import owned
@@ -170,6 +173,15 @@ def muon(form, **how):
     stepped("triton", formats, shapes, own, "cpu", torch.ones(1, 5), steps=1, kept=kept)
 
 
+def muon_whose_products_do_not_compile():
+    """A step raises their error, and so does the next one."""
+    planted = {"side_effect": RuntimeError("planted")}
+    with mock.patch.object(products_kernel, "compile", **planted):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="planted"):
+                muon("gram fp16")
+
+
 def twice(tensor, op=dist.ReduceOp.SUM, group=None):
     """An all_reduce of two ranks that have the same."""
     if op == dist.ReduceOp.SUM:
@@ -209,6 +221,7 @@ def main():
         multiplied(dtype, TILES[1])
     for tile in (TILES[0], *TILES[2:], UNEVEN):
         multiplied(torch.bfloat16, tile)
+    muon_whose_products_do_not_compile()
     for form in FORMS:
         muon(form, second_moment="normuon" if form.endswith("bf16") else None)
     step("lion", plain(), kind=FusedLion, **masters)

@@ -89,6 +89,7 @@ for name in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_name_of_the_api_page_is_there_after_import_megaopt() -> None:
     """In a process each: what one name imports would bring others along."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")

@@ -128,6 +128,7 @@ def test_what_the_page_hands_over_of_fp8_weights_is_saved_and_multiplies_back(tm
     assert torch.equal(product.bfloat16(), weight.dequantize())
 
 
+@pytest.mark.slow
 def test_a_saved_fp8_model_loads_where_float8_is_imported(tmp_path):
     """In a new process, as the page says."""
     torch.save(run("how-to/float8.md")["model"].state_dict(), tmp_path / "model.pt")

@@ -373,6 +373,7 @@ def test_a_tensor_that_was_put_elsewhere_is_refused(pinning, replaced, backend):
 # --- a card that is another device
 
 
+@pytest.mark.slow
 def test_no_operation_mixes_host_and_card():
     """With tensors that have a device and no values, in a process of its own."""
     backends = importlib.import_module("torch.utils.backend_registration")

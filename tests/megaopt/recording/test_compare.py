@@ -351,7 +351,7 @@ def test_what_a_scheduler_notes_in_groups_is_no_option(right, tmp_path, level):
 
 
 def test_an_equal_norm_does_not_clear_the_backward(right, tmp_path):
-    """Nothing else that is recorded of one rank lies between the two."""
+    """One rank records nothing else between the two."""
     found = told(right, AfterClipping, tmp_path)
     assert "differs, seen first in it; the norm before clipping is equal" in found.line
     assert any(each.endswith("; --level blocks records blocks") for each in found.remarks())
@@ -613,8 +613,9 @@ def test_blocks_say_where_forward_and_backward_part(fault, level, right, tmp_pat
 
 
 def test_the_environment_comes_first(right, tmp_path, monkeypatch):
+    before = right(STEP)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    found = compare(right(STEP), run(tmp_path / "b"))
+    found = compare(before, run(tmp_path / "b"))
     assert found.verdict == "same"
     assert environment(found) == {"NCCL_ALGO": (None, "Ring")}
 
@@ -631,7 +632,10 @@ def test_another_optimizer_is_named(right, tmp_path):
 
 
 def of_two_optimizers(folder, added):
-    """Of the same parameters, one after another; added: to the batch of the third step."""
+    """Records two optimizers of the same parameters, one after the other.
+
+    added: to the batch of the third step.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     with Recorder(model, [], folder) as recorder:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megaopt.commands.muon.bench import SETS, draw
+from megaopt.commands.muon.bench import SETS, draw, floor_ms
 from megaopt.commands.regression.picture import save
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
@@ -26,8 +26,7 @@ def cases() -> list[dict[str, Any]]:
     record, left_out = json.loads(RECORD.read_text(encoding="utf-8")), SETS["E"].description
     found = [case for case in record["cases"] if case["set"] != left_out and "step_ms" in case]
     for case in found:
-        moving = case["floor_bytes"] / case["copy_bandwidth"]
-        case["floor_ms"] = 1e3 * (case["operations"] / speed + moving)
+        case["floor_ms"] = floor_ms(case, speed)
     return found
 
 

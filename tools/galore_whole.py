@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from digest_times import gpu_ms, summary
+from digest_times import STEPS, gpu_ms, summary
 
 from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.commands.environment import describe
@@ -41,7 +41,7 @@ def steps(optimizer: torch.optim.Optimizer, count: int) -> list[float]:
     """Milliseconds of so many steps, after the first ones, which compile and make states."""
     for _ in range(3):
         optimizer.step()
-    return [each for _ in range(count // 20) for each in gpu_ms(optimizer.step)]
+    return [each for _ in range(count // STEPS) for each in gpu_ms(optimizer.step)]
 
 
 def galore(own: list[torch.nn.Parameter], precision: str, gap: int, count: int) -> list[float]:
@@ -63,10 +63,10 @@ def main(out: Path) -> None:
     record: dict[str, Any] = {"source": describe_source(), "environment": describe()}
     record["command"] = "python tools/galore_whole.py"
     own = params()
-    adam = record["fused_adam"] = summary(steps(FusedAdam(own, lr=1e-4, **MASTERS), 20))
+    adam = record["fused_adam"] = summary(steps(FusedAdam(own, lr=1e-4, **MASTERS), STEPS))
     free()
     for precision in ("bf16", "tf32"):
-        plain = summary(galore(own, precision, NO_REFRESH, 40))
+        plain = summary(galore(own, precision, NO_REFRESH, 2 * STEPS))
         refreshed = galore(own, precision, GAP, GAP)  # of 22 steps 20 are timed
         mean = statistics.mean(refreshed)
         record[precision] = {

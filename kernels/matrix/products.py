@@ -167,14 +167,14 @@ def _without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def _exact_products() -> Iterator[None]:
-    """Products of fp32 numbers in fp32, whatever torch.set_float32_matmul_precision says."""
+def fp32_products(precision: str) -> Iterator[None]:
+    """Has torch multiply fp32 numbers so: IEEE or TF32, whatever its own settings say."""
     backends: Any = torch.backends  # whose types lack some of it
     places = (backends.cuda.matmul, backends.mkldnn.matmul)
     were = [place.fp32_precision for place in places]
     try:
         for place in places:
-            place.fp32_precision = IEEE
+            place.fp32_precision = precision
         yield
     finally:
         for place, was in zip(places, were, strict=True):
@@ -189,7 +189,7 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
     and "bf16": docs/numbers.md's "Products". "ieee": torch's, of fp32 numbers.
     """
     if precision == IEEE or some.dtype == torch.float64:
-        with _exact_products():
+        with fp32_products(IEEE):
             return _aligned(some) @ _aligned(others)
     if precision == BF16:
         some, others = some.bfloat16(), others.bfloat16()

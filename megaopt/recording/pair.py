@@ -15,7 +15,7 @@ ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
 WITHOUT_CARD = ("torch", "processor", "threads")
 """What of the environment decides the bits of products and sums: with a card, and without."""
 UNREAD = ("initial_lr",)
-"""What torch's schedulers note in groups for themselves: no step reads it."""
+"""Keys that torch's schedulers keep in groups for themselves: no step reads them."""
 WHOLE = ("grad", "weight", "codes")
 """Quantities of the parameter's own shape, one of which each recording of tensors has."""
 
@@ -258,7 +258,7 @@ class Pair:
         return differences(mine, theirs)
 
     def quiet_options(self) -> Iterator[str]:
-        """In words, the first options after the first step that differ."""
+        """Tells which options differ first after the first step."""
         known = {each.name for each in self.options(self.steps[0])}
         for step in self.steps[1:]:
             if self.is_alike(step):

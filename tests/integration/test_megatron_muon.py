@@ -260,7 +260,7 @@ def test_what_megatrons_own_saved_is_loaded(pools, once, tmp_path):
 
 
 def test_weights_may_be_loaded_before_their_optimizer(pools):
-    """As Megatron-LM does it: masters that come afterwards are not those of the weights before."""
+    """Megatron-LM does so: masters that come afterwards are not those of the weights before."""
     case = case_of("main_shards", options={})
     for straight, back in pools(2)(load_weights_first, case):
         assert back == straight

@@ -14,7 +14,6 @@ MASTER = {"dtype": FP32}
 REMAINDERS = {"dtype": FP32, "store_param_remainders": True}
 FP16_MASTER = {"master_weights": True, "master_weight_dtype": FP16}
 
-
 # One row for each format of master and moment, and mixes of them: not their product.
 FORMATS = {
     "no_masters": {},

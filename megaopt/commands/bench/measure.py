@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
-from megaopt.kernels.matrix.products import BF16, IEEE, TF32
+from megaopt.kernels.matrix.products import BF16, IEEE, TF32, fp32_products
 
 MOST_STEPS = 50
 LEAST_STEPS = 3
@@ -198,14 +198,10 @@ def product_speed(device: torch.device, precision: str) -> float:
     dtype = torch.bfloat16 if precision == BF16 else torch.float32
     some, out = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]  # type: ignore[no-untyped-call]
-    matmul: Any = torch.backends.cuda.matmul  # whose types lack this
-    was, matmul.fp32_precision = matmul.fp32_precision, TF32 if precision == TF32 else IEEE
-    try:
+    with fp32_products(TF32 if precision == TF32 else IEEE):
         for event in events:
             event.record()
             torch.mm(some, some, out=out)
-        torch.cuda.synchronize()
-    finally:
-        matmul.fp32_precision = was
+    torch.cuda.synchronize()
     times = [one.elapsed_time(other) for one, other in pairwise(events)]
     return float(2 * SIDE**3 / (1e-3 * min(times)))

@@ -277,13 +277,16 @@ def measured(name: str, question: tuple[str, int]) -> Record:
     return found
 
 
+def floor_ms(case: Record, speed: float) -> float:
+    """Milliseconds of a case: its operations at a speed per second, then a copy of its bytes."""
+    moving: float = case["floor_bytes"] / case["copy_bandwidth"]
+    return 1e3 * (float(case["operations"]) / speed + moving)
+
+
 def record_of(
     tensors: str, name: str, rounds: Sequence[Record], problem: str | None = None
 ) -> Record:
-    """The record of a case: of the round of median time, the slower of two; and all times.
-
-    The floor is the operations and then a copy of the bytes.
-    """
+    """The record of a case: of the round of median time, the slower of two; and all times."""
     own, moved = SETS[tensors], floor_bytes(SETS[tensors])
     record: Record = {"set": own.description, "optimizer": name}
     record |= {"what": SUBJECTS[name].description, "problem": problem}
@@ -291,8 +294,7 @@ def record_of(
     if rounds:
         in_order = sorted(rounds, key=itemgetter("step_ms"))
         record |= in_order[len(rounds) // 2]
-        seconds = operations(own) / record["speed"] + moved / record["copy_bandwidth"]
-        record["floor_ms"] = 1e3 * seconds
+        record["floor_ms"] = floor_ms(record, record["speed"])
         record["rounds_ms"] = [each["step_ms"] for each in rounds]
     return record
 

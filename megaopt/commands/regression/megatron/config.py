@@ -177,14 +177,14 @@ ALLOWED: dict[str, dict[str, tuple[object, ...]]] = {
         "round_scaled_grads": (False,),
     },
 }
-"""What variants may have, by what steps matrices; a key that a kind lacks is allowed."""
+"""Values that variants may have, by the rule of matrices; a key that a kind lacks is allowed."""
 OF_GALORE = {
     "megatron.optimizer": "adam",
     "megatron.tensor_parallel": 1,
     "megatron.fp8_param_gather": False,
     "optimizer.adam_w_mode": True,
 }
-"""What a run with a table [galore] has."""
+"""Values that a run with a table [galore] must have."""
 
 
 class MegatronRun(Run):
@@ -224,7 +224,7 @@ class MegatronRun(Run):
 
     @property
     def rule(self) -> str:
-        """What steps matrices: "adam", "muon" or "galore"."""
+        """The rule of matrices: "adam", "muon" or "galore"."""
         return self.megatron.optimizer if self.galore is None else "galore"
 
     def _check_rule(self, variant: MegatronVariant) -> None:

@@ -50,11 +50,9 @@ OPTIONS = {
     "exp_avg_dtype": (
         {"exp_avg_dtype": torch.int8},
         r"exp_avg_dtype must be one of torch.float32, torch.bfloat16, torch.float16, "
-        r"torch.float8_e4m3fn, bfloat16_stochastic, block_e4m3, block_e4m3_nearest, block_e5m3, "
-        r"block_e5m3_nearest, block64_e4m3, block64_e4m3_nearest, block64_e5m3, "
-        r"block64_e5m3_nearest, block_int8, block_int8_nearest, block64_int8, "
-        r"block64_int8_nearest, block32_e3m0, block32_e3m0_nearest, block32_e4m0, "
-        r"block32_e4m0_nearest, got torch.int8$",
+        r"torch.float8_e4m3fn, bfloat16_stochastic, block_e4m3, block_e4m3_nearest, "
+        r"block64_e4m3, block64_e4m3_nearest, block_int8, block_int8_nearest, block64_int8, "
+        r"block64_int8_nearest, block32_e3m0, block32_e3m0_nearest, got torch.int8$",
     ),
     "fp8_moments_under_contract_torch": (
         {"exp_avg_dtype": torch.float8_e4m3fn, "contract": "torch"},

@@ -339,6 +339,7 @@ class MuonLaunches:
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
         self._rows, self._replayed = DeviceTable(device), Replayed(device)
+        self._is_noted = False
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
 
@@ -365,6 +366,11 @@ class MuonLaunches:
             for slot, each in tensors.items()
         }
         others = (workspace, scalars, controls, left_out)
+        if not self._is_noted:
+            with compiling_together(self._device):
+                for wave in self._waves:
+                    wave.note(workspace)
+            self._is_noted = True
 
         def launches() -> None:
             for wave in self._waves:
@@ -487,6 +493,19 @@ class Wave:
         self._norms, self._tables = Norms(layout, last), Tables()
         self._products, self._noted_at, self._result = list[NotedLaunch](), 0, layout.first
 
+    def note(self, workspace: torch.Tensor) -> None:
+        """Notes the products, and where their results will be, before the first step.
+
+        Compiles their kernels, within calling.compiling_together.
+        """
+        layout, notes = self.layout, Notes(self._tables, workspace.device)
+        room, scales = layout.room(workspace), Scales(*layout.scales.of(workspace).unbind())
+        result = iterated(room, scales, layout.how, layout.is_gram, notes)
+        self._products, self._noted_at = notes.launches, workspace.data_ptr()
+        self._result = layout.first if result is room.first else layout.second
+        for launch in self._products:
+            launch.compile()
+
     def step(
         self,
         addresses: dict[str, numpy.ndarray],
@@ -497,8 +516,6 @@ class Wave:
     ) -> None:
         """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
         base = workspace.data_ptr()
-        if not self._products:
-            self._note(workspace)
         self._look(self._direction, addresses, weight=base + self.layout.wide.places(self._begins))
         self._direction.step(scalars, controls)
         self._norms.step(workspace)
@@ -520,17 +537,6 @@ class Wave:
                 now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
-
-    def _note(self, workspace: torch.Tensor) -> None:
-        """Notes the products, and where their results will be."""
-        layout, notes = self.layout, Notes(self._tables, workspace.device)
-        room, scales = layout.room(workspace), Scales(*layout.scales.of(workspace).unbind())
-        result = iterated(room, scales, layout.how, layout.is_gram, notes)
-        self._products, self._noted_at = notes.launches, workspace.data_ptr()
-        with compiling_together(workspace.device):
-            for launch in self._products:
-                launch.compile()
-        self._result = layout.first if result is room.first else layout.second
 
 
 def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:

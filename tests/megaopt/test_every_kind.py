@@ -151,6 +151,28 @@ def test_a_run_goes_on_elsewhere_as_here(kind, way, done, capturable):
     assert_same_run(other, optimizer)
 
 
+def moved(optimizer, kind, device):
+    """A fresh one of the same weights on a device, loaded through a file."""
+    params = [torch.nn.Parameter(param.detach().to(device)) for param in params_of(optimizer)]
+    other = made(kind, params)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    return other
+
+
+@pytest.mark.gpu
+@pytest.mark.sample(2)
+@each_kind
+def test_a_run_goes_to_a_gpu_and_back(kind):
+    straight, before = made(kind), made(kind)
+    train(straight, 4)
+    train(before, 1)
+    there = moved(before, kind, "cuda")
+    train(there, 2, first=1)
+    back = moved(there, kind, "cpu")
+    train(back, 1, first=3)
+    assert_same_run(back, straight)
+
+
 @pytest.mark.parametrize("way", [name for name in WAYS if name != "state dict"])
 def test_copies_keep_external_masters_external(way):
     params = parameters()

@@ -38,8 +38,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         # by name: whichever of its parameters alternates, both its values are among either half
         number = zlib.crc32(item.name.encode())
-        if "halved" in item.keywords and number % 2:
-            item.add_marker(pytest.mark.slow)
         sample = item.get_closest_marker("sample")
         if sample is not None and number % sample.args[0]:
             item.add_marker(pytest.mark.slow)

@@ -58,7 +58,7 @@ def test_another_order_is_refused_wherever_there_is_a_norm(on_ranks, options, st
     assert_refused(on_ranks(2, attacks.built, "DTensors", "other_order", options, step))
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KINDS["DTensors"].between)
 @modes
 def test_one_rank_changes_between_steps(on_ranks, options, step, name):

@@ -69,7 +69,7 @@ OTHER_RULES = {
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("options", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_sharded_steps_of_other_rules_are_whole_steps(on_ranks, options, world):

@@ -84,7 +84,7 @@ def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
         assert said == "it loads"
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("worlds", WORLDS[:3], ids=str)
 @pytest.mark.parametrize(
     ("saved", "own"),

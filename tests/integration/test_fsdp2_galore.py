@@ -47,7 +47,7 @@ KINDS = {
 
 EXACT = [
     pytest.param(
-        options, *layout, id=f"{kind}-{name}", marks=[pytest.mark.halved, *marks_of(options)]
+        options, *layout, id=f"{kind}-{name}", marks=[pytest.mark.sample(2), *marks_of(options)]
     )
     for kind, options in KINDS.items()
     for name, layout in LAYOUTS.items()
@@ -176,7 +176,7 @@ SAYING = {  # what a gradient becomes, and whether it says enough to move the pr
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", [0, GAP], ids=["first", "later"])
 @pytest.mark.parametrize(("change", "moves"), SAYING.values(), ids=SAYING)
 def test_all_ranks_decide_alike_what_a_gradient_says(on_ranks, change, moves, before):

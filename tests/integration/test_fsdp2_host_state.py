@@ -19,7 +19,7 @@ def test_sharded_steps_are_whole_steps(on_ranks, options):
         assert allocations == 1
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("devices", [("cpu", None), (None, "cpu"), ("cpu", "cpu")], ids=str)
 def test_checkpoints_load_wherever_states_are(on_ranks, tmp_path, devices, flat):

@@ -94,7 +94,7 @@ def test_launches_have_the_same_bits(on_ranks, kind):
     assert_same_on_all(on_ranks(2, trained, *own, shapes=SHAPES[:6], clip_norm=1.0), expected)
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("options", [{}, {**MASTER, "weights": BF16}], ids=["fp32", "masters"])
 def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, replicas):

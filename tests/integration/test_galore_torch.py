@@ -35,7 +35,7 @@ def theirs(param, proj_type, rank, **changes):
     )
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0, "bias_correction": False}], ids=str)
 @pytest.mark.parametrize("rank", [1, 5, 16, 99])
 @pytest.mark.parametrize(("proj_type", "shape"), CASES)

@@ -80,7 +80,7 @@ def pair(recipe, backend, **options):
 @pytest.mark.parametrize(
     ("backend", "direct"), [("reference", None), ("triton", None), ("reference", True)]
 )
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.sample(2)
 def test_the_step_is_that_of_a_weight_of_ours(name, backend, direct):

@@ -87,7 +87,7 @@ PLACES = {
 
 @pytest.mark.parametrize("geometry", [Geometry(64, 2), Geometry(32, 1)], ids=str)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-@pytest.mark.halved
+@pytest.mark.sample(2)
 def test_a_step_of_any_place(place, geometry, device):
     """Tensors of many chunks and one, with others that start elsewhere."""
     own = [place, place._replace(number=77), Place(5, 1)]
@@ -168,7 +168,7 @@ def test_slots_of_one_element_are_uncorrelated(count):
     + [{"first": lag} for lag in (1, 2, 3, 4, 128)],
     ids=str,
 )
-@pytest.mark.halved
+@pytest.mark.sample(2)
 def test_steps_parameters_seeds_and_neighbours_are_uncorrelated(count, changes):
     assert_all_pairs_uncorrelated(first_draw(count), drawn(count, **changes), changes)
 

@@ -64,7 +64,7 @@ def scale_for(recipe, scale=0.75):
     return scale if recipe.scaling == "delayed" else None
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @every_recipe
 def test_quantize_is_the_oracle(recipe, shape):

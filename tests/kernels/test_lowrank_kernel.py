@@ -222,7 +222,7 @@ def checked(load):
     return found
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("slot", ["weight", "master", "projection"])
 @pytest.mark.parametrize("strip", ["strip", "ahead"])
 def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
@@ -318,7 +318,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))

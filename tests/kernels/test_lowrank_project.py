@@ -117,7 +117,7 @@ def fused_and_twin(side, device, moment="float32", precision="bf16", controls=No
     return steps(*own, device, LONG[side], "fused", rows, controls)
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("few", [0, 128], ids=["one program", "a program for each slab"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatch):
@@ -126,7 +126,7 @@ def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatc
     assert_same_buffers(*fused_and_twin(side, device))
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moment", ["bfloat16", "bfloat16_stochastic"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_other_formats(side, moment, device):
@@ -291,7 +291,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))

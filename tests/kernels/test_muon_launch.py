@@ -108,7 +108,11 @@ def is_launched(formats, shapes, device):
 
 @pytest.mark.parametrize(
     ("second_moment", "momentum"),
-    [(None, "float32"), ("normuon", "float32"), ("normuon", "scaled_float16")],
+    [
+        (None, "float32"),
+        pytest.param("normuon", "float32", marks=pytest.mark.slow),
+        ("normuon", "scaled_float16"),
+    ],
 )
 def test_parameters_of_several_matrices(second_moment, momentum, device):
     """Rows split, batches of matrices, convolutions: in launches as one by one."""

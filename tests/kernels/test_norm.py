@@ -128,7 +128,7 @@ def test_the_format_does_not_show(dtype, device):
 GEOMETRIES = [Geometry(16, 16), Geometry(64, 3), Geometry(1024, 1), Geometry(512, 4)]
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("programs", [None, 1, 3, 37], ids=lambda count: f"{count} programs")
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_geometry_shows_in_no_bit(geometry, programs, device):
@@ -366,7 +366,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("source", "check", "change"), each_of(MUTANTS))
 def test_the_check_notices_a_mutant(source, check, change, tmp_path, monkeypatch, device):
     changed = mutant(Path(kernels.__file__).parent / "norm" / f"{source}.py", change, tmp_path)

@@ -224,7 +224,7 @@ CLIPPED = [
 ]
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("scale", [None, 1024.0, 3.0])
 @pytest.mark.parametrize("name", PREPARATIONS)
 @pytest.mark.parametrize(("values", "clip_norm"), CLIPPED, ids=str)

@@ -99,7 +99,7 @@ def test_every_rule_agrees(rule, number, device):
         assert_hard_tensors_agree(formats, rule, device)
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
 @each_rule
 def test_twin_is_the_oracle(rule, maximize):

@@ -339,7 +339,7 @@ def test_gradients_are_those_of_the_parameters(module, decoupled):
 # --- what a look leaves behind
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @both_grads
 def test_looks_leave_no_references(module, decoupled):
     optimizer = looked(module, decoupled)

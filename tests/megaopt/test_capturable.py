@@ -51,7 +51,7 @@ def test_lr_and_step_are_tensors_of_the_documented_kind():
     assert len({group["lr"].data_ptr() for group in optimizer.param_groups}) == 3
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -101,7 +101,7 @@ def test_another_number_for_lr_becomes_such_a_tensor(lr):
     assert optimizer.defaults["lr"] is lr
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @both_backends
 @pytest.mark.parametrize(
     ("name", "value", "message"),

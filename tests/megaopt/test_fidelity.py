@@ -127,7 +127,8 @@ def test_24_bits_to_nearest_move_too_far_or_not_at_all():
 
 @pytest.mark.parametrize(
     ("dtype", "steps"),
-    [(BF16, 1500), pytest.param(BF16, 5000, marks=pytest.mark.exhaustive),
+    [pytest.param(BF16, 1500, marks=pytest.mark.slow),
+     pytest.param(BF16, 5000, marks=pytest.mark.exhaustive),
      pytest.param(FP16, 5000, marks=pytest.mark.exhaustive)],
     ids=str,
 )  # fmt: skip

@@ -88,7 +88,7 @@ INPUTS = {
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS)
 @every_recipe
-@pytest.mark.halved
+@pytest.mark.sample(2)
 def test_training_is_that_of_weights_cast_in_the_forward_pass(recipe, make, dtype):
     """Every bit of the output and of all gradients, over steps of plain SGD on masters."""
     plain = model(dtype)

@@ -110,7 +110,7 @@ SKIPPED = {  # what the second matrix's gradient has, under which nonfinite, and
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("refreshes", [True, False], ids=["refresh", "step"])
 @pytest.mark.parametrize("kind", ["fp32", pytest.param("hybrid", marks=interpreted)])
 @pytest.mark.parametrize(("value", "nonfinite", "found_inf"), SKIPPED.values(), ids=SKIPPED)

@@ -39,6 +39,7 @@ def stepped(weight, grad, projection, side, kernel, precision):
     return param.detach()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kernel", "precision"), [("grouped", "bf16"), ("hybrid", "ieee"), ("fused", "tf32")]
 )
@@ -83,7 +84,7 @@ def stepped_at(offset, precision, rows, rank, device, dtype):
     return param.detach().clone()
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
 @pytest.mark.parametrize(

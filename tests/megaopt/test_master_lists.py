@@ -125,7 +125,7 @@ def assign(optimizer, masters):
     optimizer.master_weights = [masters[0], masters[1] + 1]
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @both_backends
 @pytest.mark.parametrize("options", [{}, {"capturable": True}, {"step_counts": "parameter"}])
 def test_an_entry_that_is_replaced_counts_as_a_list_that_is_assigned(options, backend):

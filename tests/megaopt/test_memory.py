@@ -69,7 +69,7 @@ UNWRITABLE = {
 }
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @both_backends
 @pytest.mark.parametrize(("name", "change", "message"), UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_state_that_cannot_be_written(backend, name, change, message):

@@ -193,7 +193,7 @@ def test_several_matrices_in_one_parameter_have_the_bits_that_they_have_alone():
     assert not torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("contract", ["ieee", "eo"])
 def test_sizes_that_come_again_are_one_matrix_each(backend, contract):
     """A parameter says its own sizes: 2 rows of q, 1 of k and 1 of v, for each of three groups."""
@@ -459,7 +459,7 @@ def test_ranks_split_the_whole_matrix(on_ranks, backend):
             assert_same(found, expected, f"rank {rank}")
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("options", [{}, {"second_moment": "normuon"}, {"contract": "torch"}])
 def test_matrices_without_elements_leave_the_others(backend, options):

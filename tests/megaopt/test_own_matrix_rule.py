@@ -107,7 +107,7 @@ def test_a_matrix_comes_out_about_orthogonal():
     assert sizes.max() < 1.3
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @interpreted
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)

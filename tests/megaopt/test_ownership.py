@@ -69,7 +69,7 @@ def write(param, how, value):
 # --- the written elements, and no others
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @both_backends
 @pytest.mark.parametrize("how", ["load_state_dict", "copy_", "fill_", "detach", "data"])
 def test_a_written_weight_sets_its_master_where_it_was_written(looks, backend, how):
@@ -188,7 +188,7 @@ def test_external_masters_are_set_too():
 @both_backends
 @each_kind
 @pytest.mark.parametrize("order", ["weights_first", "optimizer_first"])
-@pytest.mark.halved
+@pytest.mark.sample(2)
 def test_a_resume_in_either_order_is_the_straight_run(backend, kind, order):
     straight = optimizer_of(kind, backend=backend)
     train(straight, 3)

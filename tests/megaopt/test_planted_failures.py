@@ -112,6 +112,7 @@ def test_a_step_of_kernels_has_all_its_memory_before_the_first_writes(name):
     assert failed(name, 0, KERNELS) > 5
 
 
+@pytest.mark.slow
 def test_projections_that_were_lost_are_not_there_after_a_failure():
     """A step makes them anew; one that fails leaves the states without them, as they were."""
     params, optimizer = made("galore")

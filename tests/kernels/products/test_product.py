@@ -127,7 +127,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", OPERANDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_both_twins_agree_on_shapes(dtype, shape):
@@ -144,7 +144,7 @@ def test_both_twins_agree_on_shapes(dtype, shape):
     both(spread((m, 2 * k), 4, dtype)[:, ::2], spread((k, 3 * n), 4, dtype)[:, 1::3])
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", OPERANDS)
 @pytest.mark.parametrize("binades", [0, 5, 20, 40, 90, 130, 240])
 @pytest.mark.parametrize("around", [-70, -40, 0, 40, 62])

@@ -159,7 +159,7 @@ def test_a_diagonal_and_a_factor_of_each_product(out_dtype, device):
 # --- symmetric ones
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tile", [SQUARE, SMALL], ids=["square", "two squares"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_symmetric_products_are_products(dtype, tile, device):

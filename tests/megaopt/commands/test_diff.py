@@ -383,7 +383,7 @@ class Masters(Ours):
         )
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Faults, SGD, Complex, Ours, Masters])
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_kept_step_is_taken_again(kind, step, megaopt, tmp_path):

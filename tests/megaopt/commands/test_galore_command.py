@@ -45,7 +45,7 @@ def beyond(setup, device):
     return [finding.name for finding in measure_errors(setup, device) if not finding.holds]
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("precision", "error"), [("tf32", 1e-3), ("bf16", 8e-3)])
 @pytest.mark.parametrize("kernel", QUICK)
 def test_precisions_are_within_their_bounds(kernel, precision, error, device):
@@ -71,7 +71,7 @@ def setup_of(kernel="hybrid", weights="float32", proj_type="std", **more):
     return Setup(kernel=kernel, weights=weights, proj_type=proj_type, **own)
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("proj_type", ["right", "left"])
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("kernel", QUICK)

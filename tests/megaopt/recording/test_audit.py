@@ -52,7 +52,7 @@ def odd(step, param, grad):
     return grad.to(param.dtype)
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("name", "options"), KINDS)
 @pytest.mark.sample(4)

@@ -74,18 +74,16 @@ def run(folder, *arguments, **more):
 
 @pytest.fixture(scope="module")
 def recorded(folder):
-    """What a script does alone, and recorded into "a"; "b" and "c" are of other ways to start."""
+    """What a script does alone, and recorded into "a"; "b" is of another way to start."""
     script = [sys.executable, "train.py", "0.01", "0"]
     level = ["--level", "blocks"]
     both = [script, command("--out", "a", *level, "--", *script)]
     (folder / "sitecustomize.py").write_text("print('the one that was there')")
-    ways = [sys.executable, "-m", "train", "0.01", "7"]
+    other = [sys.executable, "-m", "ours", "0.01", "7"]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = [run(folder, *each) for each in both]
-    done.append(run(folder, *command("--out", "b", *level, "--", *ways), env=environment))
-    ours = [sys.executable, "ours.py", "0.02", "0"]
-    done.append(run(folder, *command("--out", "c", *level, "--", *ours)))
-    return done, {name: Recording(folder / name) for name in "abc"}
+    done.append(run(folder, *command("--out", "b", *level, "--", *other), env=environment))
+    return done, {name: Recording(folder / name) for name in "ab"}
 
 
 def test_a_script_is_recorded_and_prints_what_it_did(recorded):
@@ -106,27 +104,13 @@ def test_a_script_is_recorded_and_prints_what_it_did(recorded):
     }
 
 
-def test_python_m_and_its_exit_status(recorded):
-    (*_, (status, out, _), _), found = recorded
-    assert status == 7
+def test_python_m_of_a_script_that_imports_megaopt_first(recorded):
+    (*_, (status, out, error)), found = recorded
+    assert status == 7, error
     assert out.count("the one that was there") >= 1
-    assert found["b"].steps == [1, 2, 3]
-
-
-def test_a_script_that_imports_megaopt_first(recorded):
-    (*_, (status, _, error)), found = recorded
-    assert status == 0, error
-    assert found["c"].steps == [1, 2, 3]
-
-
-def test_two_runs_are_equal_and_another_lr_is_not(recorded):
-    a, b, c = recorded[1].values()
+    a, b = found.values()
+    assert b.steps == [1, 2, 3]
     assert [a.digests(step) for step in a.steps] == [b.digests(step) for step in b.steps]
-    first, other = a.digests(1), c.digests(1)
-    unlike = {
-        quantity for name, quantity in first if first[name, quantity] != other[name, quantity]
-    }
-    assert unlike == {"weight"}
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def test_declared_bytes_are_those_of_the_tensors(mode: Subject) -> None:
     assert bytes_per_step(instance) == 111 * mode.bytes_per_parameter
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mode", FLOAT8.values(), ids=FLOAT8)
 def test_bytes_of_fp8_weights_with_scales_and_plain_norms(mode: Subject) -> None:
     instance = mode.instance(MATRICES, CPU, backend="reference")

@@ -97,7 +97,7 @@ def test_a_perturbed_master_is_found_at_its_step(build, run, step):
     assert len(outcomes["reference"].losses) == 4
 
 
-@pytest.mark.halved
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:parameter .* was written outside the optimizer:UserWarning")
 @pytest.mark.parametrize("index", [0, 1023])
 @pytest.mark.parametrize("quantity", ["weight", "exp_avg", "exp_avg_sq", "master"])

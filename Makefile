@@ -1,6 +1,6 @@
 # make regress   the bitwise-loss regression (no GPU needed), configs/gpt_tiny.toml
 # make test      the test suite (no GPU needed)
-# make test-gpu  the tests marked gpu
+# make test-gpu  the tests marked gpu and not slow
 # make check     everything that CI runs
 # make docs      the documentation as a site, in build/site
 # make shell     a shell in which megaopt and python are those of .venv

@@ -81,7 +81,8 @@ class FusedAdam(FusedOptimizer):
     Args:
         params: parameters, named parameters or groups, as for torch.optim; fp32, bf16 or fp16,
             dense, of any shape. Of DTensors (FSDP2's, say) each rank steps its shards, and their
-            state is DTensors of the same mesh and placements; no formats with scales then.
+            state is DTensors of the same mesh and placements; then no formats with a scale per
+            tensor.
         lr: step size, in units of the parameter per step of size one; at least 0. May be a tensor
             of one element, which the step reads (on a GPU that waits for it). None, not with
             capturable: a schedule sets it before the first step.

@@ -286,7 +286,7 @@ class Stepped(NamedTuple):
 class FusedMuon(FusedOptimizer):
     """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, writing the model's weights.
 
-    Of a matrix the momentum is made about orthogonal by Newton and Schulz's iteration, on tensor
+    The momentum of a matrix is made about orthogonal by Newton and Schulz's iteration, on tensor
     cores, and the update is that times lr and a factor of its shape. docs/numbers.md gives every
     operation; the bits of a matrix are the same on every backend, whatever else is stepped beside
     it. A parameter of two dimensions is a matrix, one of three a batch of them, and more, as of
@@ -337,7 +337,7 @@ class FusedMuon(FusedOptimizer):
         second_moment: "normuon": rows of the update are divided by the root of a mean of their
             squares over steps (Li et al. 2025, arXiv:2510.05491), over whole rows of the whole
             matrix; the update keeps its norm.
-        momentum_buffer_dtype: of Muon's moment, as FusedAdam's exp_avg_dtype. Of 8 bits take
+        momentum_buffer_dtype: of Muon's moment, as FusedAdam's exp_avg_dtype. With 8 bits take
             "block_int8": with "block_e4m3" losses are higher (docs/how-to/muon.md).
         exp_avg_dtype: of AdamW's, as for FusedAdam.
         exp_avg_sq_dtype: likewise.

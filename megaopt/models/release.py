@@ -48,7 +48,7 @@ def release_gradients(
 
     DTensors (FSDP2's) are stepped shard by shard. Of plain parameters that DistributedDataParallel
     sums up over ranks, the gradient would be that of one rank: a model that it wraps is refused;
-    parameters do not tell.
+    a list of its parameters is not, as they do not show it.
 
     Where states are in host memory, steps go to a stream of their own, while the backward pass goes
     on; what comes after the backward pass waits for them.

@@ -121,13 +121,13 @@ class SharedOptions(TypedDict, total=False):
         weight_rounding: "stochastic" rounds bf16, fp16 and fp8 weights so that they are in the mean
             the values that the rule gave; for weights without masters, fp32 ones may be among them.
             "nearest" loses updates below half a unit in a weight's last place.
-        seed: of the random bits of what is rounded stochastically, from 0 to `2**64 - 1`; in the
-            groups, and saved with them, where there is such. A group's `param_numbers`, one number
-            from 0 to `2**32 - 1` for each parameter, tell parameters apart; without it they are
-            numbered in the order of the groups. Two optimizers with one seed draw the same bits for
-            parameters of the same number: give each its own. docs/numbers.md says what a bit is
-            made of, and what a load takes over.
-        use_decoupled_grad: reads `p.decoupled_grad`, of any of the three dtypes, not `p.grad`.
+        seed: of the random bits of stochastic rounding, from 0 to `2**64 - 1`; where something is
+            rounded so, the groups have it, and it is saved with them. A group's `param_numbers`,
+            one number from 0 to `2**32 - 1` for each parameter, tell parameters apart; without it
+            they are numbered in the order of the groups. Two optimizers with one seed draw the same
+            bits for parameters of the same number: give each its own. docs/numbers.md says what a
+            bit is made of, and what a load takes over.
+        use_decoupled_grad: reads `p.decoupled_grad`, in fp32, bf16 or fp16, not `p.grad`.
         capturable: lr and step become tensors on the parameters' device (fp32 of shape (), int32 of
             shape (1,)): a step waits for nothing, and a CUDA graph can capture it. Change lr by
             `group["lr"].fill_`, as torch's schedulers do; the other numbers of a group are as they
@@ -143,8 +143,7 @@ class SharedOptions(TypedDict, total=False):
             which puts the old values back. refresh_masters says which writes are not seen.
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
         maximize: steps along the gradient, not against it. Not under contract te.
-        foreach: None, True or False, as torch's optimizers take it: how they compute, which is
-            nothing here.
+        foreach: None, True or False, taken for torch's calls; it changes nothing.
         differentiable: only False.
         fused: as foreach.
     """

@@ -328,7 +328,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
 
-        Every group also names the contract and adam_w_mode, so that a load can refuse another.
+        Every group also names the contract and what else a state's bits depend on, as adam_w_mode,
+        so that a load can refuse another.
         "not_made" says what states that are not complete lack, "written" which weights were written
         since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
         To get_optimizer_state_dict of torch.distributed.checkpoint a group names the contract by a

@@ -106,9 +106,9 @@ class FusedAdam(FusedOptimizer):
             mean; updates are noisier by 84% of it. "..._nearest" is not for training: exp_avg stays
             where gradients stop.
             With blocks, parameters of fewer than 4,096 elements (65,536 in one dimension), or whose
-            rows are no whole blocks, keep fp32 moments; a rank's part of an fp8 weight has none in
-            blocks. Stochastic formats do not go with contract torch, and in exp_avg_sq not with
-            amsgrad.
+            rows are no whole blocks, keep fp32 moments; beside a rank's part of an fp8 weight those
+            in blocks are refused. Stochastic formats do not go with contract torch, and in
+            exp_avg_sq not with amsgrad.
         exp_avg_sq_dtype: likewise, chosen independently; blocks are of one size.
         bias_correction: divides the moments by `1 - beta**step`.
         adam_w_mode: AdamW; False for Adam with L2 weight decay.

@@ -1,4 +1,4 @@
-"""A small GPT on the text that comes with megaopt, with each of its optimizers.
+"""A small GPT on the text that comes with megaopt, by AdamW, Lion, SGD, GaLore, or with 8 bits.
 
 python examples/train_gpt.py [--optimizer adamw] [--steps 200]
 """

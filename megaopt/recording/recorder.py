@@ -859,8 +859,16 @@ def process() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, world = number_in_environment("RANK", 0), number_in_environment("WORLD_SIZE", 1)
     return {"rank": rank, "world": world, "argv": sys.argv}
+
+
+def number_in_environment(variable: str, least: int) -> int:
+    """The number that a launcher has set; the least where there is none."""
+    found = os.environ.get(variable, str(least))
+    if not found.isdecimal() or int(found) < least:
+        refuse(f"{variable} in the environment", f"a whole number >= {least}", found)
+    return int(found)
 
 
 def meshes(params: Iterable[Any]) -> set[str]:

@@ -79,9 +79,9 @@ class Recorder:
         names: canonical names of parameters and modules, by the names they would have.
         vocabulary: rows of Megatron's embedding that are not padding; None: all.
 
-    Raises ValueError for an argument out of range, and FileExistsError where a rank has a recording
-    in the folder. An error in writing is raised by the step it belongs to or a later one, or by
-    `close`.
+    Raises ValueError for an argument out of range, and for RANK or WORLD_SIZE in the environment
+    that is no number, and FileExistsError where a rank has a recording in the folder. An error in
+    writing is raised by the step it belongs to or a later one, or by `close`.
     """
 
     def __init__(

@@ -181,8 +181,7 @@ class Source:
         if not self._params:  # a closure's forward was the first that a model ran
             self.look()
         decoupled = getattr(self.optimizer, "use_decoupled_grad", False)
-        with torch._C.DisableTorchFunctionSubclass():  # or each asks its class first
-            found: list[Any] = [*grads_of(self._params, decoupled)]
+        found: Any = grads_of(self._params, decoupled)
         tensors = found if self._are_dense else [*map(_dense, found)]
         looked = None if self._gradients is None else self._gradients[1].look(tensors)
         if self._gradients is None or looked is None:

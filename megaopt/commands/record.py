@@ -18,7 +18,10 @@ from megaopt.recording.preload import VARIABLE
 PRELOAD = Path(__file__).parents[1] / "recording" / "preload"
 """The folder that goes on PYTHONPATH."""
 
-NOTHING = "no step of a torch.optim.Optimizer ran, or Python was started with -S, -I or -E"
+NOTHING = (
+    "no step of a torch.optim.Optimizer ran, or Python was started with -S, -I or -E, or a process"
+    " trained that was forked after it had imported torch"
+)
 
 
 def record(

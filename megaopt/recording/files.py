@@ -79,12 +79,18 @@ class Writer:
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
         self.folder = folder / f"rank-{rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / "manifest.jsonl").exists():
-            raise FileExistsError(f"out must be a folder without a recording, got {str(folder)!r}")
-        self._files: dict[str, BinaryIO] = {
-            name: open(self.folder / name, "xb", buffering=0)  # noqa: SIM115 closed by close
-            for name in ("manifest.jsonl", "samples.bin", "rows.bin", "scalars.jsonl")
-        }
+        try:
+            self._files: dict[str, BinaryIO] = {
+                name: open(self.folder / name, "xb", buffering=0)  # noqa: SIM115 closed by close
+                for name in ("manifest.jsonl", "samples.bin", "rows.bin", "scalars.jsonl")
+            }
+        except FileExistsError:
+            raise FileExistsError(
+                f"out must be a folder without a recording of rank {rank}, got {str(folder)!r};"
+                " a process without RANK and without a process group is rank 0; where several such"
+                " processes train, start each by a `megaopt record` of its own, or make a Recorder"
+                " with its own out in each instead"
+            ) from None
         self._numbers: dict[Value, int] = {}
         self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
 

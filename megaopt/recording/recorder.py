@@ -79,9 +79,9 @@ class Recorder:
         names: canonical names of parameters and modules, by the names they would have.
         vocabulary: rows of Megatron's embedding that are not padding; None: all.
 
-    Raises ValueError for an argument out of range, and FileExistsError where a rank has a recording
-    in the folder. An error in writing is raised by the step it belongs to or a later one, or by
-    `close`.
+    Raises ValueError for an argument out of range, and for RANK or WORLD_SIZE in the environment
+    that is no number, and FileExistsError where a rank has a recording in the folder. An error in
+    writing is raised by the step it belongs to or a later one, or by `close`.
     """
 
     def __init__(
@@ -859,8 +859,16 @@ def process() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, world = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, world = number_in_environment("RANK", 0), number_in_environment("WORLD_SIZE", 1)
     return {"rank": rank, "world": world, "argv": sys.argv}
+
+
+def number_in_environment(variable: str, least: int) -> int:
+    """The number that a launcher has set; the least where there is none."""
+    found = os.environ.get(variable, str(least))
+    if not found.isdecimal() or int(found) < least:
+        refuse(f"{variable} in the environment", f"a whole number >= {least}", found)
+    return int(found)
 
 
 def meshes(params: Iterable[Any]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,20 @@ def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
     Returns:
         A line for each tensor that differs.
 
-    Raises RecordingError where the step was not kept, or the optimizer cannot be made again.
+    Raises RecordingError where the step was not kept, or the optimizer cannot be made again, or
+    steps by a closure.
     """
     numbers = recorded.scalars.get(step, {})
     paths = {source: path_of_kept(recorded.folder, step, source) for source in (0, *numbers)}
     kept = [source for source in sorted(numbers) if paths[source].is_file()]
     if not kept:
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
-    return [
-        line
-        for source in kept
-        for line in _differences(
-            _read(paths[source]), recorded.optimizers[source], numbers[source], backend
-        )
-    ]
+    kinds = {source: _kind(recorded.optimizers[source]["class"]) for source in kept}
+    found: list[str] = []
+    for source, kind in kinds.items():
+        described = recorded.optimizers[source]["groups"]
+        found += _differences(kind, _read(paths[source]), described, numbers[source], backend)
+    return found
 
 
 def _read(path: Path) -> Kept:
@@ -56,20 +57,29 @@ def _read(path: Path) -> Kept:
 
 
 def _differences(
-    kept: Kept, description: Mapping[str, Any], line: Mapping[str, Any], backend: str | None
+    kind: type[torch.optim.Optimizer],
+    kept: Kept,
+    described: Sequence[Sequence[str]],
+    line: Mapping[str, Any],
+    backend: str | None,
 ) -> Iterator[str]:
-    """Steps one optimizer, and tells what it wrote otherwise."""
-    names = [[n for n in group if "grad" in kept.get(n, {})] for group in description["groups"]]
+    """Steps one optimizer, and tells what it wrote otherwise.
+
+    described: the names of each group's parameters, as the run ended.
+    """
+    names = [[n for n in group if "grad" in kept.get(n, {})] for group in described]
     params = {name: _param(name, kept[name]) for group in names for name in group}
+    for name in (name for name in kept if "grad" in kept[name] and name not in params):
+        raise RecordingError(f"groups at the run's end must have the step's, got no {name}")
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
     groups = [
         {**own, "params": [params[name] for name in group]}
-        for own, group in zip(options, names, strict=True)
+        for own, group in zip(options, names, strict=False)  # later groups have come since
     ]
     has_masters = any("master" in tensors for tensors in kept.values())
-    optimizer = _made(description["class"], groups, has_masters, backend)
+    optimizer = _made(kind, groups, has_masters, backend)
     _load(optimizer, kept, [name for group in names for name in group], counts)
     optimizer.step()
     for name, param in params.items():
@@ -105,21 +115,39 @@ def _option(value: Any) -> Any:
     return float.fromhex(value) if isinstance(value, str) and "0x" in value else value
 
 
+def _kind(path: str) -> type[torch.optim.Optimizer]:
+    """The recorded class; RecordingError where it is not here, or its step wants a closure."""
+    module, _, name = path.rpartition(".")
+    try:
+        kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise RecordingError(
+            f"optimizer must be one that steps without a closure, got {path}: its step calls the"
+            " script's closure, which a recording does not have"
+        )
+    return kind
+
+
 def _made(
-    path: str, groups: list[dict[str, Any]], has_masters: bool, backend: str | None
+    kind: type[torch.optim.Optimizer],
+    groups: list[dict[str, Any]],
+    has_masters: bool,
+    backend: str | None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the recorded class, with the options that each group had."""
-    module, _, name = path.rpartition(".")
-    is_own = module.startswith("megaopt.")
+    is_own = kind.__module__.startswith("megaopt.")
     if backend is not None and not is_own:
-        raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
-    options = _own_options(groups[0], has_masters) if is_own else {}
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise RecordingError(f"backend must be torch for {name}, got {backend!r}")
+    options: dict[str, Any] = _own_options(groups[0], has_masters) if is_own else {}
     if backend is not None:
         options["backend"] = backend
     try:
-        kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
         return kind(groups, **options)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
 
 
@@ -141,22 +169,20 @@ def _load(
     names: Sequence[str],
     counts: Sequence[int | None],
 ) -> None:
-    """Gives an optimizer the state from before the step; at its first step there is none.
+    """Gives an optimizer the state from before the step; a parameter's first step finds none.
 
     counts: the number of the step, of each group; None where the optimizer does not count.
     """
     content = optimizer.state_dict()
-    content["state"] = {
-        i: {RENAMED.get(q, q): tensor for q, tensor in _old(kept[name]).items()}
-        for i, name in enumerate(names)
-    }
-    if not any(content["state"].values()):
+    states = ({RENAMED.get(q, q): t for q, t in _old(kept[name]).items()} for name in names)
+    content["state"] = {i: state for i, state in enumerate(states) if state}
+    if not content["state"]:
         return
-    for group, count in zip(content["param_groups"], counts, strict=True):
+    for group, count in zip(content["param_groups"], counts, strict=False):
         if "step" in group:
             group["step"] = (count or 1) - 1
         elif count is not None:
-            for i in group["params"]:
+            for i in content["state"].keys() & group["params"]:
                 content["state"][i]["step"] = torch.tensor(count - 1.0)
     optimizer.load_state_dict(content)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from megaopt.params.view import MASTER
 from megaopt.recording.places import Known, Owner, Parameters, of_state
 from megaopt.recording.table import Array, Launched, Listed, Number, Rows, Samples, held
 from megaopt.state.looks import Looked, Looks, SameStates, same_params
-from megaopt.state.watch import same_objects
+from megaopt.state.watch import grads_of, same_objects
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 RENAMED = {
@@ -50,7 +49,6 @@ def _inner(tensor: Any) -> tuple[str, ...]:
 
 
 CPU = torch.device("cpu")
-GRAD = operator.attrgetter("grad")
 Named = tuple[Known, str, torch.Tensor, torch.Tensor]
 """What is known of a tensor, its quantity, itself, and its parameter."""
 
@@ -182,9 +180,8 @@ class Source:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
         if not self._params:  # a closure's forward was the first that a model ran
             self.look()
-        found: list[Any] = [*map(GRAD, self._params)]
-        if getattr(self.optimizer, "use_decoupled_grad", False):
-            found = [getattr(param, "decoupled_grad", None) for param in self._params]
+        decoupled = getattr(self.optimizer, "use_decoupled_grad", False)
+        found: Any = grads_of(self._params, decoupled)
         tensors = found if self._are_dense else [*map(_dense, found)]
         looked = None if self._gradients is None else self._gradients[1].look(tensors)
         if self._gradients is None or looked is None:

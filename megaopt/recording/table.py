@@ -108,7 +108,7 @@ class Samples(NamedTuple):
     """Sampled elements that the device may still be fetching."""
 
     rows: Array
-    """Rows of files, but for the elements."""
+    """Rows of files, but for the elements; those of other steps too, so nobody writes them."""
     where: tuple[Array, Array]
     """The row and the place in it of each element."""
     bits: torch.Tensor
@@ -116,16 +116,17 @@ class Samples(NamedTuple):
 
     def fetched(self) -> Samples:
         """Those of a graph's replay."""
-        return self._replace(rows=self.rows.copy(), bits=fetched(self.bits))
+        return self._replace(bits=fetched(self.bits))
 
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
         found, (row, place) = self.bits.numpy().view("u8"), self.where
-        double = self.rows["width"][row] == 8
-        self.rows["words"][row[~double], place[~double]] = found[~double]
-        pairs = self.rows["words"].view("<u8")
+        rows: Array = self.rows.copy()
+        double = rows["width"][row] == 8
+        rows["words"][row[~double], place[~double]] = found[~double]
+        pairs = rows["words"].view("<u8")
         pairs[row[double], place[double]] = found[double]
-        return self.rows
+        return rows
 
 
 class Listed:
@@ -289,7 +290,7 @@ class _Sampled:
         if self._gather is not None:
             own = None if addresses is None else addresses[self._chosen]
             bits = self._gather([tensors[i] for i in self._chosen], own)
-        return Samples(self._rows.copy(), self._where, fetched(bits))
+        return Samples(self._rows, self._where, fetched(bits))
 
 
 def _sampled(known: Known, width: int) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ import faulty_runs
 import pytest
 import torch
 from faulty_runs import AT, Faults, run
+from recorded import recorded
 from safetensors.torch import load_file, save_file
 
 from megaopt import FusedAdam, Recorder
@@ -427,6 +428,51 @@ def test_each_optimizer_takes_its_step_again(name, megaopt, tmp_path):
     status, out, _ = megaopt("replay", tmp_path / "a", "--step", 2)
     assert status == 1
     assert out.startswith(f"different: weight of {weight.partition('|')[0]}: 1 differ; element 3: ")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor, FusedAdam])
+def test_steps_before_and_behind_a_new_group(kind, step, megaopt, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = kind(model[0].parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=(step,)):
+        for number in (1, 2, 3, 4):
+            if number == 3:
+                optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 0.5})
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    found = megaopt("replay", tmp_path / "a", "--step", step)
+    assert found == (0, f"same: step {step} of rank 0, bit for bit\n", "")
+    path = tmp_path / "a" / "rank-0" / "kept" / f"step-{step}.safetensors"
+    tensors = load_file(path)
+    name = "1.weight" if step >= 3 else "0.weight"
+    tensors[f"{name}|weight"].view(torch.int32).view(-1)[3] ^= 1
+    save_file(tensors, path)
+    status, out, _ = megaopt("replay", tmp_path / "a", "--step", step)
+    assert status == 1
+    assert out.startswith(f"different: weight of {name}: 1 differ; element 3: ")
+
+
+def test_a_step_of_a_parameter_that_has_gone_is_refused(megaopt, tmp_path):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=(1,)):
+        for _ in range(2):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            del optimizer.param_groups[0]["params"][1:]
+    message = "megaopt: groups at the run's end must have the step's, got no bias\n"
+    assert megaopt("replay", tmp_path / "a", "--step", 1) == (2, "", message)
+
+
+def test_a_step_that_wants_a_closure_is_refused(megaopt, tmp_path):
+    recorded("lbfgs", tmp_path / "a", keep=(2,))
+    status, out, err = megaopt("replay", tmp_path / "a", "--step", 2)
+    assert (status, out) == (2, "")
+    assert err.startswith(
+        "megaopt: optimizer must be one that steps without a closure, got torch.optim.lbfgs.LBFGS"
+    )
+    assert err.count("\n") == 1
 
 
 def test_what_cannot_be_taken_again_is_refused(megaopt, tmp_path):

@@ -128,6 +128,29 @@ def test_torchrun_records_each_rank(folder):
     assert (1, "layers.0.weight", "local grad") in found.own(1)
 
 
+SWEEP = """
+import torch, train
+
+
+def main(number):
+    train.main()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_are_no_ranks_are_told_what_to_do(folder):
+    (folder / "sweep.py").write_text(SWEEP)
+    script = [sys.executable, "sweep.py", "0.01", "0"]
+    status, _, error = run(folder, *command("--out", "sweep", "--", *script))
+    assert status == 1
+    words = "where several such processes train, start each by a `megaopt record` of its own"
+    assert words in error
+
+
 def test_ctrl_c_reaches_the_script(folder, hears_interrupts):
     script = [sys.executable, "train.py", "0.01", "wait"]
     process = subprocess.Popen(

@@ -522,8 +522,25 @@ def test_bad_arguments_are_refused(tmp_path, options, message):
 
 def test_a_recording_is_not_written_over(tmp_path):
     recorded("sgd", tmp_path / "a")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="out must be a folder without a recording of rank 0"):
         recorded("sgd", tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("RANK", "abc", "RANK in the environment must be a whole number >= 0, got 'abc'"),
+        ("RANK", "-1", "RANK in the environment must be a whole number >= 0, got '-1'"),
+        ("RANK", "", "RANK in the environment must be a whole number >= 0, got ''"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE in the environment must be a whole number >= 1, got '0'"),
+        ("WORLD_SIZE", "2.0", "WORLD_SIZE in the environment must be .* >= 1, got '2.0'"),
+    ],
+)
+def test_a_rank_that_is_no_number_is_refused(variable, value, message, tmp_path, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=message):
+        recorded("sgd", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_recorder_that_is_refused_leaves_no_hooks(tmp_path):

@@ -29,11 +29,13 @@ RandomStates = dict[str, tuple[Any, ...]]
 def random_states(devices: set[torch.device]) -> RandomStates:
     """The state of each generator: Python's, numpy's, torch's, and each device's."""
     version, words, gauss = random.getstate()
-    legacy: Any = numpy.random.get_state(legacy=False)
-    key, rest = legacy["state"]["key"], (legacy["state"]["pos"], legacy["gauss"])
+    own: Any = numpy.random.get_state(legacy=False)
+    of_numpy: Any = (b"", repr(own))
+    if own["bit_generator"] == "MT19937":  # which has more words than repr shows
+        of_numpy = own["state"]["key"].tobytes(), (own["state"]["pos"], own["gauss"])
     found: RandomStates = {
         "python": (words, (version, gauss)),
-        "numpy": (key.tobytes(), rest),
+        "numpy": of_numpy,
         "torch": (torch.get_rng_state().numpy().tobytes(),),
     }
     for device in sorted(devices, key=str):

@@ -4,6 +4,7 @@ import copy
 import pickle
 import weakref
 
+import numpy
 import pytest
 import torch
 from recorded import LOOPS, network, recorded, steps, trained
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megaopt import Recorder, digest
 from megaopt.recording.compare import compare
 from megaopt.recording.files import LANES, Digest, Recording, RecordingError, Writer
-from megaopt.recording.inputs import batch_digest
+from megaopt.recording.inputs import batch_digest, random_digests, random_states
 from megaopt.recording.replay import replay
 
 
@@ -568,6 +569,22 @@ def test_batches_tell_samples_apart_and_add_over_them():
     exchanged[[0, 1], 0] = batch[[1, 0], 0]
     assert not torch.equal(whole, batch_digest((exchanged, {"labels": torch.arange(6)})))
     assert not torch.equal(whole, batch_digest((batch, {"labels": order})))
+
+
+@pytest.mark.parametrize("name", ["MT19937", "PCG64", "Philox", "SFC64"])
+def test_each_generator_of_numpys_tells_of_a_number_drawn(name):
+    def told():
+        return random_digests(random_states(set()))["numpy"]
+
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(getattr(numpy.random, name)(1))
+    try:
+        first = told()
+        assert told() == first
+        numpy.random.rand()
+        assert told() != first
+    finally:
+        numpy.random.set_bit_generator(before)
 
 
 def test_tensors_of_a_batch_may_not_be_exchanged():

@@ -237,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
         self.stepper.masters = masters
-        self.stepper.reset(owned.params)
+        self.stepper.reset(owned)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -367,7 +367,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loaded = state_dicts.load(state_dict, owned, self.state)
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
-        self.stepper.reset(owned.params, loaded.written)
+        self.stepper.reset(self._owned, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -396,4 +396,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper = Stepper(self.options, self.rule, masters, homes)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned.params, written)
+        self.stepper.reset(self._owned, written)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -112,6 +112,15 @@ class Preparations:
         return norm
 
 
+class Ties(NamedTuple):
+    """What binds this rank to others."""
+
+    exchanges: bool | None
+    """They send each other parts of matrices in every step; None: not known yet."""
+    sharers: list[Sharers]
+    """Who holds other parts of its parameters."""
+
+
 class Run:
     """One step on its way."""
 
@@ -193,10 +202,9 @@ class Stepper:
         self._stages: dict[bool, list[tuple[bool, list[Stage]]]] = {}
         self._is_shared = False
         """Other ranks hold parts of the same parameters."""
-        self._is_exchanged: bool | None = None
-        """Ranks send each other parts of matrices in every step; None: not known yet."""
-        self._sharers: list[Sharers] = []
-        """Whom this rank met last, or would at first, whatever its groups have become."""
+        self._ties = self._agreed = Ties(None, [])
+        """Those of the batches, and those in which all ranks agreed last: the others go by them,
+        whatever this rank's groups have become."""
         self._is_elsewhere = True
         """A weight lies elsewhere than its master knows."""
         self._can_capture: bool | None = None
@@ -212,7 +220,7 @@ class Stepper:
         written: places of parameters that were written since the last step.
         """
         self._batches, self._is_elsewhere, self._meeting = None, True, None
-        self._is_exchanged, self._sharers = None, sharers_of(owned.usual_views)
+        self._agreed = Ties(None, sharers_of(owned.usual_views))
         self.writes.reset(owned.params, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
@@ -294,7 +302,6 @@ class Stepper:
         captures = False
         if not (self._has_agreed or self.was_stepped):
             self._agree(groups, asked)
-        was_exchanged, sharers = bool(self._is_exchanged), self._sharers
         try:
             request = request_of(asked, self.options, len(groups))
             if self._can_capture is not False:
@@ -326,7 +333,7 @@ class Stepper:
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
             if request is not NOTHING or self._is_shared:
                 run.waits = asked.waits(self.options)
-                run.meeting = self._meeting = self._meeting_for(run, was_exchanged, sharers)
+                run.meeting = self._meeting = self._meeting_for(run)
             if run.meeting is not None:
                 check_met(request)
         except Exception:
@@ -360,7 +367,7 @@ class Stepper:
         """Whom this rank meets before a first step; nobody without a rule for matrices."""
         if self.options.MATRIX is None:
             return []
-        return [*self._sharers, *sharers_of(self.owned(groups).usual_views)]
+        return [*self._agreed.sharers, *sharers_of(self.owned(groups).usual_views)]
 
     def _disagree(self, met: Sequence[Sharers]) -> None:
         """Tells the ranks that compare what they have that this one raises an error."""
@@ -382,33 +389,29 @@ class Stepper:
     def _withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
         """Meets the ranks in the place of `Meeting.meet`, where they go by what they know."""
         views = self.owned(groups).shared_views
-        new = [view for view in views if self._is_exchanged is None or not state.get(view.param)]
-        measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
-        measures = measures or bool(self._is_exchanged) or any(map(is_exchanged, new))
-        others = meeting_of(views, measures=measures, last=self._meeting, met=self._sharers)
+        exchanged, sharers = self._agreed
+        new = [view for view in views if exchanged is None or not state.get(view.param)]
+        exchanges = bool(exchanged) or any(map(is_exchanged, new))
+        measures = exchanges or asked.clip_norm is not None or asked.skips_nonfinite(self.options)
+        others = meeting_of(views, (), (), measures, self._meeting, sharers, exchanges)
         if others is not None:
             others.withdraw(asked.waits(self.options))
 
-    def _meeting_for(
-        self, run: Run, was_exchanged: bool, sharers: Sequence[Sharers]
-    ) -> Meeting | None:
+    def _meeting_for(self, run: Run) -> Meeting | None:
         """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it.
 
         Where this rank's parameters have become others, so have those of all ranks, or they wait
         for it as before: for this once it meets all.
-
-        Args:
-            run: the step.
-            was_exchanged: whether matrices were exchanged in the step before.
-            sharers: whom this rank met then.
         """
         batches, views, labels = run.batches, run.owned.views, run.owned.labels
-        measures = run.request.needs_norm or bool(self._is_exchanged) or was_exchanged
-        given = (views, labels, batches.batches, measures, self._meeting)
-        if not {*sharers} <= {*self._sharers}:
-            return meeting_of(*given, sharers)
+        (exchanged, sharers), own = self._agreed, self._ties
+        exchanges = bool(exchanged or own.exchanges)
+        measures = exchanges or run.request.needs_norm
+        given = (views, labels, batches.batches, measures, self._meeting, sharers, exchanges)
+        if exchanges != own.exchanges or not {*sharers} <= {*own.sharers}:
+            return meeting_of(*given)
         if measures not in batches.meetings:
-            batches.meetings[measures] = meeting_of(*given, sharers)
+            batches.meetings[measures] = meeting_of(*given)
         return batches.meetings[measures]
 
     # --- what there is to step
@@ -469,9 +472,8 @@ class Stepper:
             asked = self.quantities, self.passes
             made = [BatchDigests(batch, owned, *asked) for batch in batches.batches]
             batches.digests = [each for each in made if each.names]
-        self._is_shared = bool(self._is_exchanged) or bool(sharers_of(owned.views))
-        self._is_exchanged = any(map(is_exchanged, owned.views))
-        self._sharers = sharers_of(owned.usual_views)
+        self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
+        self._ties = Ties(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
@@ -502,7 +504,7 @@ class Stepper:
             bool(batches.digests) and finish_digests,
         ]
         parts = [first]
-        for votes, own in ((bool(self._is_exchanged), then), (is_exchanged, last)):
+        for votes, own in ((bool(self._ties.exchanges), then), (is_exchanged, last)):
             if votes:  # before an exchange, in which one that has failed would be waited for
                 parts.append(own)
             else:
@@ -551,7 +553,7 @@ class Stepper:
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
-            counts = self._is_exchanged and not self.options.capturable
+            counts = self._ties.exchanges and not self.options.capturable
             names = ("step", *self.options.MATRIX_TURNS)
             turns = [group[name] for group in run.groups for name in names] if counts else ()
             found = run.meeting.meet(request, run.waits, look, turns)
@@ -563,6 +565,7 @@ class Stepper:
             found = None if all(flags) else request
         elif not bool(request.found_inf):
             found = replace(request, found_inf=None)
+        self._agreed = self._ties
         run.is_left_out = found is None
         run.request = found or request
 

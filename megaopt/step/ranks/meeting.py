@@ -192,7 +192,7 @@ class Meeting:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
         for each in self._peers:
-            reduced(vote, each.groups if each.is_read_at_once else ())
+            reduced(vote, each.all_groups if each.is_read_at_once else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
@@ -231,7 +231,7 @@ def agreement_of(met: Iterable[Sharers], alike: object, got: str = "") -> Meetin
     if not meshes:
         return None
     digest = digest_of(alike)
-    peers = [_peers(device, mesh, range(mesh.ndim), digest, []) for device, mesh in meshes]
+    peers = [_peers(device, mesh, range(mesh.ndim), digest, [], True) for device, mesh in meshes]
     return Meeting(_in_order(peers), [], _refusal(got), None)
 
 
@@ -242,6 +242,7 @@ def meeting_of(
     measures: bool = False,
     last: Meeting | None = None,
     met: Iterable[Sharers] = (),
+    exchanges: bool = False,
 ) -> Meeting | None:
     """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
 
@@ -259,6 +260,7 @@ def meeting_of(
         measures: whether the step measures its gradients.
         last: the meeting before, of these batches or others.
         met: who is met in any case.
+        exchanges: whether ranks send each other parts of matrices: those with copies are met too.
 
     Raises ValueError for a parameter of FSDP1's in a step that measures.
     """
@@ -283,7 +285,7 @@ def meeting_of(
             shares.append(Peers(device, [group], alike))
         else:
             plans = [each.plan for each in batches if each.positions[0] in places]
-            splits.append(_peers(device, *split, everything, plans))
+            splits.append(_peers(device, *split, everything, plans, exchanges))
     splits = _in_order(splits)
     shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
     whole = [each for each in batches if views[each.positions[0]].split is None]
@@ -291,17 +293,18 @@ def meeting_of(
 
 
 def _peers(
-    device: torch.device, mesh: Any, dims: Sequence[int], alike: int, plans: list[Plan]
+    device: torch.device, mesh: Any, dims: Sequence[int], alike: int, plans: list[Plan], all_: bool
 ) -> Peers:
-    """The ranks of some dimensions of a mesh."""
+    """The ranks of some dimensions of a mesh; all_: and those of the others, with their copies."""
     groups = [mesh.get_group(dim) for dim in dims]
+    copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if all_ and dim not in dims]
     kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(dims))
-    return Peers(device, groups, alike, plans, kind)
+    return Peers(device, groups, alike, plans, kind, copies)
 
 
 def _in_order(splits: Iterable[Peers]) -> list[Peers]:
-    """The most ranks at first; each tells of all the meetings."""
-    found = sorted(splits, key=lambda each: -each.size)
+    """The most ranks at first, whatever order they were found in; each tells of all meetings."""
+    found = sorted(splits, key=lambda each: (-each.size, repr(each.kind)))
     for each in found:
         each.meetings = digest_of([split.kind for split in found])
     return found

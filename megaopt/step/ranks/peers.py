@@ -56,7 +56,7 @@ class Peers:
         alike: a digest of what the ranks must have alike of their parameters.
         plans: of those that are measured; None where no step measures them here.
         kind: what the ranks know the meeting by, and have in common.
-        copies: who has copies of the same parts, and hears the words too; the norm counts each once.
+        copies: who has copies of the same parts, and hears the words alone.
     """
 
     def __init__(

@@ -403,16 +403,19 @@ class Stepper:
         Where this rank's parameters have become others, so have those of all ranks, or they wait
         for it as before: for this once it meets all.
         """
-        batches, views, labels = run.batches, run.owned.views, run.owned.labels
-        (exchanged, sharers), own = self._agreed, self._ties
+        batches, (exchanged, sharers), own = run.batches, self._agreed, self._ties
         exchanges = bool(exchanged or own.exchanges)
         measures = exchanges or run.request.needs_norm
-        given = (views, labels, batches.batches, measures, self._meeting, sharers, exchanges)
-        if exchanges != own.exchanges or not {*sharers} <= {*own.sharers}:
-            return meeting_of(*given)
-        if measures not in batches.meetings:
-            batches.meetings[measures] = meeting_of(*given)
-        return batches.meetings[measures]
+        is_usual = self._agreed is own or (
+            exchanges == own.exchanges and {*sharers} <= {*own.sharers}
+        )
+        if is_usual and measures in batches.meetings:
+            return batches.meetings[measures]
+        given = (run.owned.views, run.owned.labels, batches.batches, measures, self._meeting)
+        meeting = meeting_of(*given, sharers, exchanges)
+        if is_usual:
+            batches.meetings[measures] = meeting
+        return meeting
 
     # --- what there is to step
 

@@ -126,28 +126,6 @@ def _group_of(mesh: Any, world: Any) -> Any:
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
-class _Cut:
-    """What a rank has of a run of a whole matrix; found once, as each step takes it.
-
-    Args:
-        index: of the matrix.
-        box: the run, in the parameter.
-        first: its first number in the matrix.
-        part: what the rank has.
-    """
-
-    def __init__(self, index: int, box: Box, first: int, part: Box) -> None:
-        self.index, self.sizes = index, sizes_of(part)
-        self.numel = math.prod(self.sizes)
-        self._outer = sizes_of(box)
-        self._run = slice(first, first + math.prod(self._outer))
-        self._part = tuple(slice(*ends) for ends in within(part, box))
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The part, in the matrix's memory."""
-        return whole.view(-1)[self._run].view(self._outer)[self._part]
-
-
 class Bucket:
     """Matrices that are on their way together: megaopt.kernels.matrix.shared.Bucket.
 
@@ -194,16 +172,19 @@ class Bucket:
         """Numbers of updates that come from each rank."""
         self.sent = [count if gives[each] else 0 for each, count in enumerate(self.coming)]
         """Numbers of directions that go to each."""
-        self._cuts = [
+        self._boxes = [
             [
-                _Cut(index, box, first, common(own[matrices[i].piece.param], box))
-                for index, i in enumerate(self.own)
-                for box, first in matrices[i].runs
+                [(common(own[matrices[i].piece.param], box), box, first)
+                 for box, first in matrices[i].runs]
+                for i in self.own
             ]
             for own in boxes
+        ]  # fmt: skip
+        """For each rank, each of `own` and its runs: what the rank has, the run and its first."""
+        self.leaving = [
+            sum(math.prod(sizes_of(part)) for runs in own for part, _, _ in runs)
+            for own in self._boxes
         ]
-        """For each rank what it has of each of `own`."""
-        self.leaving = [sum(cut.numel for cut in own) for own in self._cuts]
         """Numbers of updates that go to each."""
         self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
         """Numbers of directions that come from each."""
@@ -216,14 +197,18 @@ class Bucket:
     def cut(self, wholes: Sequence[torch.Tensor], far: torch.Tensor, takes: bool) -> Iterator[Any]:
         """Parts of whole matrices beside their numbers in `far`; takes: those that come here."""
         begin = 0
-        for rank, own in enumerate(self._cuts):
+        for rank, own in enumerate(self._boxes):
             if takes and not self._gives[rank]:
                 continue
-            for cut in own:
-                if cut.numel:
-                    end = begin + cut.numel
-                    yield cut.of(wholes[cut.index]), far[begin:end].view(cut.sizes)
-                    begin = end
+            for whole, runs in zip(wholes, own, strict=True):
+                for part, box, first in runs:
+                    sizes, outer = sizes_of(part), sizes_of(box)
+                    numel = math.prod(sizes)
+                    if numel:
+                        chosen = tuple(slice(*ends) for ends in within(part, box))
+                        run = whole.view(-1)[first : first + math.prod(outer)].view(outer)
+                        yield run[chosen], far[begin : begin + numel].view(sizes)
+                        begin += numel
 
 
 def _laid_out(

@@ -33,9 +33,9 @@ class CudaToCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls func with the device "cuda" replaced."""
-        kwargs = kwargs or {}  # it sees every call: a step of many parameters has ten thousands
-        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
-            kwargs = {**kwargs, "device": "cpu"}
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

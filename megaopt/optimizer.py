@@ -118,7 +118,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter cannot be used; then
-                no weight, no state and no step count has changed. With a norm over ranks, and with
+                no weight, no state and no step count has changed. Where ranks share matrices, also
+                on all of them if options, groups or parameters differ before the first step, which
+                they compare then; of GaLoreAdamW and FusedMuon. With a norm over ranks, and with
                 fp8 weights that ranks share, also on all ranks where they do not step the same or
                 one raises an error: nothing has changed then either, except that a first step has
                 made the state. On a GPU a rank that did not change itself raises it in its next

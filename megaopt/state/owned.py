@@ -67,13 +67,13 @@ class Owned:
     # --- parameters, in group order
 
     @cached_property
-    def _lists(self) -> list[list[torch.Tensor]]:
+    def _lists(self) -> list[Any]:
         """The parameters of each group; ValueError where somebody put something else there."""
         found = [group.get("params") for group in self.groups]
         for index, own in enumerate(found):
             if not isinstance(own, (list, tuple)):
                 refuse(f"group {index}: params", "a list of tensors", own)
-        return found  # type: ignore[return-value]  # tuples serve too
+        return found
 
     @cached_property
     def params(self) -> list[torch.Tensor]:

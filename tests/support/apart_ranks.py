@@ -67,14 +67,16 @@ def edited(optimizer, number, edit, value):
     group = optimizer.param_groups[number]
     lists = {name: list(group[name]) for name in ("params", "param_numbers") if name in group}
     kept, params = dict(group), lists["params"]
+    counts = isinstance(value, dict) and "step" in value
     edit(group, value)
     try:
         yield
     finally:
         for param in params:
             vars(param).pop(value if isinstance(value, str) else "", None)
+        step = kept["step"] if counts else group["step"]
         group.clear()
-        group.update(kept | lists)
+        group.update({**kept, **lists, "step": step})
 
 
 def said_of(make, options, changes, steps=0, replicas=1, build=built):

@@ -285,7 +285,8 @@ def meeting_of(
             shares.append(Peers(device, [group], alike))
         else:
             plans = [each.plan for each in batches if each.positions[0] in places]
-            splits.append(_peers(device, *split, everything, plans, exchanges))
+            mesh, dims = split
+            splits.append(_peers(device, mesh, dims, everything, plans, exchanges))
     splits = _in_order(splits)
     shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
     whole = [each for each in batches if views[each.positions[0]].split is None]

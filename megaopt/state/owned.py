@@ -429,8 +429,10 @@ def _plain(value: Any) -> object:
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         return [*map(_plain, value)]
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return float(value) if is_number else value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    number = float(value)
+    return int(value) if number.is_integer() else number  # a seed has 64 bits
 
 
 def owned_of(optimizer: Any) -> Owned:

@@ -37,6 +37,9 @@ from megaopt.step.request import NOTHING, Asked, check_met, request_of
 States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
 
+LONGEST = 1000
+"""Characters of the groups that a message shows."""
+
 Prepared = dict[torch.device, tuple[Any, Any]]
 """For each device the scalars, if they are made there, and the controls."""
 
@@ -358,7 +361,8 @@ class Stepper:
         except Exception:
             self._disagree(met)
             raise
-        others = agreement_of(met, alike, f"{len(owned.params)} parameters, {settings}")
+        got = f"{len(owned.params)} parameters in groups {settings[0]}"
+        others = agreement_of(met, alike, got[:LONGEST])
         if others is not None:
             others.compare()
         self._has_agreed = True

@@ -13,7 +13,7 @@ from megaopt import FusedMuon, GaLoreAdamW
 DIFFER = "ranks that hold parts of the same parameters must step the same"
 RANKED = {"lr": 0.01, "rank": 3, "update_proj_gap": 2}
 KINDS = {
-    "left": (GaLoreAdamW, {**RANKED, "proj_type": "left"}),
+    "left": (GaLoreAdamW, {**RANKED, "proj_type": "left", "seed": 2**64 - 1}),
     "right": (GaLoreAdamW, {**RANKED, "proj_type": "auto"}),
     "saves nothing": (GaLoreAdamW, {**RANKED, "rank": 1000}),
     "muon": (FusedMuon, {"momentum_buffer_dtype": "bfloat16_stochastic"}),
@@ -24,7 +24,7 @@ OF_ALL = {
     "betas": (0.5, 0.999),
     "eps": 1e-3,
     "weight_decay": 0.3,
-    "seed": 9,
+    "seed": 2**64 - 2,
     "step": 5,
     "param_numbers": [3, 4],
 }
@@ -84,6 +84,14 @@ def changed(kind, name):
 @pytest.mark.sample(3)
 def test_options_that_differ_before_the_first_step(on_ranks, kind, name):
     assert_all_refuse(on_ranks, 2, kind, {1: (0, *changed(kind, name))})
+
+
+def test_the_message_says_what_this_rank_has(on_ranks):
+    make, options = KINDS["left"]
+    changes = {1: (0, apart_ranks.others, {"rank": 1000})}
+    for rank, (error, *_) in enumerate(on_ranks(2, apart_ranks.said_of, make, options, changes)):
+        assert f"'rank': {1000 if rank else 3}, " in error
+        assert f"on rank {rank}, and something else, or an error, on another" in error
 
 
 @pytest.mark.parametrize("name", OTHERS[FusedMuon])

@@ -32,9 +32,9 @@ class Sharers(NamedTuple):
 
     device: torch.device
     split: Any
-    """As that of their views."""
+    """The mesh and its dimensions that split DTensors, or None."""
     group: Any
-    """Likewise."""
+    """The process group of fp8 weights, or None."""
 
 
 class Meeting:

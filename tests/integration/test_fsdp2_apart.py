@@ -5,7 +5,7 @@ None is left waiting in a collective that another does not enter.
 
 import apart_ranks
 import pytest
-from apart_ranks import built, meshes_apart
+from apart_ranks import built, meshes_apart, one_matrix
 from runs import assert_same
 
 from megaopt import FusedMuon, GaLoreAdamW
@@ -137,6 +137,14 @@ def test_the_only_parameter_of_a_mesh_is_gone(on_ranks, edit, steps):
     function, value, there = PARAMETERS[edit]
     changes = {1: (0, function, value)}
     assert_all_refuse(on_ranks, 2, "left", changes, there, steps=steps, build=meshes_apart)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", ["left", "muon"])
+def test_the_only_matrix_is_gone(on_ranks, kind, steps):
+    """What this rank has left needs nobody; the others wait with the matrix."""
+    changes = {1: (0, apart_ranks.removed, None)}
+    assert_all_refuse(on_ranks, 2, kind, changes, steps=steps, build=one_matrix)
 
 
 def test_one_rank_clips(on_ranks):

@@ -18,6 +18,12 @@ def built(make, options, replicas=1):
     return model, make([{"params": params[:2]}, {"params": params[2:]}], **options)
 
 
+def one_matrix(make, options, replicas=1):
+    """The same, of a matrix and a vector."""
+    model = sharded(Bare([(24, 10), (9,)]), replicas)
+    return model, make([{"params": [param]} for param in model.parameters()], **options)
+
+
 def meshes_apart(make, options, replicas=1):
     """The same, of which the first matrix alone is on a mesh of its own, of all ranks too."""
     model, params = Bare(SHAPES), []
@@ -93,12 +99,13 @@ def said_of(make, options, changes, steps=0, replicas=1, build=built):
     model, optimizer = build(make, options, replicas)
     train(model, optimizer, steps)
     before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(steps, SHAPES))
+    shapes = [tuple(param.shape) for param in params]
+    give(params, gradients(steps, shapes))
     own = changes.get(dist.get_rank())
     with edited(optimizer, *own) if own else contextlib.nullcontext():
         error = raised_by(optimizer.step)
     after = snapshot(optimizer)
-    give(params, gradients(steps, SHAPES))
+    give(params, gradients(steps, shapes))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
 

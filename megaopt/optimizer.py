@@ -118,7 +118,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: a gradient, parameter, state tensor or hyper-parameter cannot be used; then
-                no weight, no state and no step count has changed. With a norm over ranks, and with
+                no weight, no state and no step count has changed. Where ranks share matrices, also
+                on all of them if options, groups or parameters differ before the first step, which
+                they compare then; of GaLoreAdamW and FusedMuon. With a norm over ranks, and with
                 fp8 weights that ranks share, also on all ranks where they do not step the same or
                 one raises an error: nothing has changed then either, except that a first step has
                 made the state. On a GPU a rank that did not change itself raises it in its next
@@ -237,7 +239,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
         self.stepper.masters = masters
-        self.stepper.reset(owned.params)
+        self.stepper.reset(owned)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -368,7 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loaded = state_dicts.load(state_dict, owned, self.state)
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
-        self.stepper.reset(owned.params, loaded.written)
+        self.stepper.reset(self._owned, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -397,4 +399,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper = Stepper(self.options, self.rule, masters, homes)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned.params, written)
+        self.stepper.reset(self._owned, written)

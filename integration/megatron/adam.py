@@ -10,13 +10,16 @@ import torch
 import megaopt
 from megaopt.kernels.rules.base import Rule
 from megaopt.optimizer import FusedOptimizer
+from megaopt.options.checks import refuse
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
 from megaopt.state.tensors import MASTER
+from megaopt.step.request import Asked
 
 State = dict[str, Any]
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Main shards and their weights."""
+MADE = "that Megatron's distributed optimizer made"
 
 
 class Shards(FusedOptimizer):
@@ -29,6 +32,11 @@ class Shards(FusedOptimizer):
         """One update with the clip coefficient that was set."""
         coefficient, self.clip_coefficient = self.clip_coefficient, None
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
+
+    def withdraw(self) -> None:
+        """In the place of a step that this rank cannot begin: others may wait for it."""
+        asked = Asked(clip_coefficient=self.clip_coefficient, decoupled=self.use_decoupled_grad)
+        self.stepper.withdraw(self.param_groups, self.state, asked)
 
     def weight_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard itself: Megatron's parameters are the weights."""
@@ -126,7 +134,11 @@ class MainShardsAdapter(torch.optim.Optimizer):
 
         Raises ValueError where a group has another list of parameters than it was made with.
         """
-        self._hand_over()
+        try:
+            self._hand_over()
+        except Exception:
+            self.fused.withdraw()
+            raise
         loss = self.fused.step(closure)
         for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
             group["step"] = own["step"]
@@ -134,12 +146,12 @@ class MainShardsAdapter(torch.optim.Optimizer):
 
     def _hand_over(self) -> None:
         """Gives the hyper-parameters, which Megatron's scheduler writes into our groups."""
-        lists = [group["params"] for group in self.param_groups]
-        if [*map(id, lists)] != [*map(id, self._lists)]:
-            raise ValueError(
-                "groups must have the lists of parameters that Megatron's distributed optimizer "
-                f"made, got {len(lists)} groups with others"
-            )
+        lists = [group.get("params") for group in self.param_groups]
+        if len(lists) != len(self._lists):
+            refuse("param_groups", f"the {len(self._lists)} groups {MADE}", f"{len(lists)} groups")
+        for index, (now, made) in enumerate(zip(lists, self._lists, strict=True)):
+            if now is not made:
+                refuse(f"group {index}: params", f"the list of parameters {MADE}", now)
         for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
             own.update({name: value for name, value in group.items() if name != "params"})
 

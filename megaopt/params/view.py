@@ -171,6 +171,12 @@ class ParamView:
         return None
 
     @property
+    def described(self) -> tuple[object, ...]:
+        """What ranks that hold parts of it must have alike of it."""
+        weight = None if self.weight is None else (self.weight.recipe, self.weight.dtype)
+        return self.whole_shape, self.param.dtype, self.sharding, weight
+
+    @property
     def batch_key(self) -> tuple[object, ...]:
         """What parameters of one batch have in common beside device and formats."""
         return (self.split,)

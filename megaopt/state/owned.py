@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -66,9 +67,18 @@ class Owned:
     # --- parameters, in group order
 
     @cached_property
+    def _lists(self) -> list[Any]:
+        """The parameters of each group; ValueError where somebody put something else there."""
+        found = [group.get("params") for group in self.groups]
+        for index, own in enumerate(found):
+            if not isinstance(own, (list, tuple)):
+                refuse(f"group {index}: params", "a list of tensors", own)
+        return found
+
+    @cached_property
     def params(self) -> list[torch.Tensor]:
         """All parameters; ValueError where somebody put something else into a group."""
-        found = [param for group in self.groups for param in group["params"]]
+        found = [param for own in self._lists for param in own]
         for place, param in enumerate(found):
             if not isinstance(param, torch.Tensor):
                 refuse(self.labels[place], "a tensor", param)
@@ -111,13 +121,42 @@ class Owned:
         """
         found = []
         for index, group in enumerate(self.groups):
-            for param in group["params"]:
+            for param in _tensors_of(group):
                 try:
                     found.append(self._view(param, index))
                 except Exception:
                     with contextlib.suppress(Exception):
                         found.append(self._usual_view(param))
         return [view for view in found if view.split is not None or view.group is not None]
+
+    @property
+    def usual_views(self) -> list[ParamView]:
+        """The views of all parameters whatever groups say; what is no parameter is passed over."""
+        found = []
+        for param in (each for group in self.groups for each in _tensors_of(group)):
+            with contextlib.suppress(Exception):
+                found.append(self._usual_view(param))
+        return found
+
+    def settings(self) -> list[object]:
+        """What ranks that hold parts of the same parameters must have alike, but for these.
+
+        Of each group its numbers, with the values of tensors, and how many parameters it has.
+        """
+        options = self.options
+        names = (*options.names_but_step, *options.MATRIX_KEYS, *options.MATRIX_TURNS, "step")
+        groups = [
+            {name: _plain(group.get(name)) for name in (*dict.fromkeys(names), "param_numbers")}
+            for group in self.groups
+        ]
+        return [groups, [*map(len, self._lists)], options, self.wants_masters]
+
+    def described(self) -> list[object]:
+        """The same of each parameter: how it is stepped, and where its state is."""
+        return [
+            (label, number, view.described, view.matrix, view.home and view.home.placement)
+            for label, number, view in zip(self.labels, self.numbers, self.views, strict=True)
+        ]
 
     def _usual_view(self, param: torch.Tensor) -> ParamView:
         """A parameter's view whatever its group says."""
@@ -129,12 +168,12 @@ class Owned:
     @cached_property
     def group_numbers(self) -> list[int]:
         """The group of each parameter."""
-        return [index for index, group in enumerate(self.groups) for _ in group["params"]]
+        return [index for index, own in enumerate(self._lists) for _ in own]
 
     @cached_property
     def labels(self) -> list[str]:
         """What errors call each parameter."""
-        counts = [len(group["params"]) for group in self.groups]
+        counts = map(len, self._lists)
         return [self.label(group, i) for group, count in enumerate(counts) for i in range(count)]
 
     def label(self, group: int, index: int) -> str:
@@ -312,7 +351,7 @@ class Owned:
     @cached_property
     def device(self) -> torch.device:
         """The device of the first parameter; the CPU without parameters."""
-        first = next((group["params"][0] for group in self.groups if group["params"]), None)
+        first = next((own[0] for own in self._lists if own), None)
         if not (first is None or isinstance(first, torch.Tensor)):
             return self.params[0].device  # which says what is wrong
         return torch.device("cpu") if first is None else first.device
@@ -376,6 +415,25 @@ class Owned:
             f"{asked}={getattr(self.options, asked)!r} does not work for {label} on "
             f"{param.device}: {reason}; {everywhere} works everywhere"
         )
+
+
+def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of a group; none where there is no list of them."""
+    own = group.get("params")
+    return [p for p in own if isinstance(p, torch.Tensor)] if isinstance(own, (list, tuple)) else []
+
+
+def _plain(value: Any) -> object:
+    """A group's value as ranks compare it: the same of 1, 1.0 and a tensor of it."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [*map(_plain, value)]
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        return value
+    number = float(value)
+    return int(value) if number.is_integer() else number  # a seed has 64 bits
 
 
 def owned_of(optimizer: Any) -> Owned:

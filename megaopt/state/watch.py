@@ -135,8 +135,8 @@ class Watch:
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
                 found = self.module.look(self._guards, *was, *now)
-        except RuntimeError:  # a nested tensor has no shape
-            return None
+        except (RuntimeError, TypeError, KeyError):
+            return None  # a nested tensor has no shape, a group no list of parameters
         if found is None:
             return None
         moved, elsewhere, written, grads = found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,11 +31,14 @@ from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
 from megaopt.step.probing import is_probe
-from megaopt.step.ranks.meeting import Meeting, meeting_of
+from megaopt.step.ranks.meeting import Meeting, Sharers, agreement_of, meeting_of, sharers_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
+
+LONGEST = 1000
+"""Characters of the groups that a message shows."""
 
 Prepared = dict[torch.device, tuple[Any, Any]]
 """For each device the scalars, if they are made there, and the controls."""
@@ -112,6 +115,15 @@ class Preparations:
         return norm
 
 
+class Ties(NamedTuple):
+    """What binds this rank to others."""
+
+    exchanges: bool | None
+    """They send each other parts of matrices in every step; None: not known yet."""
+    sharers: list[Sharers]
+    """Who holds other parts of its parameters."""
+
+
 class Run:
     """One step on its way."""
 
@@ -183,6 +195,8 @@ class Stepper:
         """Whether passes of their own make those that launches do not."""
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
+        self._has_agreed = False
+        """Ranks that hold parts of matrices have compared what they are going to step."""
         self._preparations = Preparations()
         self._meeting: Meeting | None = None  # of the last step
         self._numbers = Numbers(options, self.rule)
@@ -191,8 +205,9 @@ class Stepper:
         self._stages: dict[bool, list[tuple[bool, list[Stage]]]] = {}
         self._is_shared = False
         """Other ranks hold parts of the same parameters."""
-        self._is_exchanged = False
-        """Ranks send each other parts of matrices in every step."""
+        self._ties = self._agreed = Ties(None, [])
+        """Those of the batches, and those in which all ranks agreed last: the others go by them,
+        whatever this rank's groups have become."""
         self._is_elsewhere = True
         """A weight lies elsewhere than its master knows."""
         self._can_capture: bool | None = None
@@ -202,13 +217,14 @@ class Stepper:
         """Groups with the stepper's options, rule, masters and homes: what a step works on."""
         return Owned(groups, self.options, self.rule, self.masters, self.homes)
 
-    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+    def reset(self, owned: Owned, written: Iterable[int] = ()) -> None:
         """Weights, masters or states are others: all is made anew, and compared from now on.
 
         written: places of parameters that were written since the last step.
         """
         self._batches, self._is_elsewhere, self._meeting = None, True, None
-        self.writes.reset(params, written)
+        self._agreed = Ties(None, sharers_of(owned.usual_views))
+        self.writes.reset(owned.params, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
@@ -287,6 +303,8 @@ class Stepper:
         Where this fails, other ranks are told, which would wait for this one.
         """
         captures = False
+        if not (self._has_agreed or self.was_stepped):
+            self._agree(groups, asked)
         try:
             request = request_of(asked, self.options, len(groups))
             if self._can_capture is not False:
@@ -322,26 +340,86 @@ class Stepper:
             if run.meeting is not None:
                 check_met(request)
         except Exception:
-            views = self.owned(groups).shared_views
-            measures = asked.clip_norm is not None or asked.skips_nonfinite(self.options)
-            measures = measures or self._is_exchanged or any(map(is_exchanged, views))
-            others = meeting_of(views, measures=measures, last=self._meeting)
-            if others is None and self._is_exchanged:  # what the groups say now has no matrices
-                others = self._meeting
-            if others is not None:
-                others.withdraw(asked.waits(self.options))
+            self._withdraw(groups, state, asked)
             raise
         return run
 
+    def _agree(self, groups: Sequence[Group], asked: Asked) -> None:
+        """Before a first step: ranks compare all that says whom they will meet, and for what.
+
+        Whatever groups say, all ranks come here that hold parts of parameters. Raises ValueError
+        where they differ, or for what one cannot step, on all of them.
+        """
+        met = self._first_met(groups)
+        if not met or is_capturing(met[0].device):
+            return
+        try:
+            owned = self.owned(groups)
+            owned.check_groups()
+            settings = owned.settings()
+            alike = settings, owned.described(), asked.clip_norm
+        except Exception:
+            self._disagree(met)
+            raise
+        got = f"{len(owned.params)} parameters in groups {settings[0]}"
+        others = agreement_of(met, alike, got[:LONGEST])
+        if others is not None:
+            others.compare()
+        self._has_agreed = True
+
+    def _first_met(self, groups: Sequence[Group]) -> list[Sharers]:
+        """Whom this rank meets before a first step; nobody without a rule for matrices."""
+        if self.options.MATRIX is None:
+            return []
+        return [*self._agreed.sharers, *sharers_of(self.owned(groups).usual_views)]
+
+    def _disagree(self, met: Sequence[Sharers]) -> None:
+        """Tells the ranks that compare what they have that this one raises an error."""
+        others = agreement_of(met, None)
+        if others is not None:
+            others.withdraw(False)
+
+    def withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
+        """In the place of a step that this rank cannot begin: tells the others, which wait for it.
+
+        Args: as for `step`.
+        """
+        met = [] if self._has_agreed or self.was_stepped else self._first_met(groups)
+        if met:
+            self._disagree(met)
+        else:
+            self._withdraw(groups, state, asked)
+
+    def _withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
+        """Meets the ranks in the place of `Meeting.meet`, where they go by what they know."""
+        views = self.owned(groups).shared_views
+        exchanged, sharers = self._agreed
+        new = [view for view in views if exchanged is None or not state.get(view.param)]
+        exchanges = bool(exchanged) or any(map(is_exchanged, new))
+        measures = exchanges or asked.clip_norm is not None or asked.skips_nonfinite(self.options)
+        others = meeting_of(views, (), (), measures, self._meeting, sharers, exchanges)
+        if others is not None:
+            others.withdraw(asked.waits(self.options))
+
     def _meeting_for(self, run: Run) -> Meeting | None:
-        """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it."""
-        batches = run.batches
-        measures = run.request.needs_norm or self._is_exchanged
-        if measures not in batches.meetings:
-            views, labels = run.owned.views, run.owned.labels
-            given = (views, labels, batches.batches, measures, self._meeting)
-            batches.meetings[measures] = meeting_of(*given)
-        return batches.meetings[measures]
+        """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it.
+
+        Where this rank's parameters have become others, so have those of all ranks, or they wait
+        for it as before: for this once it meets all.
+        """
+        batches, (exchanged, sharers), own = run.batches, self._agreed, self._ties
+        exchanges = bool(exchanged or own.exchanges)
+        measures = exchanges or run.request.needs_norm
+        is_usual = self._agreed is own or (
+            exchanges == own.exchanges and {*sharers} <= {*own.sharers}
+        )
+        if is_usual and measures in batches.meetings:
+            return batches.meetings[measures]
+        given = (run.owned.views, run.owned.labels, batches.batches, measures, self._meeting)
+        meeting = meeting_of(*given, sharers, exchanges)
+        if is_usual:
+            batches.meetings[measures] = meeting
+        return meeting
 
     # --- what there is to step
 
@@ -401,8 +479,8 @@ class Stepper:
             asked = self.quantities, self.passes
             made = [BatchDigests(batch, owned, *asked) for batch in batches.batches]
             batches.digests = [each for each in made if each.names]
-        self._is_shared = any(v.split is not None or v.group is not None for v in owned.views)
-        self._is_exchanged = any(map(is_exchanged, owned.views))
+        self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
+        self._ties = Ties(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
@@ -433,7 +511,7 @@ class Stepper:
             bool(batches.digests) and finish_digests,
         ]
         parts = [first]
-        for votes, own in ((self._is_exchanged, then), (is_exchanged, last)):
+        for votes, own in ((bool(self._ties.exchanges), then), (is_exchanged, last)):
             if votes:  # before an exchange, in which one that has failed would be waited for
                 parts.append(own)
             else:
@@ -466,6 +544,8 @@ class Stepper:
         owned = self.owned(groups)
         if request is not NOTHING or not is_probe(owned, state, asked.decoupled):
             return False
+        self._has_agreed = False  # what comes between it and the first step may differ
+        self.was_stepped = self.options.MATRIX is None
         if asked.decoupled:
             self.make_states(groups, state, range(len(owned.params)), check)
         else:
@@ -480,7 +560,7 @@ class Stepper:
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
-            counts = self._is_exchanged and not self.options.capturable
+            counts = self._ties.exchanges and not self.options.capturable
             names = ("step", *self.options.MATRIX_TURNS)
             turns = [group[name] for group in run.groups for name in names] if counts else ()
             found = run.meeting.meet(request, run.waits, look, turns)
@@ -492,6 +572,7 @@ class Stepper:
             found = None if all(flags) else request
         elif not bool(request.found_inf):
             found = replace(request, found_inf=None)
+        self._agreed = self._ties
         run.is_left_out = found is None
         run.request = found or request
 

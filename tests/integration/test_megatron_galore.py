@@ -154,10 +154,41 @@ WRONG = {
 @pytest.mark.parametrize("kind", names_but(WRONG, ("gap", "rank", "refresh")))
 def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
     """And all go on with the next step as if there had been none."""
-    case, (elsewhere, there) = CASES["std, by svd"], WRONG[kind]
+    assert_all_refuse(pools, once, kind, *WRONG[kind], steps=3)
+
+
+NO_LIST = "group 0: params must be the list of parameters that Megatron's distributed optimizer m"
+APART = {
+    "gap": DIFFER,
+    "rank": DIFFER,
+    "a rank that saves nothing": DIFFER,
+    "lr": DIFFER,
+    "a number for parameters": f"{NO_LIST}ade, got 5",
+    "no tensor": "parameter 0 of group 0 must be a tensor, got 'weight'",
+    "a parameter less": DIFFER,
+}
+LATER = {
+    "a number for parameters": APART["a number for parameters"],
+    "no tensor": APART["no tensor"],
+    "a parameter less": "master_weights must have one entry for each of the 27 parameters",
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_groups_that_differ_before_the_first_step_change_nothing(pools, once, kind):
+    assert_all_refuse(pools, once, kind, DIFFER, APART[kind], steps=0)
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_groups_that_differ_later_change_nothing(pools, once, kind):
+    assert_all_refuse(pools, once, kind, DIFFER, LATER[kind], steps=2)
+
+
+def assert_all_refuse(pools, once, kind, elsewhere, there, steps):
+    case = CASES["std, by svd"]
     case = replace(case, options={"galore": {**case.options["galore"], "update_proj_gap": 3}})
-    (straight,) = once(1, alone, case, 4)
-    for rank, (error, before, after, then) in enumerate(pools(3)(said_of, kind, case)):
+    (straight,) = once(1, alone, case, steps + 1)
+    for rank, (error, before, after, then) in enumerate(pools(3)(said_of, kind, case, steps)):
         assert (there if rank == 2 else elsewhere) in error
         assert_same(after, before)
         assert_same(then, straight)

@@ -10,7 +10,7 @@ from one_rank import group_of_one
 from runs import BF16, FP16, MASTER, assert_same, give_gradients, parameters, snapshot, train
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megaopt import FusedAdam
+from megaopt import FusedAdam, FusedMuon, GaLoreAdamW
 
 SHAPES = [(3, 4), (5,)]
 
@@ -222,6 +222,25 @@ def test_what_is_no_tensor_among_the_parameters_is_refused(place, junk, options,
         with pytest.raises(ValueError, match=message):
             getattr(optimizer, name)()
     own[:] = kept
+    assert_same(snapshot(optimizer), before)
+    train(optimizer, 1, first=steps)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("make", [FusedAdam, GaLoreAdamW, FusedMuon])
+@pytest.mark.parametrize("junk", [5, None, torch.ones(2, 2), "xy", {1: 2}], ids=str)
+@pytest.mark.sample(3)
+def test_what_is_no_list_of_parameters_is_refused(junk, make, steps):
+    optimizer = make(parameters(SHAPES), dtype=torch.float32)
+    train(optimizer, steps)
+    before, group = snapshot(optimizer), optimizer.param_groups[0]
+    kept = group["params"]
+    give_gradients(kept, steps)
+    group["params"] = junk
+    for name in ("step", "state_dict", "initialize_states", "refresh_masters"):
+        with pytest.raises(ValueError, match=r"^group 0: params must be a list of tensors"):
+            getattr(optimizer, name)()
+    group["params"] = kept
     assert_same(snapshot(optimizer), before)
     train(optimizer, 1, first=steps)
 

@@ -84,6 +84,10 @@ def bytes_of_a_refresh(shape, is_first, rank):
     return passes * 8 * (shape[1] * rank + rank + 1) + 4 + 2 * 8 + asked
 
 
+MESSAGE = 8 * (16 * 16 * 2 + 4)
+"""Bytes of the message in which ranks compare what they are going to step, at the first step."""
+
+
 def bytes_by_turns(steps, stagger, replicas=1, shapes=SHAPES, rank=RANK):
     """For each step what the refreshes whose turn it is communicate."""
     found = []

@@ -157,7 +157,18 @@ PLACES = {
     "refresh": (galore, "refreshed"),
     "update": (galore, "projected_back"),
 }
-CHANGED = {"gap": {"update_proj_gap": 1}, "rank": {"rank": None}}
+CHANGED = {
+    "gap": {"update_proj_gap": 1},
+    "rank": {"rank": None},
+    "a rank that saves nothing": {"rank": 1000},
+    "lr": {"lr": 0.5},
+    "a number for parameters": {"params": 5},
+}
+EDITED = {
+    "no tensor": lambda params: params.__setitem__(0, "weight"),
+    "a parameter less": lambda params: params.__delitem__(0),
+}
+"""What becomes of the parameters of the first group that is stepped, Megatron's or ours."""
 
 
 @contextlib.contextmanager
@@ -172,19 +183,32 @@ def changed_groups(groups, values):
             group.update(own)
 
 
-def said_of(kind, case):
+@contextlib.contextmanager
+def edited(params, edit):
+    kept = list(params)
+    edit(params)
+    try:
+        yield
+    finally:
+        params[:] = kept
+
+
+def said_of(kind, case, steps=3):
     """The error of a step in which the last rank does something else, and what was before and is.
 
     kind: it lacks a "gradient", or fails in the "exchange", in a "refresh" or at an "update"; or
-    its groups have another "gap", or no "rank".
+    its groups are CHANGED or EDITED.
+    steps: taken before.
     """
     trainer = Trainer(case)
-    train(trainer, 3)
-    before, (leaf,) = snapshot(trainer), leaves(trainer.optimizer)
+    train(trainer, steps)
+    (leaf,) = leaves(trainer.optimizer)
+    leaf.fused.initialize_states()
+    before = snapshot(trainer)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     trainer.chunk.zero_grad_buffer()
     params = list(trainer.chunk.module.parameters())
-    for param, grad in zip(params, grads_of(3, params), strict=True):
+    for param, grad in zip(params, grads_of(steps, params), strict=True):
         param.main_grad.copy_(grad)
     trainer.optimizer.prepare_grads()
     shard = next(iter(leaf.shards.values()))
@@ -193,12 +217,14 @@ def said_of(kind, case):
         failing = mock.patch.object(shard, "decoupled_grad", None)
     elif is_last and kind in CHANGED:
         failing = changed_groups(trainer.optimizer.param_groups, CHANGED[kind])
+    elif is_last and kind in EDITED:
+        failing = edited(leaf.fused.param_groups[0]["params"], EDITED[kind])
     elif is_last:
         failing = mock.patch.object(*PLACES[kind], side_effect=RuntimeError("no memory"))
     with failing:
         error = raised_by(trainer.optimizer.step_with_ready_grads)
     after = snapshot(trainer)
-    train(trainer, 1, 3)
+    train(trainer, 1, steps)
     return error, before, after, snapshot(trainer)
 
 

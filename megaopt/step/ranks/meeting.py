@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.step.preparation import Measured, Request
@@ -24,6 +25,16 @@ Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
 Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
 """For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
+
+
+class Sharers(NamedTuple):
+    """Ranks that hold the other parts of some parameters."""
+
+    device: torch.device
+    split: Any
+    """The mesh and its dimensions that split DTensors, or None."""
+    group: Any
+    """The process group of fp8 weights, or None."""
 
 
 class Meeting:
@@ -52,6 +63,10 @@ class Meeting:
         """The plans and peers whose gradients make the norm on a device, after the ranks met."""
         whole = [each.plan for each in self._whole if each.device == device]
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
+
+    def compare(self) -> None:
+        """Meets to compare alone. Raises ValueError where ranks differ, on all of them."""
+        self.meet(Request(), False, lambda device: torch.zeros(1, dtype=torch.int64, device=device))
 
     def meet(
         self, request: Request, waits: bool, look: Look, turns: Sequence[int] = ()
@@ -177,7 +192,7 @@ class Meeting:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
         for each in self._peers:
-            reduced(vote, each.groups if each.is_read_at_once else ())
+            reduced(vote, each.all_groups if each.is_read_at_once else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
@@ -198,12 +213,36 @@ class Meeting:
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
 
+def sharers_of(views: Iterable[ParamView]) -> list[Sharers]:
+    """Whom a rank may meet: those who hold other parts of these parameters; each once."""
+    shared = [view for view in views if view.split is not None or view.group is not None]
+    return [*dict.fromkeys(Sharers(each.param.device, each.split, each.group) for each in shared)]
+
+
+def agreement_of(met: Iterable[Sharers], alike: object, got: str = "") -> Meeting | None:
+    """With all ranks that have a part or a copy, before a first step; None if there are none.
+
+    Args:
+        met: whom to meet, in an order that all ranks have.
+        alike: what they must have alike.
+        got: what an error shows of it.
+    """
+    meshes = dict.fromkeys((each.device, each.split[0]) for each in met if each.split is not None)
+    if not meshes:
+        return None
+    digest = digest_of(alike)
+    peers = [_peers(device, mesh, range(mesh.ndim), digest, [], True) for device, mesh in meshes]
+    return Meeting(_in_order(peers), [], _refusal(got), None)
+
+
 def meeting_of(
     views: Sequence[ParamView],
     labels: Sequence[str] = (),
     batches: Sequence[Any] = (),
     measures: bool = False,
     last: Meeting | None = None,
+    met: Iterable[Sharers] = (),
+    exchanges: bool = False,
 ) -> Meeting | None:
     """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
 
@@ -220,16 +259,19 @@ def meeting_of(
         batches: of the parameters that have a gradient; each holds those of one split.
         measures: whether the step measures its gradients.
         last: the meeting before, of these batches or others.
+        met: who is met in any case.
+        exchanges: whether ranks send each other parts of matrices: those with copies are met too.
 
     Raises ValueError for a parameter of FSDP1's in a step that measures.
     """
     if measures:
         _check_not_flattened(views, labels)
-    found: dict[Any, list[int]] = {}
+    met = [*met, *sharers_of(views)]
+    found: dict[Sharers, list[int]] = {own: [] for own in met if own.group or measures}
     for place, view in enumerate(views):
-        if view.group or (measures and view.split is not None):
-            device = None if view.split is None else view.param.device
-            found.setdefault((device, view.split, view.group), []).append(place)
+        own = Sharers(view.param.device, view.split, view.group)
+        if own in found:
+            found[own].append(place)
     if not found:
         return None
     formats = {place: each.formats for each in batches for place in each.positions}
@@ -239,20 +281,34 @@ def meeting_of(
     for (device, split, group), places in found.items():
         if split is None:
             places.sort(key=lambda place: views[place].number(place))
-            own = digest_of([described[place] for place in places if place in formats])
-            shares.append(Peers(views[places[0]].param.device, [group], own))
+            alike = digest_of([described[place] for place in places if place in formats])
+            shares.append(Peers(device, [group], alike))
         else:
-            mesh, dims = split
-            groups = [mesh.get_group(dim) for dim in dims]
             plans = [each.plan for each in batches if each.positions[0] in places]
-            kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), dims)
-            splits.append(Peers(device, groups, everything, plans, kind))
-    splits.sort(key=lambda each: -each.size)
-    for each in splits:
-        each.meetings = digest_of([split.kind for split in splits])
+            mesh, dims = split
+            splits.append(_peers(device, mesh, dims, everything, plans, exchanges))
+    splits = _in_order(splits)
     shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
     whole = [each for each in batches if views[each.positions[0]].split is None]
-    return Meeting([*splits, *shares], whole, _refusal(len(views), formats), last)
+    return Meeting([*splits, *shares], whole, _refusal(_counted(len(views), formats)), last)
+
+
+def _peers(
+    device: torch.device, mesh: Any, dims: Sequence[int], alike: int, plans: list[Plan], all_: bool
+) -> Peers:
+    """The ranks of some dimensions of a mesh; all_: and those of the others, with their copies."""
+    groups = [mesh.get_group(dim) for dim in dims]
+    copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if all_ and dim not in dims]
+    kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(dims))
+    return Peers(device, groups, alike, plans, kind, copies)
+
+
+def _in_order(splits: Iterable[Peers]) -> list[Peers]:
+    """The most ranks at first, whatever order they were found in; each tells of all meetings."""
+    found = sorted(splits, key=lambda each: (-each.size, repr(each.kind)))
+    for each in found:
+        each.meetings = digest_of([split.kind for split in found])
+    return found
 
 
 def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
@@ -260,20 +316,24 @@ def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
     # ranks meet in batches of matrices, and another dtype makes another batch
     grad = own and own.matrix and own.grad.name
     kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix, grad)
-    weight = None if view.weight is None else (view.weight.recipe, view.weight.dtype)
-    return view.whole_shape, view.param.dtype, view.sharding, weight, kept
+    return (*view.described, kept)
 
 
-def _refusal(params: int, formats: Mapping[int, Formats]) -> str:
-    """The message for ranks that do not step the same; of this rank what it steps."""
+def _counted(params: int, formats: Mapping[int, Formats]) -> str:
+    """What a rank steps."""
     masters = sum(each.master.present for each in formats.values())
+    return f"{params} parameters, {len(formats)} gradients and {masters} masters"
+
+
+def _refusal(got: str) -> str:
+    """The message for ranks that do not step the same; of this rank what it has."""
     return (
         "ranks that hold parts of the same parameters must step the same (order, groups, names, "
         "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "
         "empty; which have a gradient, formats of masters and moments, clip_norm, nonfinite, and "
-        "the steps taken and update_proj_gap where matrices go to owners), got "
-        f"{params} parameters, {len(formats)} gradients and {masters} masters on rank "
-        f"{dist.get_rank()}, and something else, or an error, on another"
+        "the steps taken and update_proj_gap where matrices go to owners; with rules for matrices "
+        "also all options and numbers of groups at a first step), got "
+        f"{got} on rank {dist.get_rank()}, and something else, or an error, on another"
     )
 
 

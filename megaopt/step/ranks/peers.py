@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -56,6 +56,7 @@ class Peers:
         alike: a digest of what the ranks must have alike of their parameters.
         plans: of those that are measured; None where no step measures them here.
         kind: what the ranks know the meeting by, and have in common.
+        copies: who has copies of the same parts, and hears the words alone.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Peers:
         alike: int,
         plans: list[Plan] | None = None,
         kind: object = None,
+        copies: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.device, self.groups, self.plans = device, groups, plans
+        self._copies = copies
         self.alike, self.kind = alike, kind
         self.meetings = 0
         """A digest of the kinds of all meetings, where ranks have all in common."""
-        self.size = prod(map(dist.get_world_size, groups))
+        self.size = prod(map(dist.get_world_size, self.all_groups))
         self.measures = plans is not None
         """They meet in steps that measure their gradients, and in no others."""
         self._sent = DeviceTable(device)
@@ -79,6 +82,11 @@ class Peers:
             bins = new_bins(device)[: None if self.measures else 0]
             own = self._message = torch.cat([bins.flatten(), bins.new_zeros(WORDS)])
             self._bins, self._words = own[:-WORDS].view(bins.shape), own[-WORDS:]
+
+    @property
+    def all_groups(self) -> list[dist.ProcessGroup]:
+        """Those of parts, then those of copies."""
+        return [*self.groups, *self._copies]
 
     @property
     def is_read_at_once(self) -> bool:
@@ -109,6 +117,7 @@ class Peers:
     def meet(self) -> None:
         """Adds up the messages of all ranks."""
         reduced(self._message, self.groups, SUM)
+        reduced(self._words, self._copies, SUM)
 
     def heard(self) -> torch.Tensor:
         """int64 [WORDS], 0 or 1: which digests are others, and what is set, on any rank."""

@@ -1,0 +1,161 @@
+"""Ranks whose settings or parameters are not the same: all raise, and nothing has changed on any.
+
+None is left waiting in a collective that another does not enter.
+"""
+
+import apart_ranks
+import pytest
+from apart_ranks import built, meshes_apart, one_matrix
+from runs import assert_same
+
+from megaopt import FusedMuon, GaLoreAdamW
+
+DIFFER = "ranks that hold parts of the same parameters must step the same"
+RANKED = {"lr": 0.01, "rank": 3, "update_proj_gap": 2}
+KINDS = {
+    "left": (GaLoreAdamW, {**RANKED, "proj_type": "left", "seed": 2**64 - 1}),
+    "right": (GaLoreAdamW, {**RANKED, "proj_type": "auto"}),
+    "saves nothing": (GaLoreAdamW, {**RANKED, "rank": 1000}),
+    "muon": (FusedMuon, {"momentum_buffer_dtype": "bfloat16_stochastic"}),
+}
+OF_ALL = {
+    "lr": 0.5,
+    "lr of 0": {"lr": 0.0},
+    "betas": (0.5, 0.999),
+    "eps": 1e-3,
+    "weight_decay": 0.3,
+    "seed": 2**64 - 2,
+    "step": 5,
+    "param_numbers": [3, 4],
+}
+OTHERS = {
+    GaLoreAdamW: {
+        **OF_ALL,
+        "rank": 4,
+        "a rank that saves nothing": {"rank": 999},
+        "no rank": {"rank": None},
+        "update_proj_gap": 3,
+        "scale": 0.25,
+        "proj_type": "reverse_std",
+        "bias_correction": False,
+    },
+    FusedMuon: {
+        **OF_ALL,
+        "adam_eps": 1e-3,
+        "momentum": 0.5,
+        "nesterov": False,
+        "ns_steps": 3,
+        "ns_coefficients": "quintic",
+        "adjust_lr_fn": "spectral",
+        "use_muon": False,
+        "split_sizes": [1],
+    },
+}
+PARAMETERS = {
+    "a text in its place": (apart_ranks.no_tensor, None, "parameter 0 of group 0 must be a tensor"),
+    "removed": (apart_ranks.removed, None, DIFFER),
+    "turned": (apart_ranks.turned, None, DIFFER),
+    "a number": (apart_ranks.no_list, 5, "group 0: params must be a list of tensors, got 5"),
+    "not there": (apart_ranks.without, None, "group 0: params must be a list of tensors, got None"),
+}
+
+
+def assert_all_refuse(on_ranks, world, kind, changes, there=DIFFER, **named):
+    """Each rank says so, nothing has changed, and the next step is as if there had been none."""
+    make, options = KINDS[kind]
+    found = on_ranks(world, apart_ranks.said_of, make, options, changes, **named)
+    steps, agreeing = named.pop("steps", 0), {"build": built, "replicas": 1, **named}
+    straight = on_ranks(world, apart_ranks.trained, make, options, steps + 1, **agreeing)
+    for rank, (error, before, after, then) in enumerate(found):
+        assert (there if rank in changes else DIFFER) in error
+        assert_same(after, before)
+        assert_same(then, straight[rank])
+
+
+def changed(kind, name):
+    """The edit of a group by which one of OTHERS gets into it."""
+    value = OTHERS[KINDS[kind][0]][name]
+    return apart_ranks.others, value if isinstance(value, dict) else {name: value}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, (make, _) in KINDS.items() for name in OTHERS[make]]
+)
+@pytest.mark.sample(3)
+def test_options_that_differ_before_the_first_step(on_ranks, kind, name):
+    assert_all_refuse(on_ranks, 2, kind, {1: (0, *changed(kind, name))})
+
+
+def test_the_message_says_what_this_rank_has(on_ranks):
+    make, options = KINDS["left"]
+    changes = {1: (0, apart_ranks.others, {"rank": 1000})}
+    for rank, (error, *_) in enumerate(on_ranks(2, apart_ranks.said_of, make, options, changes)):
+        assert f"'rank': {1000 if rank else 3}, " in error
+        assert f"on rank {rank}, and something else, or an error, on another" in error
+
+
+@pytest.mark.parametrize("name", OTHERS[FusedMuon])
+def test_two_of_three_ranks_may_differ_from_the_first(on_ranks, name):
+    edit = changed("muon", name)
+    assert_all_refuse(on_ranks, 3, "muon", {0: (1, *edit), 2: (1, *edit)})
+
+
+@pytest.mark.parametrize("name", ["rank", "update_proj_gap", "a rank that saves nothing", "lr"])
+@pytest.mark.parametrize("kind", ["left", "right"])
+def test_copies_of_shards_differ(on_ranks, kind, name):
+    """Ranks of one row of a mesh agree with one another, and not with those that have copies."""
+    edit = (0, *changed(kind, name))
+    assert_all_refuse(on_ranks, 4, kind, {2: edit, 3: edit}, replicas=2)
+
+
+@pytest.mark.parametrize("options", [{"update_proj_gap": 3}, {"rank": None}], ids=str)
+def test_copies_of_shards_differ_in_a_later_step(on_ranks, options):
+    there = DIFFER if "rank" not in options else "state 'exp_avg'"
+    edit = (0, apart_ranks.others, options)
+    assert_all_refuse(on_ranks, 4, "left", {2: edit, 3: edit}, there, replicas=2, steps=2)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("edit", PARAMETERS)
+@pytest.mark.parametrize("kind", ["left", "muon"])
+@pytest.mark.sample(2)
+def test_parameters_that_differ(on_ranks, kind, edit, steps):
+    function, value, there = PARAMETERS[edit]
+    assert_all_refuse(on_ranks, 2, kind, {1: (0, function, value)}, there, steps=steps)
+
+
+@pytest.mark.parametrize("kind", ["left", "muon"])
+def test_a_parameter_is_marked_as_an_embedding(on_ranks, kind):
+    change = (0, apart_ranks.marked, "is_embedding_or_output_parameter")
+    assert_all_refuse(on_ranks, 2, kind, {1: change})
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("edit", ["a text in its place", "removed", "a number"])
+def test_the_only_parameter_of_a_mesh_is_gone(on_ranks, edit, steps):
+    """The others of its ranks wait there for this one."""
+    function, value, there = PARAMETERS[edit]
+    changes = {1: (0, function, value)}
+    assert_all_refuse(on_ranks, 2, "left", changes, there, steps=steps, build=meshes_apart)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("kind", ["left", "muon"])
+def test_the_only_matrix_is_gone(on_ranks, kind, steps):
+    """What this rank has left needs nobody; the others wait with the matrix."""
+    changes = {1: (0, apart_ranks.removed, None)}
+    assert_all_refuse(on_ranks, 2, kind, changes, steps=steps, build=one_matrix)
+
+
+def test_one_rank_clips(on_ranks):
+    """The norm would be found by all."""
+    make, options = KINDS["right"]
+    for error in on_ranks(2, apart_ranks.said_of_a_norm, make, options):
+        assert DIFFER in error
+
+
+def test_all_ranks_may_change_together(on_ranks):
+    """Parameters go, also the only one of a mesh: the others' steps are as without it."""
+    make, options = KINDS["left"]
+    for found, expected in on_ranks(2, apart_ranks.going_together, make, options):
+        assert_same(found, expected)

@@ -89,7 +89,7 @@ MESSAGE = 8 * (16 * 16 * 2 + 4)
 
 
 def bytes_by_turns(steps, stagger, replicas=1, shapes=SHAPES, rank=RANK):
-    """For each step what the refreshes whose turn it is communicate."""
+    """For each step what ranks communicate: refreshes whose turn it is, and at first a message."""
     found = []
     for step in range(steps):
         due = [
@@ -100,6 +100,7 @@ def bytes_by_turns(steps, stagger, replicas=1, shapes=SHAPES, rank=RANK):
         found.append(sum(bytes_of_a_refresh(*each, rank) for each in due))
         if replicas > 1:  # the projection, from the first copy
             found[-1] += sum(4 * rank * shape[1] for shape, _ in due)
+    found[0] += MESSAGE * min(replicas, 2)  # one for each dimension of the mesh
     return found
 
 

@@ -34,9 +34,8 @@ class Shards(FusedOptimizer):
         return super().step(closure, clip_coefficient=coefficient, **kwargs)
 
     def withdraw(self) -> None:
-        """In the place of a step that this rank cannot begin: others may wait for it."""
-        asked = Asked(clip_coefficient=self.clip_coefficient, decoupled=self.use_decoupled_grad)
-        self.stepper.withdraw(self.param_groups, self.state, asked)
+        """Tells the other ranks that this one cannot begin the step, in which they may wait."""
+        self.stepper.withdraw(self.param_groups, self.state, Asked())
 
     def weight_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The shard itself: Megatron's parameters are the weights."""

@@ -172,7 +172,7 @@ class ParamView:
 
     @property
     def described(self) -> tuple[object, ...]:
-        """What ranks that hold parts of it must have alike of it."""
+        """The shape, dtypes and sharding, which ranks that hold parts of it must have alike."""
         weight = None if self.weight is None else (self.weight.recipe, self.weight.dtype)
         return self.whole_shape, self.param.dtype, self.sharding, weight
 

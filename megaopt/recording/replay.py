@@ -38,7 +38,7 @@ def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
     kept = [source for source in sorted(numbers) if paths[source].is_file()]
     if not kept:
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
-    kinds = {source: _kind(recorded.optimizers[source]["class"]) for source in kept}
+    kinds = {source: _kind(recorded.optimizers[source]["class"], backend) for source in kept}
     found: list[str] = []
     for source, kind in kinds.items():
         described = recorded.optimizers[source]["groups"]
@@ -69,8 +69,9 @@ def _differences(
     """
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in described]
     params = {name: _param(name, kept[name]) for group in names for name in group}
-    for name in (name for name in kept if "grad" in kept[name] and name not in params):
-        raise RecordingError(f"groups at the run's end must have the step's, got no {name}")
+    lost = [name for name in kept if "grad" in kept[name] and name not in params]
+    if lost:
+        raise RecordingError(f"groups at the run's end must have the step's, got no {lost[0]}")
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
@@ -115,9 +116,14 @@ def _option(value: Any) -> Any:
     return float.fromhex(value) if isinstance(value, str) and "0x" in value else value
 
 
-def _kind(path: str) -> type[torch.optim.Optimizer]:
-    """The recorded class; RecordingError where it is not here, or its step wants a closure."""
+def _kind(path: str, backend: str | None) -> type[torch.optim.Optimizer]:
+    """The recorded class; RecordingError where it is not here, or its step wants a closure.
+
+    Also where it is not ours, and a backend is asked for.
+    """
     module, _, name = path.rpartition(".")
+    if backend is not None and not module.startswith("megaopt."):
+        raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
     try:
         kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -139,9 +145,6 @@ def _made(
 ) -> torch.optim.Optimizer:
     """An optimizer of the recorded class, with the options that each group had."""
     is_own = kind.__module__.startswith("megaopt.")
-    if backend is not None and not is_own:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        raise RecordingError(f"backend must be torch for {name}, got {backend!r}")
     options: dict[str, Any] = _own_options(groups[0], has_masters) if is_own else {}
     if backend is not None:
         options["backend"] = backend

@@ -139,9 +139,9 @@ class Owned:
         return found
 
     def settings(self) -> list[object]:
-        """What ranks that hold parts of the same parameters must have alike, but for these.
+        """The groups' numbers, how many parameters each has, and the options.
 
-        Of each group its numbers, with the values of tensors, and how many parameters it has.
+        Ranks that hold parts of the same parameters must have them alike.
         """
         options = self.options
         names = (*options.names_but_step, *options.MATRIX_KEYS, *options.MATRIX_TURNS, "step")
@@ -152,7 +152,7 @@ class Owned:
         return [groups, [*map(len, self._lists)], options, self.wants_masters]
 
     def described(self) -> list[object]:
-        """The same of each parameter: how it is stepped, and where its state is."""
+        """The name of each parameter, how it is stepped, and where its state is; likewise."""
         return [
             (label, number, view.described, view.matrix, view.home and view.home.placement)
             for label, number, view in zip(self.labels, self.numbers, self.views, strict=True)

@@ -116,7 +116,7 @@ class Preparations:
 
 
 class Ties(NamedTuple):
-    """What binds this rank to others."""
+    """The ranks that this one depends on, and how."""
 
     exchanges: bool | None
     """They send each other parts of matrices in every step; None: not known yet."""
@@ -380,7 +380,7 @@ class Stepper:
             others.withdraw(False)
 
     def withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
-        """In the place of a step that this rank cannot begin: tells the others, which wait for it.
+        """Tells the ranks that wait for this one that it cannot begin the step.
 
         Args: as for `step`.
         """
@@ -397,7 +397,9 @@ class Stepper:
         new = [view for view in views if exchanged is None or not state.get(view.param)]
         exchanges = bool(exchanged) or any(map(is_exchanged, new))
         measures = exchanges or asked.clip_norm is not None or asked.skips_nonfinite(self.options)
-        others = meeting_of(views, (), (), measures, self._meeting, sharers, exchanges)
+        others = meeting_of(
+            views, measures=measures, last=self._meeting, met=sharers, exchanges=exchanges
+        )
         if others is not None:
             others.withdraw(asked.waits(self.options))
 

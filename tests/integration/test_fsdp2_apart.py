@@ -142,7 +142,7 @@ def test_the_only_parameter_of_a_mesh_is_gone(on_ranks, edit, steps):
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kind", ["left", "muon"])
 def test_the_only_matrix_is_gone(on_ranks, kind, steps):
-    """What this rank has left needs nobody; the others wait with the matrix."""
+    """One rank has a vector left, which needs nobody; the others wait with the matrix."""
     changes = {1: (0, apart_ranks.removed, None)}
     assert_all_refuse(on_ranks, 2, kind, changes, steps=steps, build=one_matrix)
 

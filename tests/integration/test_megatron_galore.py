@@ -157,13 +157,16 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(pools, once, kind):
     assert_all_refuse(pools, once, kind, *WRONG[kind], steps=3)
 
 
-NO_LIST = "group 0: params must be the list of parameters that Megatron's distributed optimizer m"
+NO_LIST = (
+    "group 0: params must be the list of parameters that Megatron's distributed optimizer made, "
+    "got 5"
+)
 APART = {
     "gap": DIFFER,
     "rank": DIFFER,
     "a rank that saves nothing": DIFFER,
     "lr": DIFFER,
-    "a number for parameters": f"{NO_LIST}ade, got 5",
+    "a number for parameters": NO_LIST,
     "no tensor": "parameter 0 of group 0 must be a tensor, got 'weight'",
     "a parameter less": DIFFER,
 }

@@ -320,13 +320,13 @@ def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
 
 
 def _counted(params: int, formats: Mapping[int, Formats]) -> str:
-    """What a rank steps."""
+    """The counts of what a rank steps, for a message."""
     masters = sum(each.master.present for each in formats.values())
     return f"{params} parameters, {len(formats)} gradients and {masters} masters"
 
 
 def _refusal(got: str) -> str:
-    """The message for ranks that do not step the same; of this rank what it has."""
+    """The message for ranks that do not step the same; got: what this one has."""
     return (
         "ranks that hold parts of the same parameters must step the same (order, groups, names, "
         "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "

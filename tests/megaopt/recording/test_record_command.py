@@ -74,7 +74,7 @@ def run(folder, *arguments, **more):
 
 @pytest.fixture(scope="module")
 def recorded(folder):
-    """What a script does alone, and recorded into "a"; "b" is of another way to start."""
+    """Runs a script alone, and recorded into "a" and, started in another way, "b"."""
     script = [sys.executable, "train.py", "0.01", "0"]
     level = ["--level", "blocks"]
     both = [script, command("--out", "a", *level, "--", *script)]

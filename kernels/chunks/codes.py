@@ -34,15 +34,23 @@ def loaded_moment(chunk, scale, block, FORMATS: tl.constexpr, INDEX: tl.constexp
 @helper
 def loaded_param(pointers, master_scale, offsets, mask, FORMATS: tl.constexpr):
     """The fp32 value that the rule updates: the master's where there is one, else the weight's."""
-    if FORMATS.master.joined:
+    weight_code, master_code = 0, 0
+    if FORMATS.master.joined or not FORMATS.master.present:
         weight_code = load_block(pointers.weight, offsets, mask)
+    if FORMATS.master.present:
         master_code = load_block(pointers.master, offsets, mask)
+    return param_of_codes(weight_code, master_code, master_scale, FORMATS)
+
+
+@helper
+def param_of_codes(weight_code, master_code, master_scale, FORMATS: tl.constexpr):
+    """The same of codes; of those that are not needed 0."""
+    if FORMATS.master.joined:
         param = FORMATS.master.decode(weight_code, master_code)
     elif FORMATS.master.present:
-        master_code = load_block(pointers.master, offsets, mask)
         param = FORMATS.master.decode(master_code, master_scale)
     else:
-        param = FORMATS.weight.decode(load_block(pointers.weight, offsets, mask), 1.0)
+        param = FORMATS.weight.decode(weight_code, 1.0)
     if FORMATS.in_place:
         param *= master_scale  # scale_inv of the codes
     return param

@@ -8,18 +8,28 @@ the step's own functions; of a workspace the program does that whose slab is the
 
 The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
 order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
-as large as the matrix, is never in memory.
+as large as the matrix, is never in memory. Matrices of whole tiles are updated by strips, whose
+tiles come by tensor descriptors while those before are computed.
 """
 
 from __future__ import annotations
 
 from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block, stored_moments
-from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry, place_of
-from megaopt.kernels.chunks.codes import loaded_moments, loaded_param
+from megaopt.kernels.chunks.chunk import (
+    Block,
+    Chunk,
+    Column,
+    Pointers,
+    Scales,
+    entry,
+    place_of,
+)
+from megaopt.kernels.chunks.codes import loaded_moments, loaded_param, param_of_codes
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
 from megaopt.kernels.matrix.products import added_product, loaded, operand, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
+from megaopt.kernels.products.chain import chained
 from megaopt.kernels.step.kernel import controls_of, draw_row, is_left_out, scalars_of
 from megaopt.kernels.step.update import canonical_values, controlled_grad, stored_block, updated
 
@@ -54,6 +64,12 @@ def operand_tile(
     mask = (row[:, None] < rows) & (column[None, :] < columns)
     tile = loaded(ptr, row[:, None] * stride + column[None, :], mask, PRODUCT.even)
     return taken(tile, FORMAT, PRECISION)
+
+
+@helper
+def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The descriptor of a matrix, of which tiles [HEIGHT, WIDTH] are loaded."""
+    return tl.make_tensor_descriptor(ptr, [rows, columns], [stride, 1], [HEIGHT, WIDTH])
 
 
 # --- the projections as products take them
@@ -160,6 +176,40 @@ def slab_sum(
 
 
 @helper
+def described_sum(
+    places, corner, slab, PRODUCT: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+    RANKS: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    """fp32 [OUTER, RANKS] from a corner on, of all slabs; of one alone with SLAB None.
+
+    places: descriptors of gradient and projection. In one loop, so that a slab's first tiles are
+    on their way while the last one is summed.
+    """
+    grads, projections = places
+    outer, rank = corner
+    first, last = slab
+    FORM: tl.constexpr = PRODUCT.form
+    PROJECTION_FORM: tl.constexpr = PRODUCT.projection
+    PRECISION: tl.constexpr = PRODUCT.precision
+    found, total = tl.zeros((OUTER, RANKS), tl.float32), tl.zeros((OUTER, RANKS), tl.float32)
+    for start in range(loop_bound(first), loop_bound(last), INNER):
+        if PRODUCT.on_left:
+            left = tl.trans(taken(grads.load([start, outer]), FORM, PRECISION))
+        else:
+            left = taken(grads.load([outer, start]), FORM, PRECISION)
+        if PRODUCT.on_left and not PRODUCT.turned:
+            right = taken(projections.load([start, rank]), PROJECTION_FORM, "ieee")
+        else:
+            right = tl.trans(taken(projections.load([rank, start]), PROJECTION_FORM, "ieee"))
+        found = added_product(left, right, found, PRECISION)
+        if SLAB is not None:  # noqa: SIM102 at compile time, the other at run time
+            if (start + INNER) % SLAB == 0 or start + INNER >= last:
+                total += found
+                found = tl.zeros((OUTER, RANKS), tl.float32)
+    return found if SLAB is None else total
+
+
+@helper
 def low_places(first, ends, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets of some rows of a tile as they lie in memory, and which of these there are."""
     row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -209,6 +259,7 @@ def project_kernel(
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
+    DESCRIBED: tl.constexpr,  # tiles come by tensor descriptors
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
     RANKS: tl.constexpr,  # of a tile
@@ -238,15 +289,36 @@ def project_kernel(
     grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
     projection_ptr = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     projection_ptr += rank.to(tl.int64) * (1 if LEFT and not PRODUCT.turned else terms)
-    total = tl.zeros((OUTER, RANKS), tl.float32)
-    for slab in range(1 if APART else SLABS):
-        first = (part + slab) * SLAB
-        last = tl.minimum(first + SLAB, terms)
-        found = slab_sum(
-            (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
-            PRODUCT, OUTER, INNER, RANKS,
+    if DESCRIBED:
+        grads = entry(own, GRAD).to(tl.pointer_type(PRODUCT.element))
+        stride = columns.to(tl.int64)
+        if LEFT:
+            grads = described(grads, rows, columns, stride, INNER, OUTER)
+        else:
+            grads = described(grads, rows, columns, stride, OUTER, INNER)
+        factor = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+        if LEFT and not PRODUCT.turned:
+            factor = described(factor, terms, RANK, RANK, INNER, RANKS)
+        else:
+            factor = described(factor, RANK, terms, terms.to(tl.int64), RANKS, INNER)
+        first, last = tl.minimum(part * SLAB, terms), terms
+        if APART:
+            last = tl.minimum(first + SLAB, terms)
+        ONE: tl.constexpr = SLABS == 1 or APART
+        total = described_sum(
+            (grads, factor), (outer, rank), (first, last), PRODUCT, OUTER, INNER, RANKS,
+            None if ONE else SLAB,
         )  # fmt: skip
-        total = found if SLABS == 1 or APART else total + found
+    else:
+        total = tl.zeros((OUTER, RANKS), tl.float32)
+        for slab in range(1 if APART else SLABS):
+            first = (part + slab) * SLAB
+            last = tl.minimum(first + SLAB, terms)
+            found = slab_sum(
+                (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
+                PRODUCT, OUTER, INNER, RANKS,
+            )  # fmt: skip
+            total = found if SLABS == 1 or APART else total + found
     ROWS: tl.constexpr = RANKS if LEFT else OUTER
     COLUMNS: tl.constexpr = OUTER if LEFT else RANKS
     if LEFT:  # as it lies in memory
@@ -441,3 +513,94 @@ def back_project_kernel(
         chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
         updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
         column, start, pointers = column + COLUMNS, start_after, after
+
+
+@helper
+def param_places(
+    pointers, rows, columns, FORMATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Descriptors of weight and master, of those that an update reads; 0 of others."""
+    weight, master, stride = 0, 0, columns.to(tl.int64)
+    if FORMATS.master.joined or not FORMATS.master.present:
+        weight = described(pointers.weight, rows, columns, stride, ROWS, COLUMNS)
+    if FORMATS.master.present:
+        master = described(pointers.master, rows, columns, stride, ROWS, COLUMNS)
+    return weight, master
+
+
+@helper
+def described_param(weight, master, row, column, FORMATS: tl.constexpr):
+    """fp32, a tile as loaded_param has it."""
+    weight_code, master_code = 0, 0
+    if FORMATS.master.joined or not FORMATS.master.present:
+        weight_code = weight.load([row, column])
+    if FORMATS.master.present:
+        master_code = master.load([row, column])
+    return param_of_codes(weight_code, master_code, 1.0, FORMATS)
+
+
+@jit(do_not_specialize=["matrices", "scalar_count", "down"])
+def back_strips_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
+    strips_ptr,  # *int32 as chunks.table.Chunks, of strips
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
+    matrices,
+    scalar_count,
+    down,  # tiles of a strip, one below another
+    FORMATS: tl.constexpr,  # as formats.apply_formats makes them
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    PRODUCT: tl.constexpr,  # even, of factors that were rounded ahead
+    ROWS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr,  # PRODUCT.rank, or the power of two above it
+    STAGES: tl.constexpr,  # tiles of which there is room, the one that is computed among them
+):
+    """The updates of matrices of whole tiles: programs take strips in turns, and go down them.
+
+    Of a strip the right factor is loaded once.
+    """
+    RANK: tl.constexpr = PRODUCT.rank
+    LEFT: tl.constexpr = PRODUCT.on_left
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for matrix in range(loop_bound(matrices)):
+        own = Column(table_ptr, matrices, matrix)
+        first, end = tl.load(strips_ptr + matrix), tl.load(strips_ptr + matrix + 1)
+        begin = first + (program + programs - first % programs) % programs
+        if CONTROLLED:
+            end = tl.where(is_left_out(own, controls_ptr), begin, end)
+        if begin < end:
+            rows, columns = shape_of(own, PRODUCT)
+            direction = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
+            projection = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+            left_ptr = projection if LEFT else direction
+            right_ptr = direction if LEFT else projection
+            lefts = described(left_ptr, rows, RANK, RANK, ROWS, RANKS)
+            if PRODUCT.turned:
+                rights = described(right_ptr, columns, RANK, RANK, COLUMNS, RANKS)
+            else:
+                rights = described(right_ptr, RANK, columns, columns.to(tl.int64), RANKS, COLUMNS)
+            pointers = pointers_of(own, 0, FORMATS)
+            weights, masters = param_places(pointers, rows, columns, FORMATS, ROWS, COLUMNS)
+            scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
+            draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+            across = columns // COLUMNS
+            for strip in range(loop_bound(begin), loop_bound(end), loop_bound(programs)):
+                top = (strip - first) // across * down * ROWS
+                column = (strip - first) % across * COLUMNS
+                if PRODUCT.turned:
+                    right = tl.trans(rights.load([column, 0]))
+                else:
+                    right = rights.load([0, column])
+                bottom = tl.minimum(top + down * ROWS, rows)
+                # with the number of stages masters come ahead, too, not only what is multiplied
+                for row in tl.range(loop_bound(top), loop_bound(bottom), ROWS, num_stages=STAGES):
+                    param = described_param(weights, masters, row, column, FORMATS)
+                    nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
+                    left = lefts.load([row, 0])
+                    update = chained(left, right, nothing)
+                    start = columns.to(tl.int64) * row + column
+                    here = Pointers(0, pointers.weight + start, pointers.master + start, ())
+                    chunk = Chunk(own, start, 0, here, scalars, (), draw)
+                    updated_tile(chunk, param, update, columns, None, FORMATS, RULE)

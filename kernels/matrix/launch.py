@@ -28,8 +28,9 @@ from megaopt.kernels.matrix.plan import (
     why_not_compiled,
 )
 from megaopt.kernels.matrix.products import BF16, IEEE, TF32, Product
-from megaopt.kernels.optional_triton import INTERPRETED
+from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place, in_order
+from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.launch import TritonPlan
@@ -38,9 +39,14 @@ from megaopt.kernels.step.reference import step_tensor
 # --- how large the tiles of the two launches are: it shows in no bit
 
 
+def padded(rank: int) -> int:
+    """A rank, or the power of two above it, as Triton wants it; at least 16."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
 def part_of(most: int, rank: int) -> int:
-    """How much of a rank a tile takes: a power of two, as Triton wants it, and few; at least 16."""
-    return max(16, min(most, 1 << (rank - 1).bit_length()))
+    """How much of a rank a tile takes: `padded`, or a power of two that is less."""
+    return max(16, min(most, padded(rank)))
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class ProjectTile:
     """At most; a smaller rank takes fewer."""
     warps: int
     stages: int
+    described: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,21 @@ class BackTile:
 
 
 @dataclass(frozen=True)
+class StripTile:
+    """The tile of a matrix that is projected back by strips."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    """Tiles of which there is room at a time."""
+
+    def divides(self, shape: Sequence[int]) -> bool:
+        """Whether a matrix is of whole tiles."""
+        return shape[0] % self.rows == 0 and shape[1] % self.columns == 0
+
+
+@dataclass(frozen=True)
 class Tiles:
     """The tiles of both launches; for matrices that have whole tiles only, and for others."""
 
@@ -89,6 +111,8 @@ class Tiles:
     uneven_back: BackTile
     ahead: bool = False
     """Projections are rounded ahead, once for both launches, by another; not with ieee."""
+    strips: tuple[StripTile, ...] = ()
+    """Those by strips: the first of which there is room; none: no strips."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
@@ -135,13 +159,22 @@ BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
 # Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
 HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
+STRIPS = (StripTile(64, 128, 8, 3), StripTile(64, 64, 4, 3))
+BARRIERS = 1024
+"""Bytes of a program for barriers."""
+TURN = 1.0
+"""Tiles that take as long as a strip's beginning, until there is a first one."""
+PARTS = (1, 2, 3, 4, 6, 8)
+"""In so many strips, one below another, the highest matrices are cut."""
 
 
 def tiles_of(low_rank: LowRank) -> Tiles:
     """The tiles of matrices that are projected so."""
+    ahead = low_rank.precision != IEEE
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
-        return Tiles(project, replace(back, ahead=True), project, back, low_rank.precision != IEEE)
+        strips = (StripTile(32, 64, 4, 3),)
+        return Tiles(project, replace(back, ahead=True), project, back, ahead, strips)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
@@ -151,7 +184,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
         # two sums of 128 rows and more than 32 ranks spill
         project = ProjectTile(128 if low_rank.rank <= 32 else 64, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
-    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, low_rank.precision != IEEE)
+    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, ahead, STRIPS)
 
 
 # --- the plan
@@ -312,6 +345,30 @@ class How:
         last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
 
+    @property
+    def turned(self) -> bool:
+        """The last launch finds its right factor turned."""
+        return self.turns and (self.fused or self.low_rank.side == RIGHT)
+
+    def strip_tile(self, device: torch.device) -> StripTile | None:
+        """The tile by strips of which there is room; None where there are no strips.
+
+        A strip's factors are as tensor cores take them, in rows of whole 16 bytes.
+        """
+        low_rank, apply = self.low_rank, apply_formats(self.formats)
+        is_rounded = self.tiles.ahead and (low_rank.precision == BF16 or self.fused)
+        if not is_rounded or low_rank.rank % 8 or apply.in_place or not has_room(device):
+            return None
+        size = 2 if low_rank.precision == BF16 else 4
+        ranks = padded(low_rank.rank)
+        reads = apply.master if apply.master.present else apply.weight
+        param = reads.dtype.itemsize + (apply.master.joined and apply.dtype("weight").itemsize)
+        for tile in self.tiles.strips:
+            one = tile.rows * (size * ranks + param * tile.columns)
+            if size * ranks * tile.columns + tile.stages * one + BARRIERS <= SHARED_MEMORY:
+                return tile
+        return None
+
     def slabs(self, shape: torch.Size) -> int:
         """How many slabs a matrix's sums are cut into."""
         _, terms = self.outer_and_terms(shape)
@@ -353,6 +410,7 @@ class GaLoreLaunches:
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
         """One step of every matrix, by its projection."""
+        scalars = self._measured.on_device(scalars)
         for own, wave in self._waves:
             kept = [works[i].kept[PROJECTION].contiguous() for i in own]
             theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
@@ -377,6 +435,45 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
             own.append(index)
             used += needed
         yield own
+
+
+class Strips:
+    """The last launch over matrices of whole tiles, by strips."""
+
+    def __init__(
+        self, tile: StripTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
+    ) -> None:
+        heights = numpy.array([rows // tile.rows for rows, _ in shapes])
+        widths = numpy.array([columns // tile.columns for _, columns in shapes])
+        most, programs = int(heights.max()), processors(device)
+
+        def strips(down: int) -> numpy.ndarray:
+            return -(-heights // down) * widths
+
+        def time(down: int) -> float:
+            return -(-int(strips(down).sum()) // programs) * (down + TURN)
+
+        # of a few lengths that which takes the least time, where no program is done early
+        self._down = min((-(-most // parts) for parts in PARTS), key=time)
+        self._tile, self._strips = tile, Chunks(strips(self._down).tolist(), ONE_TILE, device)
+        self._ranks, self._most = padded(low_rank.rank), programs
+
+    def __call__(
+        self,
+        table: torch.Tensor,
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+        numbers: tuple[int, int],
+        options: dict[str, object],
+    ) -> None:
+        """Launches the kernel; options: those that it has in common with the one without strips."""
+        own = self._tile
+        set_allocator(scratch)  # for descriptors
+        arguments = (table, self._strips.table, scalars, controls, *numbers, self._down)
+        beside = {"ROWS": own.rows, "COLUMNS": own.columns, "RANKS": self._ranks}
+        beside |= {"STAGES": own.stages, "num_warps": own.warps, "num_stages": own.stages}
+        programs = min(self._strips.count, self._most)
+        call(kernel.back_strips_kernel, programs, arguments, {**options, **beside})
 
 
 class Wave:
@@ -414,6 +511,9 @@ class Wave:
         arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
+        tile = how.strip_tile(device)
+        is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
+        self._strips = Strips(tile, shapes, how.low_rank, device) if tile and is_whole else None
         kept = [how.low_rank.projection_shape(shape) for shape in shapes]
         rounds = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
         self._round_tiles = Chunks(rounds, ONE_TILE, device)
@@ -424,7 +524,7 @@ class Wave:
         self,
         buffers: Buffers,
         projections: Sequence[torch.Tensor],
-        scalars: Scalars,
+        scalars: torch.Tensor,
         controls: torch.Tensor | None,
     ) -> None:
         """One step; buffers, projections: of the wave's matrices."""
@@ -438,7 +538,6 @@ class Wave:
         if how.tiles.ahead:
             rooms.append(self._rounded())
         self._rows[kernel.DIRECTION.value] = self._addresses(direction)
-        scalars = self._direction.on_device(scalars)
         self._look_low(buffers, low, direction)
         if self.how.grouped:
             self._project(low, scalars, controls)
@@ -497,6 +596,7 @@ class Wave:
             "SLAB": SLAB,
             "SLABS": self._slabs,
             "APART": self._apart,
+            "DESCRIBED": own.described,
             "OUTER": own.outer,
             "INNER": own.inner,
             "RANKS": part_of(own.ranks, how.low_rank.rank),
@@ -509,6 +609,7 @@ class Wave:
         tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
         numbers = (len(self.shapes), self._numel, scalars.shape[1])
         arguments = (*tables, scalars, controls, self._arrived, *numbers)
+        set_allocator(scratch)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
         if self._apart and not how.fused:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
@@ -528,16 +629,24 @@ class Wave:
         plan.stale = True
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
-        how, own = self.how, self._back_tile
-        product = self._product(how.direction.weight, self._even[1])
-        turned = how.turns and (how.fused or how.low_rank.side == RIGHT)
-        product = replace(product, turned=turned, form_rounded=how.fused)
-        options = {
-            "PRODUCT": product,
-            "SPAN": ONE_TILE.span,
+        how, strips = self.how, self._strips
+        even = self._even[1] if strips is None else True
+        product = self._product(how.direction.weight, even)
+        if strips is not None and not product.even:  # not aligned
+            strips = None
+        options: dict[str, object] = {
+            "PRODUCT": replace(product, turned=how.turned, form_rounded=how.fused),
             "FORMATS": self._apply,
             "RULE": GALORE_APPLY,
             "CONTROLLED": controls is not None,
+        }
+        table, numbers = self._table.update(self._rows), (len(self.shapes), scalars.shape[1])
+        if strips is not None:
+            strips(table, scalars, controls, numbers, options)
+            return
+        own = self._back_tile
+        options |= {
+            "SPAN": ONE_TILE.span,
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
@@ -548,8 +657,7 @@ class Wave:
         }
         if own.registers is not None and torch.version.hip is None:
             options["maxnreg"] = own.registers
-        tables = (self._table.update(self._rows), self._back_tiles.table)
-        arguments = (*tables, scalars, controls, len(self.shapes), scalars.shape[1])
+        arguments = (table, self._back_tiles.table, scalars, controls, *numbers)
         call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)
 
     def _product(self, form: Format, even: bool) -> Product:

@@ -255,7 +255,7 @@ class _Launch:
     def __init__(
         self, kind: kernel.Kind, runs: tuple[Run, ...], tile: Tile | None, device: torch.device
     ) -> None:
-        tile = tile or (tile_of(runs, kind) if _has_room(device) else UNEVEN)
+        tile = tile or (tile_of(runs, kind) if has_room(device) else UNEVEN)
         assert _fits(tile, kind)
         tiles, self._firsts = tile_rows(runs, kind.mirrored, tile)
         self._count = tiles.shape[1]
@@ -270,7 +270,7 @@ class _Launch:
             "num_warps": tile.warps,
             "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
-        programs = min(self._count, tile.programs * _processors(device))
+        programs = min(self._count, tile.programs * processors(device))
         self._again = Again(kernel.products_kernel, programs, options)
 
     def __call__(self, runs: numpy.ndarray, numbers: Numbers) -> None:
@@ -285,7 +285,7 @@ class _Launch:
     def begin(self, table: torch.Tensor, numbers: Numbers) -> None:
         """Launches the kernel; table: `rows` on the device."""
         if self._count:
-            set_allocator(_scratch)  # for descriptors
+            set_allocator(scratch)  # for descriptors
             self._again(self._arguments(table, numbers))
 
     def compile(self, table: torch.Tensor, numbers: Numbers) -> None:
@@ -298,7 +298,7 @@ class _Launch:
         return (*own, *map(float, numbers))
 
 
-def _has_room(device: torch.device) -> bool:
+def has_room(device: torch.device) -> bool:
     """Whether a program may have as much shared memory as on an H100."""
     if device.type == "cpu":
         return True
@@ -307,13 +307,13 @@ def _has_room(device: torch.device) -> bool:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Memory of the current device that a launch takes for a while."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 

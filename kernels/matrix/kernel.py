@@ -66,12 +66,6 @@ def operand_tile(
     return taken(tile, FORMAT, PRECISION)
 
 
-@helper
-def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The descriptor of a matrix, of which tiles [HEIGHT, WIDTH] are loaded."""
-    return tl.make_tensor_descriptor(ptr, [rows, columns], [stride, 1], [HEIGHT, WIDTH])
-
-
 # --- the projections as products take them
 
 
@@ -176,40 +170,6 @@ def slab_sum(
 
 
 @helper
-def described_sum(
-    places, corner, slab, PRODUCT: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
-    RANKS: tl.constexpr, SLAB: tl.constexpr,
-):  # fmt: skip
-    """fp32 [OUTER, RANKS] from a corner on, of all slabs; of one alone with SLAB None.
-
-    places: descriptors of gradient and projection. In one loop, so that a slab's first tiles are
-    on their way while the last one is summed.
-    """
-    grads, projections = places
-    outer, rank = corner
-    first, last = slab
-    FORM: tl.constexpr = PRODUCT.form
-    PROJECTION_FORM: tl.constexpr = PRODUCT.projection
-    PRECISION: tl.constexpr = PRODUCT.precision
-    found, total = tl.zeros((OUTER, RANKS), tl.float32), tl.zeros((OUTER, RANKS), tl.float32)
-    for start in range(loop_bound(first), loop_bound(last), INNER):
-        if PRODUCT.on_left:
-            left = tl.trans(taken(grads.load([start, outer]), FORM, PRECISION))
-        else:
-            left = taken(grads.load([outer, start]), FORM, PRECISION)
-        if PRODUCT.on_left and not PRODUCT.turned:
-            right = taken(projections.load([start, rank]), PROJECTION_FORM, "ieee")
-        else:
-            right = tl.trans(taken(projections.load([rank, start]), PROJECTION_FORM, "ieee"))
-        found = added_product(left, right, found, PRECISION)
-        if SLAB is not None:  # noqa: SIM102 at compile time, the other at run time
-            if (start + INNER) % SLAB == 0 or start + INNER >= last:
-                total += found
-                found = tl.zeros((OUTER, RANKS), tl.float32)
-    return found if SLAB is None else total
-
-
-@helper
 def low_places(first, ends, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offsets of some rows of a tile as they lie in memory, and which of these there are."""
     row, column = first + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -259,7 +219,6 @@ def project_kernel(
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
-    DESCRIBED: tl.constexpr,  # tiles come by tensor descriptors
     OUTER: tl.constexpr,
     INNER: tl.constexpr,
     RANKS: tl.constexpr,  # of a tile
@@ -289,36 +248,15 @@ def project_kernel(
     grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
     projection_ptr = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     projection_ptr += rank.to(tl.int64) * (1 if LEFT and not PRODUCT.turned else terms)
-    if DESCRIBED:
-        grads = entry(own, GRAD).to(tl.pointer_type(PRODUCT.element))
-        stride = columns.to(tl.int64)
-        if LEFT:
-            grads = described(grads, rows, columns, stride, INNER, OUTER)
-        else:
-            grads = described(grads, rows, columns, stride, OUTER, INNER)
-        factor = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
-        if LEFT and not PRODUCT.turned:
-            factor = described(factor, terms, RANK, RANK, INNER, RANKS)
-        else:
-            factor = described(factor, RANK, terms, terms.to(tl.int64), RANKS, INNER)
-        first, last = tl.minimum(part * SLAB, terms), terms
-        if APART:
-            last = tl.minimum(first + SLAB, terms)
-        ONE: tl.constexpr = SLABS == 1 or APART
-        total = described_sum(
-            (grads, factor), (outer, rank), (first, last), PRODUCT, OUTER, INNER, RANKS,
-            None if ONE else SLAB,
+    total = tl.zeros((OUTER, RANKS), tl.float32)
+    for slab in range(1 if APART else SLABS):
+        first = (part + slab) * SLAB
+        last = tl.minimum(first + SLAB, terms)
+        found = slab_sum(
+            (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
+            PRODUCT, OUTER, INNER, RANKS,
         )  # fmt: skip
-    else:
-        total = tl.zeros((OUTER, RANKS), tl.float32)
-        for slab in range(1 if APART else SLABS):
-            first = (part + slab) * SLAB
-            last = tl.minimum(first + SLAB, terms)
-            found = slab_sum(
-                (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
-                PRODUCT, OUTER, INNER, RANKS,
-            )  # fmt: skip
-            total = found if SLABS == 1 or APART else total + found
+        total = found if SLABS == 1 or APART else total + found
     ROWS: tl.constexpr = RANKS if LEFT else OUTER
     COLUMNS: tl.constexpr = OUTER if LEFT else RANKS
     if LEFT:  # as it lies in memory
@@ -464,7 +402,6 @@ def back_project_kernel(
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     STRIP: tl.constexpr,  # tiles of a program, one beside another
-    AHEAD: tl.constexpr,  # where even: a tile's values are loaded while the one before is computed
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
 ):
@@ -490,29 +427,26 @@ def back_project_kernel(
         whole = left_tile(left_ptr, row, rows - first_row, inner, PRODUCT)
     row, beside = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     column = tile % across * STRIP * COLUMNS
-    # pointers to a tile's own first element: offsets stay within 32 bits
     start = first_row.to(tl.int64) * columns + column
-    pointers = pointers_of(own, start, FORMATS)
-    if AHEAD:
-        following = param_tile(pointers, columns, None, FORMATS, ROWS, COLUMNS)
-    for part in range(STRIP):
+    for _ in range(STRIP):
         mask = None
         if not PRODUCT.even:
             mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)
-        # of the last tile its own again, since a mask would cut the loads into single numbers
-        start_after = start + (COLUMNS if part + 1 < STRIP else 0)
-        after = pointers_of(own, start_after, FORMATS)
-        if AHEAD:
-            param = following
-            following = param_tile(after, columns, None, FORMATS, ROWS, COLUMNS)
-        else:
-            param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
+        # pointers to a tile's own first element: offsets stay within 32 bits
+        pointers = pointers_of(own, start, FORMATS)
+        param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
         ends = (rows - first_row, columns - column)
         right_at = right_ptr + column.to(tl.int64) * (PRODUCT.rank if PRODUCT.turned else 1)
         update = product_tile(left_ptr, right_at, row, beside, ends, columns, whole, PRODUCT, INNER)
         chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
         updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
-        column, start, pointers = column + COLUMNS, start_after, after
+        column, start = column + COLUMNS, start + COLUMNS
+
+
+@helper
+def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """The descriptor of a matrix, of which tiles [HEIGHT, WIDTH] are loaded."""
+    return tl.make_tensor_descriptor(ptr, [rows, columns], [stride, 1], [HEIGHT, WIDTH])
 
 
 @helper
@@ -551,7 +485,7 @@ def back_strips_kernel(
     FORMATS: tl.constexpr,  # as formats.apply_formats makes them
     RULE: tl.constexpr,
     CONTROLLED: tl.constexpr,
-    PRODUCT: tl.constexpr,  # even, of factors that were rounded ahead
+    PRODUCT: tl.constexpr,  # even, whose left factor was rounded ahead
     ROWS: tl.constexpr,  # of a tile
     COLUMNS: tl.constexpr,
     RANKS: tl.constexpr,  # PRODUCT.rank, or the power of two above it
@@ -563,6 +497,8 @@ def back_strips_kernel(
     """
     RANK: tl.constexpr = PRODUCT.rank
     LEFT: tl.constexpr = PRODUCT.on_left
+    RIGHT_FORM: tl.constexpr = PRODUCT.form if LEFT else PRODUCT.projection
+    PRECISION: tl.constexpr = PRODUCT.precision if LEFT and not PRODUCT.form_rounded else "ieee"
     program, programs = tl.program_id(0), tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
         own = Column(table_ptr, matrices, matrix)
@@ -593,6 +529,7 @@ def back_strips_kernel(
                     right = tl.trans(rights.load([column, 0]))
                 else:
                     right = rights.load([0, column])
+                right = taken(right, RIGHT_FORM, PRECISION)
                 bottom = tl.minimum(top + down * ROWS, rows)
                 # with the number of stages masters come ahead, too, not only what is multiplied
                 for row in tl.range(loop_bound(top), loop_bound(bottom), ROWS, num_stages=STAGES):

@@ -60,7 +60,6 @@ class ProjectTile:
     """At most; a smaller rank takes fewer."""
     warps: int
     stages: int
-    described: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,6 @@ class BackTile:
     """Tiles of a program, one beside another."""
     registers: int | None = None
     """The most that a thread may have; None: as many as the compiler takes."""
-    ahead: bool = False
-    """A tile's master or weight is loaded while the tile before it is computed."""
 
     @property
     def width(self) -> int:
@@ -139,10 +136,7 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # | 64 x 64 x 128, 4, 2, 4, 128           | 1.29 | 1.16 |
 # | 64 x 32 x 128, 4, 2, 8                |      | 1.21 |
 # | 128 x 64 x 128, 8, 2, 4, 128          | 1.64 | 1.24 |
-# | the same, loaded ahead                |      | 1.27 |
 # | 128 x 32 x 128, 8, 2, 8               |      | 1.31 |
-# | 128 x 32 x 128, 8, 2, 8, 128, ahead   | 1.31 | 1.32 |
-# | the same, grouped: direction not turned | 1.43 |    |
 # | 128 x 32 x 128, 8, 2, 8, 128          | 1.37 |      |
 # | 64 x 64 x 32, 4, 3, 2                 | 1.41 |      |
 # | 64 x 32 x 128, 4, 1, 8                | 1.50 |      |
@@ -155,17 +149,39 @@ UNEVEN_PROJECT, UNEVEN_BACK = ProjectTile(64, 32, 64, 8, 2), BackTile(64, 64, 32
 # of 4096 x 11008, back: 64 x 64 x 32 with 4 warps and 2 stages 0.327, with 8 and 3 0.374.
 
 BACK_BF16 = BackTile(64, 64, 128, 4, 2, 4, 128)
-BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128, True)
+BACK_TF32 = BackTile(128, 32, 128, 8, 2, 8, 128)
 # Of ranks that are more than such a tile takes at a time, so that a strip does not share its rows.
 HIGH_BACK_BF16 = BackTile(128, 64, 128, 8, 2)
 HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
+# Matrices of whole tiles go by strips. One H200, us a matrix of the last launch, bf16 weights with
+# fp32 masters, rank 128; 9 of 4096 x 11008, 20 of 4096 x 4096: 124 and 45 in place of 147 and 55 by
+# BACK_BF16, whose tiles load as much of the right factor as of the master; copies take 106 and 40.
+# A prototype, 8 matrices:
+#
+# | tiles, warps, stages           | 4096 x 11008 | 4096 x 4096 |
+# |---|---|---|
+# | 64 x 128, 8, 3                 | 127          | 51          |
+# | the same, 4 stages             | 127          | 50          |
+# | the same, 4 warps              | 129          | 52          |
+# | the same, stored by descriptors | 133         | 54          |
+# | 64 x 64, 4, 3, two programs    | 135          | 51          |
+# | 64 x 256, 8, 2                 | 163          | 60          |
+# | 64 x 128, 8, 3, strips go across | 138        | 52          |
+# | 128 x 64, 8, 3, strips go across | 142        | 55          |
+#
+# At rank 256 64 x 64 takes 54 where HIGH_BACK_BF16 takes 69, 4 of 4096 x 4096. TF32, fused, 8 of
+# 4096 x 11008 at ranks 32, 64, 128: 99, 103, 126, and by BACK_TF32 109, 123, 138; 64 x 64 with 8
+# warps 129, 128 x 64 with two stages 163. At 256 64 x 32 with two took 336, HIGH_BACK_TF32 245.
 STRIPS = (StripTile(64, 128, 8, 3), StripTile(64, 64, 4, 3))
 BARRIERS = 1024
 """Bytes of a program for barriers."""
 TURN = 1.0
-"""Tiles that take as long as a strip's beginning, until there is a first one."""
+"""A strip's beginning, until its first tiles are there, in tiles."""
 PARTS = (1, 2, 3, 4, 6, 8)
-"""In so many strips, one below another, the highest matrices are cut."""
+"""In so many strips, one below another, the highest matrix is cut.
+
+9 of 4096 x 11008 took 124 us each by whole columns, 130 by strips of 16 tiles.
+"""
 
 
 def tiles_of(low_rank: LowRank) -> Tiles:
@@ -174,7 +190,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
         strips = (StripTile(32, 64, 4, 3),)
-        return Tiles(project, replace(back, ahead=True), project, back, ahead, strips)
+        return Tiles(project, back, project, back, ahead, strips)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
@@ -353,11 +369,18 @@ class How:
     def strip_tile(self, device: torch.device) -> StripTile | None:
         """The tile by strips of which there is room; None where there are no strips.
 
-        A strip's factors are as tensor cores take them, in rows of whole 16 bytes.
+        Left factors come as tensor cores take them, in rows of whole 16 bytes. Of weights and
+        masters a stage less is held: the results take its room.
         """
         low_rank, apply = self.low_rank, apply_formats(self.formats)
-        is_rounded = self.tiles.ahead and (low_rank.precision == BF16 or self.fused)
-        if not is_rounded or low_rank.rank % 8 or apply.in_place or not has_room(device):
+        is_projection = low_rank.side == LEFT
+        is_rounded = low_rank.precision == BF16 or self.fused or is_projection
+        if (
+            not (self.tiles.ahead and is_rounded)
+            or low_rank.rank % 8
+            or apply.in_place
+            or not has_room(device)
+        ):
             return None
         size = 2 if low_rank.precision == BF16 else 4
         ranks = padded(low_rank.rank)
@@ -596,7 +619,6 @@ class Wave:
             "SLAB": SLAB,
             "SLABS": self._slabs,
             "APART": self._apart,
-            "DESCRIBED": own.described,
             "OUTER": own.outer,
             "INNER": own.inner,
             "RANKS": part_of(own.ranks, how.low_rank.rank),
@@ -609,7 +631,6 @@ class Wave:
         tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
         numbers = (len(self.shapes), self._numel, scalars.shape[1])
         arguments = (*tables, scalars, controls, self._arrived, *numbers)
-        set_allocator(scratch)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
         if self._apart and not how.fused:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
@@ -650,7 +671,6 @@ class Wave:
             "ROWS": own.rows,
             "COLUMNS": own.columns,
             "STRIP": own.strip,
-            "AHEAD": own.ahead and product.even,
             "INNER": part_of(own.inner, how.low_rank.rank),
             "num_warps": own.warps,
             "num_stages": own.stages,

@@ -96,8 +96,14 @@ OVER_RANKS = {
     "muon": (placed, {"momentum_buffer_dtype": BF16, "second_moment": "normuon"}),
     "muon, fp16": (placed, {**MASTER, "weights": BF16, "precision": "fp16", "method": "auto"}),
     "galore": (placed_galore, {"proj_type": "left", "precision": "bf16"}),
-    "galore, masters": (placed_galore, {"proj_type": "left", "weights": BF16, **MASTER}),
-}
+    # in ieee owners take torch's products
+    "galore, ieee": (
+        placed_galore, {"proj_type": "left", "weights": BF16, "kernel": "torch", **MASTER},
+    ),
+    "galore, tf32": (
+        placed_galore, {"proj_type": "left", "weights": BF16, "precision": "tf32", **MASTER},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("placements", ["rows", "by turns"])

@@ -9,7 +9,18 @@ import pytest
 import torch
 from bits import assert_same_bits
 from interpreted import interpreted
-from lowrank_cases import FLOAT32, PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
+from lowrank_cases import (
+    FLOAT32,
+    PLAIN,
+    ROW,
+    SMALL,
+    buffers,
+    formats_of,
+    give,
+    guarded,
+    projections_of,
+    shifted,
+)
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
@@ -164,8 +175,7 @@ def test_matrices_and_tiles_show_in_no_bit_of_others(device):
 
 STRIPS = {
     "strip": {"strip": 2},
-    "ahead": {"strip": 3, "ahead": True},
-    "ahead alone": {"ahead": True},
+    "three": {"strip": 3},
     "few registers": {"strip": 2, "registers": 64},
 }
 
@@ -204,12 +214,6 @@ def test_strips_show_in_no_bit(side, rank, strip, device):
     assert not torch.equal(found["weight"][0], before["weight"][0])
 
 
-def shifted(tensor):
-    """The same one element further in memory, where no whole 16 bytes begin."""
-    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
-    return memory[1:].view(tensor.shape).copy_(tensor)
-
-
 def checked(load):
     """A function that loads as `load` does; without a mask only from multiples of 16 bytes on."""
 
@@ -224,13 +228,12 @@ def checked(load):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("slot", ["weight", "master", "projection"])
-@pytest.mark.parametrize("strip", ["strip", "ahead"])
-def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
+def test_alignment_shows_in_no_bit(slot, device, monkeypatch):
     """Of whole tiles, of which one matrix begins elsewhere; a GPU refuses such loads itself."""
     low_rank, shapes = LowRank(RIGHT, 16), WHOLE
     formats = formats_of((FLOAT32, MASTERS["float32"] if slot == "master" else NONE), low_rank)
     projections = projections_of(low_rank, shapes)
-    tiles = replace(SMALL, back=BackTile(16, 16, 16, 4, 1, **STRIPS[strip]))
+    tiles = replace(SMALL, back=BackTile(16, 16, 16, 4, 1, strip=2))
     expected, _, before = both_step(formats, shapes, projections, device, tiles)
     if INTERPRETED:
         monkeypatch.setattr(codes, "load_block", checked(load_block))
@@ -242,13 +245,6 @@ def test_alignment_shows_in_no_bit(strip, slot, device, monkeypatch):
     plan.look(own)
     plan.step([ROW])
     assert_same_buffers(own, moved(expected, "cpu"))
-
-
-def guarded(tensor, room=4096):
-    """The tensor within memory of ones' bits, and that memory."""
-    memory = torch.full((tensor.numel() + 2 * room,), -1, dtype=torch.int32, device=tensor.device)
-    own = memory[room : room + tensor.numel()].view(tensor.dtype).view(tensor.shape)
-    return own.copy_(tensor), (memory[:room], memory[room + tensor.numel() :])
 
 
 @pytest.mark.parametrize(

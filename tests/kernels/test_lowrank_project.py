@@ -8,7 +8,17 @@ import numpy
 import pytest
 import torch
 from bits import assert_same_bits
-from lowrank_cases import GROUP, PLAIN, ROW, SMALL, buffers, formats_of, give, projections_of
+from lowrank_cases import (
+    GROUP,
+    PLAIN,
+    ROW,
+    SMALL,
+    buffers,
+    formats_of,
+    give,
+    projections_of,
+    steps,
+)
 from mutants import mutant
 from step_cases import assert_same_buffers, copied, hard_values
 
@@ -42,26 +52,6 @@ def whole_numbers(formats, shapes):
         grad.copy_(torch.randint(-8, 9, grad.shape, generator=generator))
     projections = projections_of(formats.matrix.how, shapes, single=True)
     return found, [projection.sign() * 0.5 for projection in projections]
-
-
-def steps(
-    formats, shapes, before, projections, device, tiles=SMALL, kernel="grouped", rows=(ROW,),
-    controls=None,
-):  # fmt: skip
-    """What launches and the twin make of the same buffers, by a step for each row."""
-    sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
-    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
-    options = {"kernel": kernel, "tiles": tiles}
-    plans = (
-        (MatrixPlan(formats, groups), twin, "cpu"),
-        (launched_plan(formats, sizes, groups, device, **options), own, device),
-    )
-    for plan, tensors, where in plans:
-        give(plan, [projection.to(where) for projection in projections])
-        for row in rows:
-            plan.look(tensors)
-            plan.step([row], None if controls is None else controls.to(where))
-    return own, twin
 
 
 def assert_exact_steps_agree(side, device, grad="float32", rank=5):

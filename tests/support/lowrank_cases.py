@@ -3,12 +3,13 @@
 import itertools
 
 import torch
-from step_cases import hard_values
+from step_cases import copied, hard_values
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix.galore import GALORE, RIGHT
-from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles
+from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched_plan
+from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
 
@@ -73,3 +74,36 @@ def projections_of(low_rank, shapes, single=False):
             matrix = torch.linalg.qr(torch.randn(wide, low_rank.rank, generator=generator))[0]
         found.append((matrix.mT if low_rank.side == RIGHT else matrix).contiguous())
     return found
+
+
+def steps(
+    formats, shapes, before, projections, device, tiles=SMALL, kernel="grouped", rows=(ROW,),
+    controls=None,
+):  # fmt: skip
+    """What launches and the twin make of the same buffers, by a step for each row."""
+    sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
+    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
+    options = {"kernel": kernel, "tiles": tiles}
+    plans = (
+        (MatrixPlan(formats, groups), twin, "cpu"),
+        (launched_plan(formats, sizes, groups, device, **options), own, device),
+    )
+    for plan, tensors, where in plans:
+        give(plan, [projection.to(where) for projection in projections])
+        for row in rows:
+            plan.look(tensors)
+            plan.step([row], None if controls is None else controls.to(where))
+    return own, twin
+
+
+def shifted(tensor):
+    """The same one element further in memory, where no whole 16 bytes begin."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory[1:].view(tensor.shape).copy_(tensor)
+
+
+def guarded(tensor, room=4096):
+    """The tensor within memory of ones' bits, and that memory."""
+    memory = torch.full((tensor.numel() + 2 * room,), -1, dtype=torch.int32, device=tensor.device)
+    own = memory[room : room + tensor.numel()].view(tensor.dtype).view(tensor.shape)
+    return own.copy_(tensor), (memory[:room], memory[room + tensor.numel() :])

@@ -45,8 +45,10 @@ def by_strips(low_rank, device, pair=PLAIN, kernel="grouped", shapes=SHAPES, **o
 
 @pytest.fixture
 def only_strips(monkeypatch):
-    """A launch without strips fails."""
+    """A launch without strips fails; two programs have several strips each, of several tiles."""
     monkeypatch.setattr(kernel, "back_project_kernel", None)
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    monkeypatch.setattr(launch, "PARTS", (2,))
 
 
 @pytest.mark.usefixtures("only_strips")
@@ -100,9 +102,8 @@ def step_with(formats, device, change):
 
 
 @pytest.mark.usefixtures("only_strips")
-def test_nothing_beside_a_matrix_is_written(device, monkeypatch):
+def test_nothing_beside_a_matrix_is_written(device):
     """The last strip of a matrix is lower than the others."""
-    monkeypatch.setattr(launch, "PARTS", (2,))
     beside = []
 
     def within(weight):
@@ -149,6 +150,7 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("only_strips")
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):

@@ -384,8 +384,9 @@ class How:
             return None
         size = 2 if low_rank.precision == BF16 else 4
         ranks = padded(low_rank.rank)
-        reads = apply.master if apply.master.present else apply.weight
-        param = reads.dtype.itemsize + (apply.master.joined and apply.dtype("weight").itemsize)
+        master = apply.master
+        slots = ["master"] * master.present + ["weight"] * (master.joined or not master.present)
+        param = sum(apply.dtype(slot).itemsize for slot in slots)
         for tile in self.tiles.strips:
             one = tile.rows * (size * ranks + param * tile.columns)
             if size * ranks * tile.columns + tile.stages * one + BARRIERS <= SHARED_MEMORY:
@@ -471,7 +472,8 @@ class Strips:
         most, programs = int(heights.max()), processors(device)
 
         def strips(down: int) -> numpy.ndarray:
-            return -(-heights // down) * widths
+            found: numpy.ndarray = -(-heights // down) * widths
+            return found
 
         def time(down: int) -> float:
             return -(-int(strips(down).sum()) // programs) * (down + TURN)

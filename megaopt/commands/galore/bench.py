@@ -328,7 +328,7 @@ def draw(record: Record) -> Figure:
 
 
 def _draw_field(axes: Axes, title: str, cases: Sequence[Record]) -> None:
-    timed = [case for case in cases if report.is_timed(case)]
+    timed = sorted(filter(report.is_timed, cases), key=lambda case: case["rank"])
     for kernel in dict.fromkeys(case["kernel"] for case in cases):
         times = {case["rank"]: case["step_ms"] for case in timed if case["kernel"] == kernel}
         style = {"marker": "o", "color": COLOURS[kernel], "label": kernel}

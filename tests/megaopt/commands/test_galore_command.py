@@ -13,6 +13,7 @@ import torch
 from bench_figures import FIGURES
 from galore_cases import Twin
 from mutants import mutant
+from record_pages import read
 
 from megaopt import kernels
 from megaopt.commands.bench.instance import bytes_per_step
@@ -330,6 +331,14 @@ def test_cases_that_no_time_is_left_for_have_no_speed(megaopt, bench_on_cpu, mon
     status, out, _ = megaopt(*BENCH, "--weights", "float32", "--seconds", 5)
     assert status == 1
     assert out.count("no speed: not begun within 5 seconds") == 2
+
+
+def test_lines_go_from_rank_to_rank_whatever_their_order_was():
+    record = read("h200-galore-strips.json")
+    assert [case["rank"] for case in record["cases"][::2][:3]] == [128, 64, 256]
+    lines = [line for axes in bench.draw(record).axes for line in axes.get_lines()]
+    assert {tuple(line.get_xdata()) for line in lines} >= {(64, 128), (64, 128, 256)}
+    assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in lines)
 
 
 # inductor's, of torch's own modules, in torch 2.11

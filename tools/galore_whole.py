@@ -44,12 +44,13 @@ def steps(optimizer: torch.optim.Optimizer, count: int) -> list[float]:
     return [each for _ in range(count // STEPS) for each in gpu_ms(optimizer.step)]
 
 
-def galore(
-    own: list[torch.nn.Parameter], precision: str, gap: int, count: int, stagger: bool
-) -> list[float]:
-    """Milliseconds of steps of a GaLoreAdamW, which is gone then."""
+def galore(own: list[torch.nn.Parameter], precision: str, gap: int, count: int) -> list[float]:
+    """Milliseconds of steps of a GaLoreAdamW, which is gone then.
+
+    Without refreshes all projections are made in the first step, which is not timed.
+    """
     options: dict[str, Any] = {"rank": 128, "scale": 0.25, "precision": precision, **MASTERS}
-    options |= {"update_proj_gap": gap, "stagger": stagger}
+    options |= {"update_proj_gap": gap, "stagger": gap != NO_REFRESH}
     found = steps(GaLoreAdamW(own, lr=1e-2, **options), count)
     free()
     return found
@@ -69,9 +70,8 @@ def main(out: Path) -> None:
     adam = record["fused_adam"] = summary(steps(FusedAdam(own, lr=1e-4, **MASTERS), STEPS))
     free()
     for precision in ("bf16", "tf32"):
-        # all matrices are refreshed at once, in the first step, which is not timed
-        plain = summary(galore(own, precision, NO_REFRESH, 2 * STEPS, False))
-        refreshed = galore(own, precision, GAP, GAP, True)  # of 22 steps 20 are timed
+        plain = summary(galore(own, precision, NO_REFRESH, 2 * STEPS))
+        refreshed = galore(own, precision, GAP, GAP)  # of 22 steps 20 are timed
         mean = statistics.mean(refreshed)
         record[precision] = {
             "step": plain,

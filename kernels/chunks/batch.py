@@ -175,8 +175,12 @@ class Formats:
     @property
     def is_exact(self) -> bool:
         """Whether there is no master but what lies beside fp8 codes, and these lose no update."""
-        alone = self.master.joined or not self.master.present
-        return alone and self.cast is not None and self.cast.exact
+        return self.reads_weight and self.cast is not None and self.cast.exact
+
+    @property
+    def reads_weight(self) -> bool:
+        """Whether the value that a step updates is the weight's, alone or with a joined master."""
+        return self.master.joined or not self.master.present
 
     def with_values(self) -> Formats:
         """The same for a step that is given fp32 values for its time, beside the codes."""

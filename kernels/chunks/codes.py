@@ -35,7 +35,7 @@ def loaded_moment(chunk, scale, block, FORMATS: tl.constexpr, INDEX: tl.constexp
 def loaded_param(pointers, master_scale, offsets, mask, FORMATS: tl.constexpr):
     """The fp32 value that the rule updates: the master's where there is one, else the weight's."""
     weight_code, master_code = 0, 0
-    if FORMATS.master.joined or not FORMATS.master.present:
+    if FORMATS.reads_weight:
         weight_code = load_block(pointers.weight, offsets, mask)
     if FORMATS.master.present:
         master_code = load_block(pointers.master, offsets, mask)
@@ -81,7 +81,7 @@ def load_words(pointers, scales, rows, SPEC: tl.constexpr):
     if SPEC.reads_param:
         WEIGHT: tl.constexpr = FORMATS.weight
         MASTER: tl.constexpr = FORMATS.master
-        if MASTER.joined or not MASTER.present:
+        if FORMATS.reads_weight:
             weight = words_at(pointers.weight, rows, WEIGHT, WIDTH)
         if MASTER.present:
             master = words_at(pointers.master, rows, MASTER, WIDTH)

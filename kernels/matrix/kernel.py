@@ -455,7 +455,7 @@ def param_places(
 ):
     """Descriptors of weight and master, of those that an update reads; 0 of others."""
     weight, master, stride = 0, 0, columns.to(tl.int64)
-    if FORMATS.master.joined or not FORMATS.master.present:
+    if FORMATS.reads_weight:
         weight = described(pointers.weight, rows, columns, stride, ROWS, COLUMNS)
     if FORMATS.master.present:
         master = described(pointers.master, rows, columns, stride, ROWS, COLUMNS)
@@ -466,7 +466,7 @@ def param_places(
 def described_param(weight, master, row, column, FORMATS: tl.constexpr):
     """fp32, a tile as loaded_param has it."""
     weight_code, master_code = 0, 0
-    if FORMATS.master.joined or not FORMATS.master.present:
+    if FORMATS.reads_weight:
         weight_code = weight.load([row, column])
     if FORMATS.master.present:
         master_code = master.load([row, column])

@@ -46,7 +46,7 @@ def padded(rank: int) -> int:
 
 def part_of(most: int, rank: int) -> int:
     """How much of a rank a tile takes: `padded`, or a power of two that is less."""
-    return max(16, min(most, padded(rank)))
+    return min(most, padded(rank))
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ BARRIERS = 1024
 TURN = 1.0
 """A strip's beginning, until its first tiles are there, in tiles."""
 PARTS = (1, 2, 3, 4, 6, 8)
-"""In so many strips, one below another, the highest matrix is cut.
+"""Numbers of strips, one below another, of which the highest matrix is cut into the fastest.
 
 9 of 4096 x 11008 took 124 us each by whole columns, 130 by strips of 16 tiles.
 """
@@ -384,8 +384,7 @@ class How:
             return None
         size = 2 if low_rank.precision == BF16 else 4
         ranks = padded(low_rank.rank)
-        master = apply.master
-        slots = ["master"] * master.present + ["weight"] * (master.joined or not master.present)
+        slots = ["master"] * apply.master.present + ["weight"] * apply.reads_weight
         param = sum(apply.dtype(slot).itemsize for slot in slots)
         for tile in self.tiles.strips:
             one = tile.rows * (size * ranks + param * tile.columns)
@@ -480,8 +479,16 @@ class Strips:
 
         # of a few lengths that which takes the least time, where no program is done early
         self._down = min((-(-most // parts) for parts in PARTS), key=time)
-        self._tile, self._strips = tile, Chunks(strips(self._down).tolist(), ONE_TILE, device)
-        self._ranks, self._most = padded(low_rank.rank), programs
+        self._strips = Chunks(strips(self._down).tolist(), ONE_TILE, device)
+        self._programs = min(self._strips.count, programs)
+        self._options: dict[str, object] = {
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "RANKS": padded(low_rank.rank),
+            "STAGES": tile.stages,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
 
     def __call__(
         self,
@@ -492,13 +499,9 @@ class Strips:
         options: dict[str, object],
     ) -> None:
         """Launches the kernel; options: those that it has in common with the one without strips."""
-        own = self._tile
         set_allocator(scratch)  # for descriptors
         arguments = (table, self._strips.table, scalars, controls, *numbers, self._down)
-        beside = {"ROWS": own.rows, "COLUMNS": own.columns, "RANKS": self._ranks}
-        beside |= {"STAGES": own.stages, "num_warps": own.warps, "num_stages": own.stages}
-        programs = min(self._strips.count, self._most)
-        call(kernel.back_strips_kernel, programs, arguments, {**options, **beside})
+        call(kernel.back_strips_kernel, self._programs, arguments, {**options, **self._options})
 
 
 class Wave:
@@ -653,10 +656,7 @@ class Wave:
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         how, strips = self.how, self._strips
-        even = self._even[1] if strips is None else True
-        product = self._product(how.direction.weight, even)
-        if strips is not None and not product.even:  # not aligned
-            strips = None
+        product = self._product(how.direction.weight, strips is not None or self._even[1])
         options: dict[str, object] = {
             "PRODUCT": replace(product, turned=how.turned, form_rounded=how.fused),
             "FORMATS": self._apply,
@@ -664,7 +664,7 @@ class Wave:
             "CONTROLLED": controls is not None,
         }
         table, numbers = self._table.update(self._rows), (len(self.shapes), scalars.shape[1])
-        if strips is not None:
+        if strips is not None and product.even:  # else something is not aligned
             strips(table, scalars, controls, numbers, options)
             return
         own = self._back_tile

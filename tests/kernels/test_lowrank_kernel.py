@@ -3,7 +3,6 @@
 import functools
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,20 +10,22 @@ from bits import assert_same_bits
 from interpreted import interpreted
 from lowrank_cases import (
     FLOAT32,
+    KERNEL,
     PLAIN,
     ROW,
     SMALL,
     buffers,
+    controls_of,
     formats_of,
     give,
     guarded,
+    moved,
     projections_of,
     shifted,
 )
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers, copied
 
-from megaopt import kernels
 from megaopt.kernels.chunks import codes
 from megaopt.kernels.chunks.blocks import load_block
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
@@ -34,18 +35,12 @@ from megaopt.kernels.matrix.launch import BackTile, launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import loaded
 from megaopt.kernels.optional_triton import INTERPRETED
-from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
 UNSCALED = [
     pytest.param(pair, marks=[] if place % 3 == 0 else [pytest.mark.slow])
     for place, pair in enumerate(pair for pair in PAIRS if not pair[1].scaled)
 ]
-KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
-
-
-def moved(buffers, device):
-    return {slot: [tensor.to(device) for tensor in each] for slot, each in buffers.items()}
 
 
 def both_step(
@@ -284,11 +279,9 @@ def test_both_factors_are_read_and_nothing_beside_them(side, device, monkeypatch
 
 
 def test_a_skipped_step_writes_nothing(device):
-    controls = torch.zeros(1, COUNT)
-    controls[:, :3], controls[:, SKIP] = 1.0, 1.0
     low_rank = LowRank(RIGHT, 5)
     own = (formats_of(PLAIN, low_rank), SHAPES, projections_of(low_rank, SHAPES))
-    found, expected, before = both_step(*own, device, controls=controls)
+    found, expected, before = both_step(*own, device, controls=controls_of(skip=1.0))
     assert_same_buffers(found, before)
     assert_same_buffers(expected, before)
 

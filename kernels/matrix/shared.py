@@ -166,7 +166,7 @@ class Renewal(NamedTuple):
     turns: Sequence[int]
     """Parameters by their places in the batch, the same on all ranks."""
     renew: Callable[[Sequence[int], Callable[[int], torch.Tensor]], None]
-    """Makes it anew for some of them, of the fp32 gradient of the one at an index of these."""
+    """Makes it anew for some of them, of the gradient of the one at an index of these."""
 
 
 NOTHING_NEW = Renewal((), lambda params, grad: None)
@@ -425,11 +425,10 @@ class SharedSteps:
 
     def _renewed(self, way: Way, far: torch.Tensor, renewal: Renewal) -> Tensors:
         grads = self._exchange.wholes(way.bucket, far)
-        wholes = [self._formats.grad.decode_reference(grad) for grad in grads]
-        own = dict(zip(_params(way), wholes, strict=True))
+        own = dict(zip(_params(way), grads, strict=True))
         turns = [param for param in renewal.turns if param in own]
         renewal.renew(turns, lambda index: own[turns[index]])
-        return wholes
+        return [self._formats.grad.decode_reference(grad) for grad in grads]
 
     def _projected(self, way: Way, wholes: Tensors, works: Sequence[Work]) -> Tensors:
         pairs = zip(wholes, _params(way), strict=True)

@@ -21,9 +21,10 @@ from megaopt.kernels.matrix.galore import (
     iterated,
     orthonormal,
     refreshed,
+    scaled,
     sketched,
 )
-from megaopt.kernels.matrix.products import product
+from megaopt.kernels.matrix.products import parts_product, product
 from megaopt.kernels.rules import galore
 
 SOURCES = Path(kernels.__path__[0])
@@ -232,28 +233,89 @@ def test_a_gradient_of_few_dimensions_is_captured(shape, rank, side, kind, is_fi
     found = refreshed(grad, low_rank, None if is_first else known, False, seed=0)
     if is_first:
         known = sketched(low_rank, grad.shape, 0, grad.device)
+    assert_captured(found, grad, dimensions, side, known)
+
+
+def assert_captured(found, grad, dimensions, side, known):
+    """Fails unless it is a basis that has all of so many dimensions, but for the shift's part."""
     _, _, rows = np.linalg.svd(np.float64(grad if side == RIGHT else grad.T))
     cosines = rows[:dimensions] @ np.float64(known.T if side == RIGHT else known)
     tangent = 1 / np.linalg.svd(cosines, compute_uv=False).min()
-    shift = 4 * 2.0**-24 * max(shape) ** 0.5
+    shift = 4 * 2.0**-24 * max(grad.shape) ** 0.5
     assert_basis(found.numpy(), grad.numpy(), side, 1 - dimensions * shift * tangent)
 
 
-def test_directions_that_a_gradient_lacks_stay():
+def few_dimensions_in_16_bits(shape):
+    """Gradients of fewer dimensions than a rank of 6, of whole numbers and powers of two."""
+    rows, columns = shape
+    whole = values((rows, 5), 1).round().clamp(-2, 2) @ values((5, columns), 2).sign()
+    weak = torch.zeros(shape)
+    for place, size in enumerate((1.0, 1.0, 2.0**-6, 2.0**-9)):
+        weak[place::4, place::4] = size
+    return {"whole": (whole, 5), "weak": (weak, 4)}
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("kind", few_dimensions_in_16_bits((8, 8)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.parametrize(("shape", "rank"), [((40, 30), 6), SLOW_SHAPE], ids=str)
+def test_a_16_bit_gradient_of_few_dimensions_is_captured(shape, rank, side, dtype, kind, device):
+    """As one of fp32 is, but that products on a GPU are of 16-bit numbers."""
+    (grad, dimensions), low_rank = few_dimensions_in_16_bits(shape)[kind], LowRank(side, rank)
+    assert torch.equal(grad.to(dtype).float(), grad)
+    known = refreshed(values(shape, 5), low_rank, None, False, seed=0)
+    own = scaled(grad.to(device, dtype))
+    found = refreshed(own, low_rank, known.to(device), False, seed=0).cpu()
+    assert found.dtype == torch.float32
+    assert_captured(found, grad, dimensions, side, known)
+    captured = captured_energy(own, low_rank, found.to(device)).cpu()
+    assert 1 - 2.0**-15 <= captured <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(6, 40, 30), (64, 1000, 96)], ids=str)
+def test_products_with_16_bit_matrices_are_near_those_of_fp32_numbers(shape, dtype, device):
+    """Two bf16 numbers are off from one of fp32 by 2**-16 of it at most, two fp16 ones by less.
+
+    A block of 16 products and a sum, each cut 25 bits behind the largest, and their sum, cut to
+    fp32, are off by 17 * 2**-24 + 2**-23 of the largest, and that is at most all magnitudes' sum.
+    """
+    rows, terms, columns = shape
+    some, others = values((rows, terms), 0), values((terms, columns), 1).to(dtype)
+    found = parts_product(some.to(device), others.to(device)).cpu().double()
+    some, others = some.double(), others.double()
+    blocks = -(-terms // 16) + 8  # and sums over parts of the terms
+    bound = (some.abs() @ others.abs()) * (2.0**-16 + blocks * 19 * 2.0**-24)
+    assert bool(((found - some @ others).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_directions_that_a_gradient_lacks_stay(dtype, device):
     """Of a basis of axes, three of which a gradient has."""
     low_rank, known = LowRank(RIGHT, 6), torch.eye(6, 30)
-    grad = torch.zeros(40, 30)
+    grad = torch.zeros(40, 30, dtype=dtype)
     grad[:, :3] = values((40, 3), 0)
-    found = refreshed(grad, low_rank, known, False, seed=0)
+    found = refreshed(grad.to(device), low_rank, known.to(device), False, seed=0).cpu()
     assert torch.equal(found[3:], known[3:])
-    assert_basis(found.numpy(), grad.numpy(), RIGHT, 1 - 1e-6)
+    assert_basis(found.numpy(), grad.float().numpy(), RIGHT, 1 - 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_power_of_two_shows_in_no_bit_of_a_16_bit_projection(dtype, device):
+    grad, low_rank = values((40, 30), 0).to(device, dtype), LowRank(RIGHT, 4)
+    expected = refreshed(scaled(grad), low_rank, None, False, seed=0)
+    for factor in (2.0**8, 2.0**-1, *((2.0**-90, 2.0**100) if dtype == torch.bfloat16 else ())):
+        grad_of_loss = scaled(grad * factor)
+        assert_same_bits(refreshed(grad_of_loss, low_rank, None, False, seed=0), expected)
 
 
 def test_a_power_of_two_shows_in_no_bit_of_a_projection():
     grad, low_rank = values((40, 30), 0), LowRank(RIGHT, 4)
-    expected = refreshed(grad, low_rank, None, False, seed=0)
+    expected = refreshed(scaled(grad), low_rank, None, False, seed=0)
     for factor in (2.0**16, 2.0**-90, 2.0**100):
-        assert_same_bits(refreshed(grad * factor, low_rank, None, False, seed=0), expected)
+        grad_of_loss = scaled(grad * factor)
+        assert_same_bits(refreshed(grad_of_loss, low_rank, None, False, seed=0), expected)
 
 
 def test_sketches_are_orthonormal_also_of_few_signs_and_differ_by_seed():
@@ -267,17 +329,23 @@ def test_sketches_are_orthonormal_also_of_few_signs_and_differ_by_seed():
     assert not torch.equal(*others)
 
 
-def test_columns_that_depend_on_each_other_are_known():
-    columns = values((20, 3), 0).double()
-    found, is_basis = orthonormal(columns)
+def test_rows_that_depend_on_each_other_are_known():
+    rows = values((3, 20), 0).double()
+    found, is_basis = orthonormal(rows)
     assert bool(is_basis)
     eye = torch.eye(3, dtype=torch.float64)
-    # in units of 2**-53: the second pass's columns are near an orthonormal basis, so sums of 20
-    # products in its Gram matrix, and here, are off by 20 each; sums of at most 4 in Cholesky's
-    # triangle and of 3 in each of the solve's two factors by 10 in all. 50 of these are 5.6e-15
-    torch.testing.assert_close(found.mT @ found, eye, rtol=0, atol=1e-14)
-    columns[:, 2] = 0
-    assert not bool(orthonormal(columns)[1])
+    # in units of 2**-53: before the last step some 30 times the square of the longest combination
+    # over the shortest, here 4, and behind it what is left of that, its third power; sums of 20
+    # products in the step, and here, are off by 20 each. 50 of these are 5.6e-15
+    torch.testing.assert_close(found @ found.mT, eye, rtol=0, atol=1e-14)
+    near = rows.clone()
+    near[2] = near[1] * (1 + 1e-6) + near[0] * 1e-6
+    near[2, 3] += 1e-5
+    found, is_basis = orthonormal(near)  # 1e12 * 2**-53 before the last step
+    assert bool(is_basis)
+    torch.testing.assert_close(found @ found.mT, eye, rtol=0, atol=2.0**-26)
+    rows[2] = 0
+    assert not bool(orthonormal(rows)[1])
 
 
 def test_captured_energy_is_a_share_of_squares():

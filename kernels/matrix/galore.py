@@ -261,7 +261,7 @@ def refreshed(
 def scaled(grad: torch.Tensor, parts: Parts = ALONE) -> torch.Tensor:
     """A gradient times the power of two that brings its largest magnitude to [0.5, 1).
 
-    So no loss scale shows, and no square overflows. Of fp16's numbers those below 2**-24 lose bits.
+    So no loss scale shows, and no square overflows. Of fp16 numbers those that come below 2**-14 may lose bits.
     """
     amax = parts.largest(_amax(grad))
     factor = _power_of_two_below(amax, grad.dtype).to(grad.dtype)
@@ -333,12 +333,12 @@ def iterated(
     for left in reversed(range(passes)):
         image = parts_product(basis, matrix.mT)
         found = parts_product(image, matrix)
-        found, squares = _added_up(found, image, whole, parts)
-        shift = _floor(squares, parts.rows(matrix.shape[0]))
+        found, longest, norm = _added_up(found, image, whole, parts)
+        shift = longest * norm * _error(parts.rows(matrix.shape[0]))
         make = _cholesky_qr if left else orthonormal
         rows, is_basis = make(shift * basis.double() + found)
         basis, says = rows.to(known.dtype), is_basis & says
-    says = says & _is_some(squares[-1])
+    says = says & _is_some(norm)
     return parts.alike(torch.where(says, basis if right else basis.mT, known).contiguous())
 
 
@@ -356,7 +356,7 @@ def says_something(
 
 
 def _is_some(amax: torch.Tensor) -> torch.Tensor:
-    return amax.isfinite() & (amax > 0)
+    return (amax > 0) & (amax < math.inf)  # a NaN is neither
 
 
 def _amax(matrix: torch.Tensor) -> torch.Tensor:
@@ -367,26 +367,28 @@ def _amax(matrix: torch.Tensor) -> torch.Tensor:
 
 def _added_up(
     found: torch.Tensor, image: torch.Tensor, whole: torch.Tensor, parts: Parts
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums over all parts of what a pass found, of squares of the image, and of `whole`.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum over all parts of what a pass found; norms of the image's longest row and the matrix.
 
-    [rank, n], and fp64 [rank + 1]: of each row of the image, then of the matrix. One sum of all.
+    All of one sum. whole: this part's square of the matrix.
     """
-    squares = torch.cat([torch.linalg.vector_norm(image, dim=1).double().square(), whole[None]])
+    norms = torch.linalg.vector_norm(image, dim=1)
     if parts is ALONE:
-        return found, squares
-    both = parts.add_up(torch.cat([found.double().flatten(), squares]))
-    return both[: found.numel()].view(found.shape), both[found.numel() :]
+        return found, norms.amax(), whole.sqrt()
+    own = (found.double().flatten(), norms.double().square(), whole[None])
+    both, end = parts.add_up(torch.cat(own)), found.numel()
+    return both[:end].view(found.shape), both[end:-1].amax().sqrt(), both[-1].sqrt()
 
 
-def square(matrix: torch.Tensor) -> torch.Tensor:
-    """The sum of squares, fp64: each row's norm in fp32, and their squares added up in fp64.
+def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """The sum of squares, fp64: norms along a dimension in fp32, the sum of their squares in fp64.
 
-    Of a matrix that `scaled` gives, so that no square is too large or too small. In fp64 alone
-    it took nine times as long, 272 us for a bf16 one of 4096 x 11008 on an H200.
+    Of a matrix that `scaled` gives, so that no square is too large or too small. In fp64 alone it
+    took nine times as long, 272 us for a bf16 one of 4096 x 11008 on an H200. dim: one of which
+    each part has all, so that the number of parts shows in the last sum alone.
     """
-    rows = torch.linalg.vector_norm(matrix, dim=1, dtype=_wide(matrix))
-    whole: torch.Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
+    norms = torch.linalg.vector_norm(matrix, dim=dim, dtype=_wide(matrix))
+    whole: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return whole.square()
 
 
@@ -396,19 +398,18 @@ def _power_of_two_below(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(amax), -exponent)
 
 
-def _floor(squares: torch.Tensor, rows: int) -> torch.Tensor:
-    """How long a row of image @ matrix may be by rounding alone, the longest; fp64 of shape ().
+def _error(rows: int) -> float:
+    """How long a row of image @ matrix may be by rounding alone.
 
-    A sum of k products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k
-    places; errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of
-    the matrix's column times that of the image's row (Cauchy-Schwarz), and all columns of the
-    matrix together have the matrix's norm. 4: so many times the mean error is not met by chance.
-    Tensor cores cut a sum off, at each 16th place, by UNIT of it in the mean: errors of one sign,
-    which come to k / 16. Sums of parts, added up in fp64, are no worse. squares: of the norms of
-    the image's rows, and behind them of the matrix's. rows: k, of all parts.
+    In units of the product of two norms, of the matrix and of the image's longest row. A sum of k
+    products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k places;
+    errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of the
+    matrix's column times that of the image's row (Cauchy-Schwarz), and all columns of the matrix
+    together have the matrix's norm. 4: so many times the mean error is not met by chance. Tensor
+    cores cut a sum off, at each 16th place, by UNIT of it in the mean: errors of one sign, which
+    come to k / 16. Sums of parts, added up in fp64, are no worse. rows: k, of all parts.
     """
-    longest: torch.Tensor = (squares[:-1].amax() * squares[-1]).sqrt()
-    return longest * (UNIT * max(4.0 * math.sqrt(rows), rows / 16))
+    return UNIT * max(4.0 * math.sqrt(rows), rows / 16)
 
 
 def orthonormal(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -441,12 +442,12 @@ def captured_energy(
     parts: Parts = ALONE,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much of a gradient's square the projection keeps, fp32 from 0 to 1; 0 where all is 0.
+    """How much of a gradient's square the projection keeps, fp32 from 0 to 1.
 
-    grad: as `scaled` gives it.
+    0 where the gradient says nothing. grad: as `scaled` gives it.
     """
     basis, matrix = (projection, grad.mT) if low_rank.side == RIGHT else (projection.mT, grad)
-    kept = square(parts_product(basis, matrix))
+    kept = square(parts_product(basis, matrix), 0)
     own = square(grad) if whole is None else whole
     kept, whole = parts.add_up(torch.stack([kept, own])).unbind()
-    return torch.where(whole == 0, 0.0, (kept / whole).clamp(max=1.0)).float()
+    return (kept / whole).nan_to_num(0.0).clamp(max=1.0).float()

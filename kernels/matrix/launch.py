@@ -216,11 +216,13 @@ One H200, ms, torch's projection and Triton's: bf16, 8 matrices of 4096 x 11008 
 128 0.270 and 0.214, at 512 0.676 and 0.574; 8 of 4096 x 4096 on the right at 128 0.141 and 0.090.
 """
 FUSED_ON_LEFT = 256
-"""Tiles, below which a launch on the left is fused; on the right it always is.
+"""Tiles, below which a launch of bf16 on the left is fused; others always are.
 
 One H100, tf32 at rank 128, ms of all launches, grouped and fused: one matrix of 4096 x 11008 on the
 left 0.393 and 0.340, eight, in waves of 344 tiles, 2.285 and 2.425; one of 4096 x 4096 on the right
-0.257 and 0.172, eight 0.922 and 0.825. bf16, 112 of Llama-7B's: 16.82 and 16.78.
+0.257 and 0.172, eight 0.922 and 0.825. bf16, 112 of Llama-7B's: 16.82 and 16.78. One H200, by
+strips, tf32, one of 4096 x 11008 on the left at ranks 64, 128, 256: 0.213 and 0.208, 0.260 and
+0.254, 0.570 and 0.479, as fused launches alone turn the direction.
 """
 ROOM = 2**25
 """Bytes of a workspace, or, where that is more, PART of the weights' bytes."""
@@ -300,7 +302,7 @@ class How:
 
     def by_shape(self, tiles: int) -> str:
         """The faster kernel of a launch of so many tiles of projected gradients."""
-        few = self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
+        few = self.turns or self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
         return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
     @property

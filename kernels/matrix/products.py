@@ -207,7 +207,8 @@ def parts_product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     11008 on an H200, three such numbers 52, fp32 ones 230.
     """
     if not (others.is_cuda and others.element_size() == 2):
-        return product(some, others.to(some.dtype))
+        # this way, so that with other columns beside them a column's bits stay, as far as they do
+        return product(others.mT.to(some.dtype), some.mT).mT
     rows, terms = some.shape
     pair = torch.empty((2, rows, terms), dtype=others.dtype, device=others.device)
     torch.sub(some, pair[0].copy_(some), out=pair[1])

@@ -261,7 +261,8 @@ def refreshed(
 def scaled(grad: torch.Tensor, parts: Parts = ALONE) -> torch.Tensor:
     """A gradient times the power of two that brings its largest magnitude to [0.5, 1).
 
-    So no loss scale shows, and no square overflows. Of fp16 numbers those that come below 2**-14 may lose bits.
+    So no loss scale shows, and no square overflows. Of fp16 numbers those that come below 2**-14
+    may lose bits.
     """
     amax = parts.largest(_amax(grad))
     factor = _power_of_two_below(amax, grad.dtype).to(grad.dtype)

@@ -341,7 +341,8 @@ def test_lines_go_from_rank_to_rank_whatever_their_order_was():
     assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in lines)
 
 
-# inductor's, of torch's own modules, in torch 2.11
+# inductor's, of torch's own modules and of an empty graph that it captures, in torch 2.11
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
 @pytest.mark.long

@@ -14,6 +14,8 @@ tiles come by tensor descriptors while those before are computed.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block, stored_moments
 from megaopt.kernels.chunks.chunk import (
     Block,
@@ -67,6 +69,22 @@ def operand_tile(
 
 
 # --- the projections as products take them
+
+
+class BackPlaces(NamedTuple):
+    """A matrix that is projected back by descriptors."""
+
+    rows: Any
+    """int32, of the matrix,"""
+    columns: Any
+    left: Any
+    """Descriptors of the factors,"""
+    right: Any
+    weight: Any
+    """and of those that an update reads; 0 of others."""
+    master: Any
+    pointers: Any
+    """Pointers to its first element, for what is stored."""
 
 
 @jit(do_not_specialize=["matrices"])
@@ -450,27 +468,65 @@ def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.conste
 
 
 @helper
-def param_places(
-    pointers, rows, columns, FORMATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Descriptors of weight and master, of those that an update reads; 0 of others."""
-    weight, master, stride = 0, 0, columns.to(tl.int64)
+def back_places(
+    own, PRODUCT: tl.constexpr, FORMATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """Makes BackPlaces: tiles [ROWS, COLUMNS], of factors [ROWS, INNER] and [INNER, COLUMNS]."""
+    RANK: tl.constexpr = PRODUCT.rank
+    rows, columns = shape_of(own, PRODUCT)
+    stride = columns.to(tl.int64)
+    direction = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
+    projection = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+    left_ptr = projection if PRODUCT.on_left else direction
+    right_ptr = direction if PRODUCT.on_left else projection
+    left = described(left_ptr, rows, RANK, RANK, ROWS, INNER)
+    if PRODUCT.turned:
+        right = described(right_ptr, columns, RANK, RANK, COLUMNS, INNER)
+    else:
+        right = described(right_ptr, RANK, columns, stride, INNER, COLUMNS)
+    pointers, weight, master = pointers_of(own, 0, FORMATS), 0, 0
     if FORMATS.reads_weight:
         weight = described(pointers.weight, rows, columns, stride, ROWS, COLUMNS)
     if FORMATS.master.present:
         master = described(pointers.master, rows, columns, stride, ROWS, COLUMNS)
-    return weight, master
+    return BackPlaces(rows, columns, left, right, weight, master, pointers)
 
 
 @helper
-def described_param(weight, master, row, column, FORMATS: tl.constexpr):
+def right_factor(places, inner, column, PRODUCT: tl.constexpr):
+    """A tile of the right factor, as a product takes it."""
+    LEFT: tl.constexpr = PRODUCT.on_left
+    FORM: tl.constexpr = PRODUCT.form if LEFT else PRODUCT.projection
+    PRECISION: tl.constexpr = PRODUCT.precision if LEFT and not PRODUCT.form_rounded else "ieee"
+    if PRODUCT.turned:
+        right = tl.trans(places.right.load([column, inner]))
+    else:
+        right = places.right.load([inner, column])
+    return taken(right, FORM, PRECISION)
+
+
+@helper
+def described_param(places, row, column, FORMATS: tl.constexpr):
     """fp32, a tile as loaded_param has it."""
     weight_code, master_code = 0, 0
     if FORMATS.reads_weight:
-        weight_code = weight.load([row, column])
+        weight_code = places.weight.load([row, column])
     if FORMATS.master.present:
-        master_code = master.load([row, column])
+        master_code = places.master.load([row, column])
     return param_of_codes(weight_code, master_code, 1.0, FORMATS)
+
+
+@helper
+def step_back(
+    own, places, row, column, param, update, scalars, draw, FORMATS: tl.constexpr,
+    RULE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile of a matrix of whole tiles, after its update."""
+    start = places.columns.to(tl.int64) * row + column
+    here = Pointers(0, places.pointers.weight + start, places.pointers.master + start, ())
+    chunk = Chunk(own, start, 0, here, scalars, (), draw)
+    updated_tile(chunk, param, update, places.columns, None, FORMATS, RULE)
 
 
 @jit(do_not_specialize=["matrices", "scalar_count", "down"])
@@ -495,10 +551,6 @@ def back_strips_kernel(
 
     Of a strip the right factor is loaded once.
     """
-    RANK: tl.constexpr = PRODUCT.rank
-    LEFT: tl.constexpr = PRODUCT.on_left
-    RIGHT_FORM: tl.constexpr = PRODUCT.form if LEFT else PRODUCT.projection
-    PRECISION: tl.constexpr = PRODUCT.precision if LEFT and not PRODUCT.form_rounded else "ieee"
     program, programs = tl.program_id(0), tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
         own = Column(table_ptr, matrices, matrix)
@@ -507,37 +559,62 @@ def back_strips_kernel(
         if CONTROLLED:
             end = tl.where(is_left_out(own, controls_ptr), begin, end)
         if begin < end:
-            rows, columns = shape_of(own, PRODUCT)
-            direction = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
-            projection = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
-            left_ptr = projection if LEFT else direction
-            right_ptr = direction if LEFT else projection
-            lefts = described(left_ptr, rows, RANK, RANK, ROWS, RANKS)
-            if PRODUCT.turned:
-                rights = described(right_ptr, columns, RANK, RANK, COLUMNS, RANKS)
-            else:
-                rights = described(right_ptr, RANK, columns, columns.to(tl.int64), RANKS, COLUMNS)
-            pointers = pointers_of(own, 0, FORMATS)
-            weights, masters = param_places(pointers, rows, columns, FORMATS, ROWS, COLUMNS)
+            places = back_places(own, PRODUCT, FORMATS, ROWS, COLUMNS, RANKS)
             scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
             draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
-            across = columns // COLUMNS
+            across = places.columns // COLUMNS
             for strip in range(loop_bound(begin), loop_bound(end), loop_bound(programs)):
                 top = (strip - first) // across * down * ROWS
                 column = (strip - first) % across * COLUMNS
-                if PRODUCT.turned:
-                    right = tl.trans(rights.load([column, 0]))
-                else:
-                    right = rights.load([0, column])
-                right = taken(right, RIGHT_FORM, PRECISION)
-                bottom = tl.minimum(top + down * ROWS, rows)
+                right = right_factor(places, 0, column, PRODUCT)
+                bottom = tl.minimum(top + down * ROWS, places.rows)
                 # with the number of stages masters come ahead, too, not only what is multiplied
                 for row in tl.range(loop_bound(top), loop_bound(bottom), ROWS, num_stages=STAGES):
-                    param = described_param(weights, masters, row, column, FORMATS)
+                    param = described_param(places, row, column, FORMATS)
                     nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
-                    left = lefts.load([row, 0])
+                    left = places.left.load([row, 0])
                     update = chained(left, right, nothing)
-                    start = columns.to(tl.int64) * row + column
-                    here = Pointers(0, pointers.weight + start, pointers.master + start, ())
-                    chunk = Chunk(own, start, 0, here, scalars, (), draw)
-                    updated_tile(chunk, param, update, columns, None, FORMATS, RULE)
+                    step_back(own, places, row, column, param, update, scalars, draw, FORMATS, RULE)
+
+
+@jit(do_not_specialize=["matrices", "scalar_count"])
+def back_blocks_kernel(
+    table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
+    tiles_ptr,  # *int32 as chunks.table.Chunks, of tiles
+    scalars_ptr,  # *fp32 [groups, scalar_count]
+    controls_ptr,  # *fp32 [groups, CONTROLS]; unread unless CONTROLLED
+    matrices,
+    scalar_count,
+    FORMATS: tl.constexpr,  # as formats.apply_formats makes them
+    RULE: tl.constexpr,
+    CONTROLLED: tl.constexpr,
+    PRODUCT: tl.constexpr,  # even, whose left factor was rounded ahead
+    ROWS: tl.constexpr,  # of a tile
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,  # of the rank, at a time
+):
+    """The updates of matrices of whole tiles at high ranks: programs take tiles in turns."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for matrix in range(loop_bound(matrices)):
+        own = Column(table_ptr, matrices, matrix)
+        first, end = tl.load(tiles_ptr + matrix), tl.load(tiles_ptr + matrix + 1)
+        begin = first + (program + programs - first % programs) % programs
+        if CONTROLLED:
+            end = tl.where(is_left_out(own, controls_ptr), begin, end)
+        if begin < end:
+            places = back_places(own, PRODUCT, FORMATS, ROWS, COLUMNS, INNER)
+            scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
+            draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+            high = places.rows // ROWS
+            # one loop with that over the rank: a tile's first loads go out while the last is stored
+            for tile in tl.range(
+                loop_bound(begin), loop_bound(end), loop_bound(programs), flatten=True
+            ):
+                row, column = (tile - first) % high * ROWS, (tile - first) // high * COLUMNS
+                total = tl.zeros((ROWS, COLUMNS), tl.float32)
+                for inner in range(0, PRODUCT.rank, INNER):
+                    left = places.left.load([row, inner])
+                    right = right_factor(places, inner, column, PRODUCT)
+                    total = chained(left, right, total)
+                param = described_param(places, row, column, FORMATS)
+                step_back(own, places, row, column, param, total, scalars, draw, FORMATS, RULE)

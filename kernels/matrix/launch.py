@@ -49,6 +49,11 @@ def part_of(most: int, rank: int) -> int:
     return min(most, padded(rank))
 
 
+def operand_bytes(low_rank: LowRank) -> int:
+    """Of a number that was rounded ahead."""
+    return 2 if low_rank.precision == BF16 else 4
+
+
 @dataclass(frozen=True)
 class ProjectTile:
     """The tile of a projected gradient [outer, rank], as kernel.project_kernel has it."""
@@ -84,8 +89,8 @@ class BackTile:
 
 
 @dataclass(frozen=True)
-class StripTile:
-    """The tile of a matrix that is projected back by strips."""
+class WholeTile:
+    """The tile of matrices that have whole ones only, which come by descriptors."""
 
     rows: int
     columns: int
@@ -96,6 +101,28 @@ class StripTile:
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether a matrix is of whole tiles."""
         return shape[0] % self.rows == 0 and shape[1] % self.columns == 0
+
+    def counts(self, shapes: Sequence[torch.Size]) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The numbers of tiles, one below another and one beside another, of each matrix."""
+        heights, widths = numpy.array(shapes).T
+        return heights // self.rows, widths // self.columns
+
+
+class StripTile(WholeTile):
+    """The tile of a matrix that is projected back by strips."""
+
+
+@dataclass(frozen=True)
+class BlockTile(WholeTile):
+    """The tile of a matrix that is projected back by blocks, at ranks that are too high for strips.
+
+    As many stages are held of the factors' tiles.
+    """
+
+    inner: int
+    """Bytes of the rank at a time."""
+    at_once: int
+    """Programs of a processor."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +135,10 @@ class Tiles:
     uneven_back: BackTile
     ahead: bool = False
     """Projections are rounded ahead, once for both launches, by another; not with ieee."""
-    strips: tuple[StripTile, ...] = ()
-    """Those by strips: the first of which there is room; none: no strips."""
+    strip: StripTile | None = None
+    """By strips, where there is room for it; None: none is."""
+    block: BlockTile | None = None
+    """Elsewhere; None: none is."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
@@ -169,10 +198,26 @@ HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
 # | 64 x 128, 8, 3, strips go across | 138        | 52          |
 # | 128 x 64, 8, 3, strips go across | 142        | 55          |
 #
-# At rank 256 64 x 64 takes 54 where HIGH_BACK_BF16 takes 69, 4 of 4096 x 4096. TF32, fused, 8 of
-# 4096 x 11008 at ranks 32, 64, 128: 99, 103, 126, and by BACK_TF32 109, 123, 138; 64 x 64 with 8
-# warps 129, 128 x 64 with two stages 163. At 256 64 x 32 with two took 336, HIGH_BACK_TF32 245.
-STRIPS = (StripTile(64, 128, 8, 3), StripTile(64, 64, 4, 3))
+# TF32, fused, 8 of 4096 x 11008 at ranks 32, 64, 128: 99, 103, 126, and by BACK_TF32 109, 123, 138;
+# 64 x 64 with 8 warps 129, 128 x 64 with two stages 163. At 256 64 x 32 with two took 336,
+# HIGH_BACK_TF32 245.
+STRIP = StripTile(64, 128, 8, 3)
+# Of higher ranks by blocks, two programs a processor: one stores what it made while the other
+# multiplies. One H200, us of a step, bf16 weights with fp32 masters, of 4096 x 11008 and 4096 x
+# 4096; first by HIGH_BACK_BF16 and HIGH_BACK_TF32, those with a * by strips of 64 x 64:
+#
+# | tile, warps, stages, at once  | bf16, 512 | bf16, 256   | tf32, 256 | tf32, 512 | tf32, 128   |
+# |---|---|---|---|---|---|
+# | before                        | 400, 148  | 257*, 105*  | 485, 185  | 730       | 255*, 109*  |
+# | 64 x 128, 4, 3, 2             | 329, 129  | 245, 107    | 368, 151  | 534       | 244, 111    |
+# | the same, half the terms, 5   |           | 249, 109    | 380       |           | 254, 116    |
+# | the same, twice the terms, 2  |           | 308, 134    | 473       |           | 306, 137    |
+# | 64 x 64, 4, 3, 3              |           | 253, 110    | 377       |           | 253, 114    |
+# | 128 x 64, 4, 3, 2             | 338, 134  | 252         | 375, 156  | 548       |             |
+# | 128 x 128, 8, 4, 1            | 337, 134  | 261         | 378, 159  | 526       |             |
+# | 128 x 256, 8, 3, 1: two parts | 338, 134  | 264         | 374, 155  | 520       |             |
+# | 64 x 256, 8, 3, 1: two parts  | 375, 148  | 294         | 412, 171  | 580       |             |
+BLOCK = BlockTile(64, 128, 4, 3, inner=128, at_once=2)
 BARRIERS = 1024
 """Bytes of a program for barriers."""
 TURN = 1.0
@@ -189,8 +234,8 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     ahead = low_rank.precision != IEEE
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
-        strips = (StripTile(32, 64, 4, 3),)
-        return Tiles(project, back, project, back, ahead, strips)
+        whole = (StripTile(32, 64, 4, 3), BlockTile(32, 64, 4, 3, inner=64, at_once=1))
+        return Tiles(project, back, project, back, ahead, *whole)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
@@ -200,7 +245,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
         # two sums of 128 rows and more than 32 ranks spill
         project = ProjectTile(128 if low_rank.rank <= 32 else 64, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
-    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, ahead, STRIPS)
+    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, ahead, STRIP, BLOCK)
 
 
 # --- the plan
@@ -368,13 +413,13 @@ class How:
         """The last launch finds its right factor turned."""
         return self.turns and (self.fused or self.low_rank.side == RIGHT)
 
-    def strip_tile(self, device: torch.device) -> StripTile | None:
-        """The tile by strips of which there is room; None where there are no strips.
+    def whole_tile(self, device: torch.device) -> WholeTile | None:
+        """The tile of matrices that have whole ones only; None where there is none of its own.
 
         Left factors come as tensor cores take them, in rows of whole 16 bytes. Of weights and
-        masters a stage less is held: the results take its room.
+        masters a stage less is held: the results take its room. By blocks right factors too.
         """
-        low_rank, apply = self.low_rank, apply_formats(self.formats)
+        low_rank, apply, strip = self.low_rank, apply_formats(self.formats), self.tiles.strip
         is_projection = low_rank.side == LEFT
         is_rounded = low_rank.precision == BF16 or self.fused or is_projection
         if (
@@ -384,15 +429,19 @@ class How:
             or not has_room(device)
         ):
             return None
-        size = 2 if low_rank.precision == BF16 else 4
-        ranks = padded(low_rank.rank)
         slots = ["master"] * apply.master.present + ["weight"] * apply.reads_weight
         param = sum(apply.dtype(slot).itemsize for slot in slots)
-        for tile in self.tiles.strips:
-            one = tile.rows * (size * ranks + param * tile.columns)
-            if size * ranks * tile.columns + tile.stages * one + BARRIERS <= SHARED_MEMORY:
-                return tile
-        return None
+        if strip is not None:
+            factor = operand_bytes(low_rank) * padded(low_rank.rank)
+            one = strip.rows * (factor + param * strip.columns)
+            if factor * strip.columns + strip.stages * one + BARRIERS <= SHARED_MEMORY:
+                return strip
+        block = self.tiles.block if low_rank.precision == BF16 or self.turned else None
+        if (
+            block is not None and apply.draws
+        ):  # bits take registers: 72 to 544 bytes spilled, not 56
+            block = replace(block, columns=block.columns // 2)
+        return block
 
     def slabs(self, shape: torch.Size) -> int:
         """How many slabs a matrix's sums are cut into."""
@@ -462,48 +511,53 @@ def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list
         yield own
 
 
-class Strips:
-    """The last launch over matrices of whole tiles, by strips."""
+@dataclass(frozen=True)
+class WholeLaunch:
+    """The last launch over matrices of whole tiles."""
 
-    def __init__(
-        self, tile: StripTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
-    ) -> None:
-        heights = numpy.array([rows // tile.rows for rows, _ in shapes])
-        widths = numpy.array([columns // tile.columns for _, columns in shapes])
-        most, programs = int(heights.max()), processors(device)
+    name: str
+    """The kernel's."""
+    chunks: Chunks
+    """Strips, or tiles."""
+    programs: int
+    numbers: tuple[int, ...]
+    """The kernel's last arguments."""
+    options: dict[str, object]
 
-        def strips(down: int) -> numpy.ndarray:
-            found: numpy.ndarray = -(-heights // down) * widths
-            return found
-
-        def time(down: int) -> float:
-            return -(-int(strips(down).sum()) // programs) * (down + TURN)
-
-        # of a few lengths that which takes the least time, where no program is done early
-        self._down = min((-(-most // parts) for parts in PARTS), key=time)
-        self._strips = Chunks(strips(self._down).tolist(), ONE_TILE, device)
-        self._programs = min(self._strips.count, programs)
-        self._options: dict[str, object] = {
-            "ROWS": tile.rows,
-            "COLUMNS": tile.columns,
-            "RANKS": padded(low_rank.rank),
-            "STAGES": tile.stages,
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-        }
-
-    def __call__(
-        self,
-        table: torch.Tensor,
-        scalars: torch.Tensor,
-        controls: torch.Tensor | None,
-        numbers: tuple[int, int],
-        options: dict[str, object],
-    ) -> None:
-        """Launches the kernel; options: those that it has in common with the one without strips."""
+    def __call__(self, arguments: tuple[Any, ...], options: dict[str, object]) -> None:
+        """Launches it; arguments, options: those that it has in common with back_project_kernel."""
         set_allocator(scratch)  # for descriptors
-        arguments = (table, self._strips.table, scalars, controls, *numbers, self._down)
-        call(kernel.back_strips_kernel, self._programs, arguments, {**options, **self._options})
+        (table, *others), own = arguments, {**options, **self.options}
+        everything = (table, self.chunks.table, *others, *self.numbers)
+        call(getattr(kernel, self.name), self.programs, everything, own)
+
+
+def whole_launch(
+    tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
+) -> WholeLaunch:
+    """Makes that of a StripTile or a BlockTile."""
+    (heights, widths), most = tile.counts(shapes), processors(device)
+    options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    if isinstance(tile, BlockTile):
+        options["INNER"] = tile.inner // operand_bytes(low_rank)
+        tiles = Chunks((heights * widths).tolist(), ONE_TILE, device)
+        programs = min(tiles.count, tile.at_once * most)
+        return WholeLaunch("back_blocks_kernel", tiles, programs, (), options)
+
+    def strips(down: int) -> numpy.ndarray:
+        found: numpy.ndarray = -(-heights // down) * widths
+        return found
+
+    def time(down: int) -> float:
+        return -(-int(strips(down).sum()) // most) * (down + TURN)
+
+    # of a few lengths that which takes the least time, where no program is done early
+    down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
+    chunks = Chunks(strips(down).tolist(), ONE_TILE, device)
+    options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
+    programs = min(chunks.count, most)
+    return WholeLaunch("back_strips_kernel", chunks, programs, (down,), options)
 
 
 class Wave:
@@ -541,9 +595,11 @@ class Wave:
         arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
-        tile = how.strip_tile(device)
+        tile = how.whole_tile(device)
         is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
-        self._strips = Strips(tile, shapes, how.low_rank, device) if tile and is_whole else None
+        self._whole = (
+            whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
+        )
         kept = [how.low_rank.projection_shape(shape) for shape in shapes]
         rounds = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
         self._round_tiles = Chunks(rounds, ONE_TILE, device)
@@ -657,8 +713,8 @@ class Wave:
         plan.stale = True
 
     def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
-        how, strips = self.how, self._strips
-        product = self._product(how.direction.weight, strips is not None or self._even[1])
+        how, whole = self.how, self._whole
+        product = self._product(how.direction.weight, whole is not None or self._even[1])
         options: dict[str, object] = {
             "PRODUCT": replace(product, turned=how.turned, form_rounded=how.fused),
             "FORMATS": self._apply,
@@ -666,8 +722,8 @@ class Wave:
             "CONTROLLED": controls is not None,
         }
         table, numbers = self._table.update(self._rows), (len(self.shapes), scalars.shape[1])
-        if strips is not None and product.even:  # else something is not aligned
-            strips(table, scalars, controls, numbers, options)
+        if whole is not None and product.even:  # else something is not aligned
+            whole((table, scalars, controls, *numbers), options)
             return
         own = self._back_tile
         options |= {

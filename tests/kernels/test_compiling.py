@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(launched):
     assert {each["kernel"] for each in launched[0]} == kernels()
 
 
-@pytest.mark.parametrize("kernel", ["products_kernel", "back_strips_kernel"])
+@pytest.mark.parametrize("kernel", ["products_kernel", "back_strips_kernel", "back_blocks_kernel"])
 def test_products_are_made_by_tensor_cores_without_spills(kernel, launched):
     found = [each for each in launched[0] if each["kernel"] == kernel]
     assert [each for each in found if each["STACK"] or each["LOCAL"] or not each["HGMMA"]] == []

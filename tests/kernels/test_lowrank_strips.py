@@ -1,4 +1,6 @@
-"""The kernel that projects whole tiles back by strips, beside the twin."""
+"""The kernels that project whole tiles back, by strips and by blocks, beside the twin."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,71 +36,84 @@ WAYS = [
     ("tf32", "fused", RIGHT),
     ("tf32", "grouped", LEFT),
 ]
+STRIPS, BLOCKS = KINDS = ("back_strips_kernel", "back_blocks_kernel")
 
 
-def by_strips(low_rank, device, pair=PLAIN, kernel="grouped", shapes=SHAPES, **options):
+def by_tiles(low_rank, device, pair=PLAIN, kernel="grouped", shapes=SHAPES, kind=STRIPS, **options):
     """Steps the same buffers by launches and by the twin; both results."""
-    formats = formats_of(pair, low_rank)
+    formats, tiles = formats_of(pair, low_rank), tiles_of(low_rank)
+    tiles = replace(tiles, strip=None) if kind == BLOCKS else replace(tiles, block=None)
     own = formats, shapes, buffers(formats, shapes), projections_of(low_rank, shapes)
-    return steps(*own, device, tiles_of(low_rank), kernel, **options)
+    return steps(*own, device, tiles, kernel, **options)
 
 
 @pytest.fixture
-def only_strips(monkeypatch):
-    """A launch without strips fails; two programs have several strips each, of several tiles."""
+def only_whole(monkeypatch):
+    """Another launch fails; two programs have several tiles, or strips of several, each."""
     monkeypatch.setattr(kernel, "back_project_kernel", None)
     monkeypatch.setattr(launch, "processors", lambda device: 2)
     monkeypatch.setattr(launch, "PARTS", (2,))
 
 
-@pytest.mark.usefixtures("only_strips")
-@pytest.mark.sample(4)
+@pytest.mark.usefixtures("only_whole")
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("rank", [16, 40])
-@pytest.mark.parametrize("way", WAYS, ids=", ".join)
-def test_the_step_is_the_twins(way, rank, device):
-    """Rank 40 is padded to 64 by zeros."""
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [(way, kind) for kind in KINDS for way in WAYS[: 7 if kind == STRIPS else 6]],
+    ids=str,
+)
+def test_the_step_is_the_twins(way, kind, rank, device):
+    """Rank 40 is filled up by zeros. Blocks want TF32's right factor turned."""
     precision, launches, side = way
-    assert_same_buffers(*by_strips(LowRank(side, rank, precision), device, kernel=launches))
+    low_rank = LowRank(side, rank, precision)
+    assert_same_buffers(*by_tiles(low_rank, device, kernel=launches, kind=kind))
 
 
-@pytest.mark.usefixtures("only_strips")
-@pytest.mark.sample(2)
+@pytest.mark.usefixtures("only_whole")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", [LEFT, RIGHT])
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if not pair[1].scaled])
-def test_every_format_is_the_twins(pair, side, device):
-    assert_same_buffers(*by_strips(LowRank(side, 16, "bf16"), device, pair, shapes=SHAPES[1:]))
+def test_every_format_is_the_twins(pair, side, kind, device):
+    own = LowRank(side, 16, "bf16"), device, pair
+    assert_same_buffers(*by_tiles(*own, shapes=SHAPES[1:], kind=kind))
 
 
-@pytest.mark.usefixtures("only_strips")
+@pytest.mark.usefixtures("only_whole")
 @pytest.mark.parametrize("parts", [1, 2, 3, 100])
 def test_how_high_strips_are_shows_in_no_bit(parts, device, monkeypatch):
     """One for all tiles, some that end within the matrix or with it, and one for each tile."""
     monkeypatch.setattr(launch, "PARTS", (parts,))
-    assert_same_buffers(*by_strips(LowRank(RIGHT, 16, "bf16"), device))
+    assert_same_buffers(*by_tiles(LowRank(RIGHT, 16, "bf16"), device))
 
 
-@pytest.mark.usefixtures("only_strips")
-def test_a_skipped_step_writes_nothing(device):
-    formats = formats_of(PLAIN, LowRank(RIGHT, 16, "bf16"))
-    before = buffers(formats, SHAPES)
-    found, _ = by_strips(LowRank(RIGHT, 16, "bf16"), device, controls=controls_of(skip=1.0))
+@pytest.mark.usefixtures("only_whole")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_writes_nothing(kind, device):
+    low_rank = LowRank(RIGHT, 16, "bf16")
+    before = buffers(formats_of(PLAIN, low_rank), SHAPES)
+    found, _ = by_tiles(low_rank, device, kind=kind, controls=controls_of(skip=1.0))
     assert_same_buffers(found, before)
 
 
-def step_with(formats, device, change):
+def step_with(formats, device, change, kind=STRIPS):
     """Steps buffers with changed weights in place; the buffers."""
+    tiles = tiles_of(formats.matrix.how)
+    tiles = replace(tiles, strip=None) if kind == BLOCKS else tiles
     own = moved(buffers(formats, SHAPES), device)
     own["weight"] = [change(weight) for weight in own["weight"]]
     sizes = [torch.Size(shape) for shape in SHAPES]
-    plan = launched_plan(formats, sizes, [0] * len(sizes), device, kernel="grouped")
+    plan = launched_plan(formats, sizes, [0] * len(sizes), device, kernel="grouped", tiles=tiles)
     plan.look(own)
     give(plan, [each.to(device) for each in projections_of(formats.matrix.how, SHAPES)])
     plan.step([ROW])
     return own
 
 
-@pytest.mark.usefixtures("only_strips")
-def test_nothing_beside_a_matrix_is_written(device):
+@pytest.mark.usefixtures("only_whole")
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_beside_a_matrix_is_written(kind, device):
     """The last strip of a matrix is lower than the others."""
     beside = []
 
@@ -107,17 +122,18 @@ def test_nothing_beside_a_matrix_is_written(device):
         beside.extend(around)
         return own
 
-    step_with(formats_of(PLAIN, LowRank(RIGHT, 16, "bf16")), device, within)
+    step_with(formats_of(PLAIN, LowRank(RIGHT, 16, "bf16")), device, within, kind)
     assert len(beside) == 2 * len(SHAPES)
     assert all(bool((memory == -1).all()) for memory in beside)
 
 
-def test_matrices_that_are_not_aligned_go_without(device, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_that_are_not_aligned_go_without(kind, device, monkeypatch):
     """Descriptors want addresses of whole 16 bytes."""
     low_rank = LowRank(RIGHT, 16, "bf16")
-    expected, _ = by_strips(low_rank, device)
-    monkeypatch.setattr(kernel, "back_strips_kernel", None)
-    assert_same_buffers(step_with(formats_of(PLAIN, low_rank), device, shifted), expected)
+    expected, _ = by_tiles(low_rank, device)
+    monkeypatch.setattr(kernel, kind, None)
+    assert_same_buffers(step_with(formats_of(PLAIN, low_rank), device, shifted, kind), expected)
 
 
 # What the comparison with the twin has to notice.
@@ -127,29 +143,49 @@ MUTANTS = {
         "column = (strip - first) // down % across * COLUMNS",
     ),
     "the first columns of the right factor": (
-        "right = rights.load([0, column])", "right = rights.load([0, 0])",
+        "right = places.right.load([inner, column])", "right = places.right.load([inner, 0])",
     ),
     "the first rows of the left factor": (
-        "left = lefts.load([row, 0])", "left = lefts.load([top, 0])",
+        "left = places.left.load([row, 0])", "left = places.left.load([top, 0])",
     ),
     "a matrix's last tiles left out": (
-        "bottom = tl.minimum(top + down * ROWS, rows)",
-        "bottom = tl.minimum(top + down * ROWS, rows - ROWS)",
+        "bottom = tl.minimum(top + down * ROWS, places.rows)",
+        "bottom = tl.minimum(top + down * ROWS, places.rows - ROWS)",
     ),
     "a program's later strips left out": (
-        "loop_bound(begin), loop_bound(end), loop_bound(programs)",
-        "loop_bound(begin), loop_bound(begin + 1), loop_bound(programs)",
+        "for strip in range(loop_bound(begin), loop_bound(end), loop_bound(programs)",
+        "for strip in range(loop_bound(begin), loop_bound(begin + 1), loop_bound(programs)",
     ),
-    "the tile above": (
-        "columns.to(tl.int64) * row + column", "columns.to(tl.int64) * top + column",
+    "other rows": (
+        "start = places.columns.to(tl.int64) * row + column",
+        "start = places.columns.to(tl.int64) * (row // 2) + column",
     ),
 }  # fmt: skip
+OF_BLOCKS = {
+    "the first column of tiles": (
+        "(tile - first) % high * ROWS, (tile - first) // high * COLUMNS",
+        "(tile - first) % high * ROWS, (tile - first) // high * 0",
+    ),
+    "the rank's first terms again": (
+        "left = places.left.load([row, inner])", "left = places.left.load([row, 0])",
+    ),
+    "the rank's last terms left out": (
+        "for inner in range(0, PRODUCT.rank, INNER)",
+        "for inner in range(0, PRODUCT.rank - INNER, INNER)",
+    ),
+    "only a tile of each matrix": (
+        "loop_bound(begin), loop_bound(end), loop_bound(programs), flatten=True",
+        "loop_bound(begin), loop_bound(begin + 1), loop_bound(programs), flatten=True",
+    ),
+}  # fmt: skip
+CASES = [(STRIPS, change) for change in MUTANTS.values()]
+CASES += [(BLOCKS, change) for change in OF_BLOCKS.values()]
 
 
-@pytest.mark.usefixtures("only_strips")
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
-def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
+@pytest.mark.usefixtures("only_whole")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("kind", "change"), CASES, ids=[*MUTANTS, *OF_BLOCKS])
+def test_a_mutant_is_noticed(kind, change, tmp_path, device, monkeypatch):
     monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_buffers(*by_strips(LowRank(RIGHT, 16, "bf16"), device))
+        assert_same_buffers(*by_tiles(LowRank(RIGHT, 40, "bf16"), device, kind=kind))

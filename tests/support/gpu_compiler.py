@@ -67,7 +67,7 @@ class Utils:
     @staticmethod
     def load_binary(name, binary, shared, device):
         used = resources(binary)
-        if name in ("products_kernel", "back_strips_kernel"):
+        if name in ("products_kernel", "back_strips_kernel", "back_blocks_kernel"):
             used["HGMMA"] = dumped(binary, "--dump-sass").count("HGMMA")
         compiled.append({"scenario": scenario, "kernel": name, **used})
         return len(compiled), 0, used["REG"], used["LOCAL"], 1024
@@ -251,6 +251,9 @@ def main():
     step("galore, whole tiles, slabs", plain(shape=(256, 2048)), **own, **masters)
     fused = {**own, "kernel": "fused"}
     step("galore, fused, slabs", plain(shape=(256, 2048)), clip_norm=1.0, **fused, **masters)
+    high = {**fused, "rank": 512, "proj_type": "left"}
+    for precision in ("bf16", "tf32"):  # by blocks
+        step("galore, high rank", plain(shape=(1024, 4096)), **{**high, "precision": precision})
     for launches in (grouped, fused):  # by strips, of factors that are turned, and that are not
         own_way = {**launches, "rank": 64, "precision": "tf32", "proj_type": "left"}
         step("galore, tf32, whole tiles", plain(shape=(256, 2048)), **own_way, **masters)

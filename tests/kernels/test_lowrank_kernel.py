@@ -289,7 +289,8 @@ def test_a_skipped_step_writes_nothing(device):
 # What the comparison with the twin has to notice.
 MUTANTS = {
     "the last part of the rank dropped": (
-        "for first in range(0, PRODUCT.rank, INNER)", "for first in range(0, PRODUCT.rank - INNER, INNER)",
+        "for first in range(0, PRODUCT.rank, INNER)",
+        "for first in range(0, PRODUCT.rank - INNER, INNER)",
     ),
     "a part of the rank added twice": (
         "stride, PRODUCT)\n        total = added_product(left,",

@@ -330,16 +330,17 @@ def iterated(
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known) if right else (grad.mT, known.mT)
     whole = square(grad) if whole is None else whole
-    says: Any = True
+    exact, are_bases = basis.double(), []
     for left in reversed(range(passes)):
         image = parts_product(basis, matrix.mT)
         found = parts_product(image, matrix)
         found, longest, norm = _added_up(found, image, whole, parts)
         shift = longest * norm * _error(parts.rows(matrix.shape[0]))
         make = _cholesky_qr if left else orthonormal
-        rows, is_basis = make(shift * basis.double() + found)
-        basis, says = rows.to(known.dtype), is_basis & says
-    says = says & _is_some(norm)
+        exact, is_basis = make(shift * exact + found)
+        basis = exact.to(known.dtype)
+        are_bases.append(is_basis)
+    says = reduce(torch.Tensor.logical_and, are_bases, _is_some(norm))
     return parts.alike(torch.where(says, basis if right else basis.mT, known).contiguous())
 
 
@@ -394,9 +395,9 @@ def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def _power_of_two_below(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = 15 if dtype == torch.float16 else 125  # below that fp16 has subnormals alone
-    exponent = torch.frexp(amax).exponent.clamp(-limit, limit)
-    return torch.ldexp(torch.ones_like(amax), -exponent)
+    limit = 2.0 ** (15 if dtype == torch.float16 else 125)  # fp16 has no larger power of two
+    exact = torch.frexp(amax).mantissa / amax
+    return exact.nan_to_num(1.0).clamp(1 / limit, limit)
 
 
 def _error(rows: int) -> float:

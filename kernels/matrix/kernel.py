@@ -9,7 +9,8 @@ the step's own functions; of a workspace the program does that whose slab is the
 The last makes a tile of one matrix: the product [m, rank] @ [rank, n], rank by rank in one fixed
 order, in fp32; then the step's own load, decode, update, encode and store, in place. The update,
 as large as the matrix, is never in memory. Matrices of whole tiles are updated by strips, whose
-tiles come by tensor descriptors while those before are computed.
+tiles come by tensor descriptors while those before are computed; at ranks of which a strip would
+not have room, by blocks, which take the rank part by part.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def draw(record: Record) -> Figure:
     """A field for each matrix and dtype, with a line for each kernel."""
     fields: dict[str, list[Record]] = {}
     for case in record["cases"]:
-        title = f"{_matrix(case)}, {_dtypes(case)} weights, {case['precision']}"
+        title = f"{_matrix(case)}, {case['precision']}, weights {_dtypes(case)}"
         fields.setdefault(title, []).append(case)
     columns = min(2, len(fields))
     rows = -(-len(fields) // columns)

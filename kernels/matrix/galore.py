@@ -364,7 +364,8 @@ def _is_some(amax: torch.Tensor) -> torch.Tensor:
 def _amax(matrix: torch.Tensor) -> torch.Tensor:
     if not matrix.numel():
         return torch.zeros((), dtype=_wide(matrix), device=matrix.device)
-    return torch.linalg.vector_norm(matrix, math.inf).to(_wide(matrix))  # reads it once
+    found: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
+    return found.to(_wide(matrix))
 
 
 def _added_up(

@@ -96,7 +96,11 @@ class WholeTile:
     columns: int
     warps: int
     stages: int
-    """Tiles of which there is room at a time."""
+    """Tiles of which there is room at a time; by blocks, of the factors."""
+    inner: int | None = None
+    """Bytes of the rank at a time, by blocks; None: all of it, by strips."""
+    at_once: int = 1
+    """Programs of a processor."""
 
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether a matrix is of whole tiles."""
@@ -106,23 +110,6 @@ class WholeTile:
         """The numbers of tiles, one below another and one beside another, of each matrix."""
         heights, widths = numpy.array(shapes).T
         return heights // self.rows, widths // self.columns
-
-
-class StripTile(WholeTile):
-    """The tile of a matrix that is projected back by strips."""
-
-
-@dataclass(frozen=True)
-class BlockTile(WholeTile):
-    """The tile of a matrix that is projected back by blocks, at ranks that are too high for strips.
-
-    As many stages are held of the factors' tiles.
-    """
-
-    inner: int
-    """Bytes of the rank at a time."""
-    at_once: int
-    """Programs of a processor."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +122,10 @@ class Tiles:
     uneven_back: BackTile
     ahead: bool = False
     """Projections are rounded ahead, once for both launches, by another; not with ieee."""
-    strip: StripTile | None = None
+    strip: WholeTile | None = None
     """By strips, where there is room for it; None: none is."""
-    block: BlockTile | None = None
-    """Elsewhere; None: none is."""
+    block: WholeTile | None = None
+    """By blocks elsewhere; None: none is."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.
@@ -201,7 +188,7 @@ HIGH_BACK_TF32 = BackTile(128, 64, 32, 4, 2, 2)
 # TF32, fused, 8 of 4096 x 11008 at ranks 32, 64, 128: 99, 103, 126, and by BACK_TF32 109, 123, 138;
 # 64 x 64 with 8 warps 129, 128 x 64 with two stages 163. At 256 64 x 32 with two took 336,
 # HIGH_BACK_TF32 245.
-STRIP = StripTile(64, 128, 8, 3)
+STRIP = WholeTile(64, 128, 8, 3)
 # Of higher ranks by blocks, two programs a processor: one stores what it made while the other
 # multiplies. One H200, us of a step, bf16 weights with fp32 masters, of 4096 x 11008 and 4096 x
 # 4096; first by HIGH_BACK_BF16 and HIGH_BACK_TF32, those with a * by strips of 64 x 64:
@@ -217,7 +204,7 @@ STRIP = StripTile(64, 128, 8, 3)
 # | 128 x 128, 8, 4, 1            | 337, 134  | 261         | 378, 159  | 526       |             |
 # | 128 x 256, 8, 3, 1: two parts | 338, 134  | 264         | 374, 155  | 520       |             |
 # | 64 x 256, 8, 3, 1: two parts  | 375, 148  | 294         | 412, 171  | 580       |             |
-BLOCK = BlockTile(64, 128, 4, 3, inner=128, at_once=2)
+BLOCK = WholeTile(64, 128, 4, 3, inner=128, at_once=2)
 BARRIERS = 1024
 """Bytes of a program for barriers."""
 TURN = 1.0
@@ -234,7 +221,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
     ahead = low_rank.precision != IEEE
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
-        whole = (StripTile(32, 64, 4, 3), BlockTile(32, 64, 4, 3, inner=64, at_once=1))
+        whole = (WholeTile(32, 64, 4, 3), WholeTile(32, 64, 4, 3, inner=64))
         return Tiles(project, back, project, back, ahead, *whole)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
@@ -437,9 +424,8 @@ class How:
             if factor * strip.columns + strip.stages * one + BARRIERS <= SHARED_MEMORY:
                 return strip
         block = self.tiles.block if low_rank.precision == BF16 or self.turned else None
-        if (
-            block is not None and apply.draws
-        ):  # bits take registers: 72 to 544 bytes spilled, not 56
+        if block is not None and apply.draws:
+            # which takes registers: 72 to 544 bytes would be spilled, where it is up to 56
             block = replace(block, columns=block.columns // 2)
         return block
 
@@ -535,15 +521,14 @@ class WholeLaunch:
 def whole_launch(
     tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
 ) -> WholeLaunch:
-    """Makes that of a StripTile or a BlockTile."""
-    (heights, widths), most = tile.counts(shapes), processors(device)
+    """Makes it by strips, or by blocks."""
+    (heights, widths), most = tile.counts(shapes), tile.at_once * processors(device)
     options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    if isinstance(tile, BlockTile):
+    if tile.inner is not None:
         options["INNER"] = tile.inner // operand_bytes(low_rank)
         tiles = Chunks((heights * widths).tolist(), ONE_TILE, device)
-        programs = min(tiles.count, tile.at_once * most)
-        return WholeLaunch("back_blocks_kernel", tiles, programs, (), options)
+        return WholeLaunch("back_blocks_kernel", tiles, min(tiles.count, most), (), options)
 
     def strips(down: int) -> numpy.ndarray:
         found: numpy.ndarray = -(-heights // down) * widths
@@ -556,8 +541,7 @@ def whole_launch(
     down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
     chunks = Chunks(strips(down).tolist(), ONE_TILE, device)
     options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
-    programs = min(chunks.count, most)
-    return WholeLaunch("back_strips_kernel", chunks, programs, (down,), options)
+    return WholeLaunch("back_strips_kernel", chunks, min(chunks.count, most), (down,), options)
 
 
 class Wave:

@@ -50,7 +50,7 @@ def part_of(most: int, rank: int) -> int:
 
 
 def operand_bytes(low_rank: LowRank) -> int:
-    """Of a number that was rounded ahead."""
+    """The size of a number that was rounded ahead."""
     return 2 if low_rank.precision == BF16 else 4
 
 
@@ -123,9 +123,9 @@ class Tiles:
     ahead: bool = False
     """Projections are rounded ahead, once for both launches, by another; not with ieee."""
     strip: WholeTile | None = None
-    """By strips, where there is room for it; None: none is."""
+    """The tile by strips, where there is room for it; None: there are no strips."""
     block: WholeTile | None = None
-    """By blocks elsewhere; None: none is."""
+    """The tile by blocks, elsewhere; None: there are none."""
 
 
 # Compiled for sm_90 the others' masks take so many registers that larger tiles spill.

@@ -233,7 +233,8 @@ class GaLoreAdamW(FusedOptimizer):
             "tf32": rounded to TF32, 10 bits of mantissa. "bf16": to bf16. Of the last two every
             kernel and device has the same bits, those of Hopper's tensor cores, which a CPU
             computes more slowly than ieee products. Torch's global settings change nothing of it;
-            refreshes are always "ieee", and torch's: projections are a device's own.
+            refreshes are torch's, of fp32 numbers, or with "tf32" and "bf16" of bf16 gradients by
+            a GPU's tensor cores, with factors in two bf16 numbers: projections are a device's own.
         refresh: how projections follow the gradient: "subspace", by two passes of subspace
             iteration from the last projection; or "svd", galore_torch's, a whole SVD, for which
             the host waits; ranks gather a gradient whose rows they have. A gradient that is zero

@@ -190,13 +190,14 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     how, own, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
     parts = work.parts
-    grad = scaled(grad.to(_wide(grad)) if how.precision == IEEE else grad, parts)
+    stays = grad.dtype == torch.bfloat16 and how.precision != IEEE
+    grad = scaled(grad if stays else grad.to(_wide(grad)), parts)
     known, whole = own if work.is_made else None, square(grad)
     projection = refreshed(grad, how, known, how.refresh == "svd", seed, parts, whole)
     captured = captured_energy(grad, how, projection, parts, whole)
     own.copy_(projection)
     # a gradient that says nothing leaves it as it is, as it does the projection
-    energy.copy_(torch.where(captured > 0, captured, energy))
+    energy.copy_(torch.where(captured.isnan(), energy, captured))
     work.is_made = True
 
 
@@ -230,8 +231,16 @@ FAR = 2.0**-8
 """How far from 1 the Gram matrix of Cholesky's columns may be, by its norm.
 
 It is off by some 2**-53 times the square of the longest combination over the shortest, which the
-shift keeps below 2**22: 2**-9. Of 7,920 refreshes of random gradients of eight kinds, spectra of 12
-decades and single numbers among them, the farthest was at 3e-6.
+shift keeps below 2**22: 2**-9. Of 100,000 refreshes of random gradients, spectra of 12 decades and
+single numbers among them, the farthest was at 2**-11.
+"""
+BESIDE = 2.0**-52
+"""How much of random numbers is added to the directions with which a refresh begins.
+
+So that it also finds a gradient whose columns are others than those that these directions have:
+what is left in a projection of columns that are 0 comes to 0 itself within a few refreshes. Other
+numbers are too large to be moved by it. A direction that a gradient lacks is turned by about
+BESIDE / shift, in units of its norm's square: below UNIT / 64.
 """
 
 
@@ -255,17 +264,15 @@ def refreshed(
     if by_svd:
         # libraries may choose by a processor: one has the say
         return parts.first(singular(parts.joined(grad), low_rank, known))
-    return iterated(grad, low_rank, known, passes, parts, whole)
+    return iterated(grad, low_rank, known, passes, parts, whole, seed)
 
 
 def scaled(grad: torch.Tensor, parts: Parts = ALONE) -> torch.Tensor:
-    """A gradient times the power of two that brings its largest magnitude to [0.5, 1).
+    """A gradient times the power of two, 2**-125 to 2**125, that brings its amax to [0.5, 1).
 
-    So no loss scale shows, and no square overflows. Of fp16 numbers those that come below 2**-14
-    may lose bits.
+    So no loss scale shows, and no square overflows. fp16 has not all these powers.
     """
-    amax = parts.largest(_amax(grad))
-    factor = _power_of_two_below(amax, grad.dtype).to(grad.dtype)
+    factor = _power_of_two_below(parts.largest(_amax(grad))).to(grad.dtype)
     # reads 16 bytes at a time, as a tensor's product with a number on the device does not: 4096 x
     # 11008 in bf16 took that 103 us, with an fp32 factor 159
     found: torch.Tensor = torch._foreach_mul([grad], factor)[0]
@@ -278,7 +285,7 @@ def _wide(grad: torch.Tensor) -> torch.dtype:
 
 
 def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
-    """A projection to begin with, fp32: an orthonormal basis of random signs.
+    """A projection to begin with, fp32: an orthonormal basis of random numbers.
 
     It depends on seed and shape alone, not on the order of parameters.
     """
@@ -290,12 +297,18 @@ def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.devi
 @lru_cache(maxsize=1)
 def _random_basis(wide: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """fp32 [wide, rank]. A model has many matrices of one dimension, which all begin with it."""
+    # Householder's QR, as a few numbers may be nearly dependent
+    numbers = _random_numbers(wide, rank, seed, device).mT.double()
+    basis: torch.Tensor = torch.linalg.qr(numbers)[0].float()
+    return basis
+
+
+@lru_cache(maxsize=4)
+def _random_numbers(wide: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
+    """fp32 [rank, wide], from -1 to 1."""
     numbers = draw_numbers({"seed": seed, "step": 0})  # steps, which draw too, count from 1
     words = words_reference(Place(0), wide * rank, numbers, device)
-    signs = ((words & 1) * 2 - 1).double().view(wide, rank)
-    # Householder's QR, as a few signs may well be dependent
-    basis: torch.Tensor = torch.linalg.qr(signs)[0].float()
-    return basis
+    return ((words - 2**31).float() * 2.0**-31).view(wide, rank).mT.contiguous()
 
 
 def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:
@@ -318,6 +331,7 @@ def iterated(
     passes: int = PASSES,
     parts: Parts = ALONE,
     whole: torch.Tensor | None = None,
+    seed: int = 0,
 ) -> torch.Tensor:
     """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
 
@@ -325,12 +339,14 @@ def iterated(
     and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
     be, and what a gradient has less of than that stays as it was. The columns go on with their
     signs, as the moments do. grad: as `scaled` gives it. parts: of the gradient's rows, on the
-    right; of its columns, on the left. whole: as `refreshed` has it.
+    right; of its columns, on the left. whole, seed: as `refreshed` has them.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known) if right else (grad.mT, known.mT)
     whole = square(grad) if whole is None else whole
     exact, are_bases = basis.double(), []
+    numbers = _random_numbers(basis.shape[1], low_rank.rank, seed, grad.device)
+    basis = torch.add(basis, numbers, alpha=BESIDE)
     for left in reversed(range(passes)):
         image = parts_product(basis, matrix.mT)
         found = parts_product(image, matrix)
@@ -395,10 +411,9 @@ def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
     return whole.square()
 
 
-def _power_of_two_below(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    limit = 2.0 ** (15 if dtype == torch.float16 else 125)  # fp16 has no larger power of two
+def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
     exact = torch.frexp(amax).mantissa / amax
-    return exact.nan_to_num(1.0).clamp(1 / limit, limit)
+    return exact.nan_to_num(1.0).clamp(2.0**-125, 2.0**125)
 
 
 def _error(rows: int) -> float:
@@ -447,10 +462,10 @@ def captured_energy(
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, fp32 from 0 to 1.
 
-    0 where the gradient says nothing. grad: as `scaled` gives it.
+    NaN where the gradient says nothing. grad: as `scaled` gives it.
     """
     basis, matrix = (projection, grad.mT) if low_rank.side == RIGHT else (projection.mT, grad)
     kept = square(parts_product(basis, matrix), 0)
     own = square(grad) if whole is None else whole
     kept, whole = parts.add_up(torch.stack([kept, own])).unbind()
-    return (kept / whole).nan_to_num(0.0).clamp(max=1.0).float()
+    return (kept / whole).clamp(max=1.0).float()

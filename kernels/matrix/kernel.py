@@ -72,22 +72,6 @@ def operand_tile(
 # --- the projections as products take them
 
 
-class BackPlaces(NamedTuple):
-    """A matrix that is projected back by descriptors."""
-
-    rows: Any
-    """int32, of the matrix,"""
-    columns: Any
-    left: Any
-    """Descriptors of the factors,"""
-    right: Any
-    weight: Any
-    """and of those that an update reads; 0 of others."""
-    master: Any
-    pointers: Any
-    """Pointers to its first element, for what is stored."""
-
-
 @jit(do_not_specialize=["matrices"])
 def round_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices], as tables.py has it
@@ -460,6 +444,22 @@ def back_project_kernel(
         chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
         updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
         column, start = column + COLUMNS, start + COLUMNS
+
+
+class BackPlaces(NamedTuple):
+    """A matrix that is projected back by descriptors."""
+
+    rows: Any
+    """int32, of the matrix,"""
+    columns: Any
+    left: Any
+    """Descriptors of the factors,"""
+    right: Any
+    weight: Any
+    """and of those that an update reads; 0 of others."""
+    master: Any
+    pointers: Any
+    """Pointers to its first element, for what is stored."""
 
 
 @helper

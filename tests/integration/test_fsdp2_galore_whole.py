@@ -193,7 +193,7 @@ def test_a_rank_whose_memory_ends_anywhere_keeps_none_waiting(on_ranks, options,
     ranks = on_ranks(2, galore_whole_ranks.without_memory, options, shapes, every)
     straight = fsdp2_ranks.trained(options, 4, shapes=shapes)
     for rank, (errors, before, after, then) in enumerate(ranks):
-        assert len(errors) > 20
+        assert len(errors) > 15
         said = "MemoryError: planted" if rank else "rank"
         assert [error for error in errors if said not in error] == []
         assert_same(after, before)

@@ -245,7 +245,7 @@ def assert_captured(found, grad, dimensions, side, known):
     assert_basis(found.numpy(), grad.numpy(), side, 1 - dimensions * shift * tangent)
 
 
-def few_dimensions_in_16_bits(shape):
+def few_dimensions_in_bf16(shape):
     """Gradients of fewer dimensions than a rank of 6, of whole numbers and powers of two."""
     rows, columns = shape
     whole = values((rows, 5), 1).round().clamp(-2, 2) @ values((5, columns), 2).sign()
@@ -255,17 +255,15 @@ def few_dimensions_in_16_bits(shape):
     return {"whole": (whole, 5), "weak": (weak, 4)}
 
 
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("kind", few_dimensions_in_16_bits((8, 8)))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", few_dimensions_in_bf16((8, 8)))
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 @pytest.mark.parametrize(("shape", "rank"), [((40, 30), 6), SLOW_SHAPE], ids=str)
-def test_a_16_bit_gradient_of_few_dimensions_is_captured(shape, rank, side, dtype, kind, device):
-    """As one of fp32 is, but that products on a GPU are of 16-bit numbers."""
-    (grad, dimensions), low_rank = few_dimensions_in_16_bits(shape)[kind], LowRank(side, rank)
-    assert torch.equal(grad.to(dtype).float(), grad)
+def test_a_bf16_gradient_of_few_dimensions_is_captured(shape, rank, side, kind, device):
+    """As one of fp32 is, but that products on a GPU are of bf16 numbers."""
+    (grad, dimensions), low_rank = few_dimensions_in_bf16(shape)[kind], LowRank(side, rank)
+    assert torch.equal(grad.bfloat16().float(), grad)
     known = refreshed(values(shape, 5), low_rank, None, False, seed=0)
-    own = scaled(grad.to(device, dtype))
+    own = scaled(grad.to(device, torch.bfloat16))
     found = refreshed(own, low_rank, known.to(device), False, seed=0).cpu()
     assert found.dtype == torch.float32
     assert_captured(found, grad, dimensions, side, known)
@@ -273,16 +271,15 @@ def test_a_16_bit_gradient_of_few_dimensions_is_captured(shape, rank, side, dtyp
     assert 1 - 2.0**-15 <= captured <= 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(6, 40, 30), (64, 1000, 96)], ids=str)
-def test_products_with_16_bit_matrices_are_near_those_of_fp32_numbers(shape, dtype, device):
-    """Two bf16 numbers are off from one of fp32 by 2**-16 of it at most, two fp16 ones by less.
+def test_products_with_bf16_matrices_are_near_those_of_fp32_numbers(shape, device):
+    """Two bf16 numbers are off from one of fp32 by 2**-16 of it at most.
 
     A block of 16 products and a sum, each cut 25 bits behind the largest, and their sum, cut to
     fp32, are off by 17 * 2**-24 + 2**-23 of the largest, and that is at most all magnitudes' sum.
     """
     rows, terms, columns = shape
-    some, others = values((rows, terms), 0), values((terms, columns), 1).to(dtype)
+    some, others = values((rows, terms), 0), values((terms, columns), 1).bfloat16()
     found = parts_product(some.to(device), others.to(device)).cpu().double()
     some, others = some.double(), others.double()
     blocks = -(-terms // 16) + 8  # and sums over parts of the terms
@@ -290,35 +287,52 @@ def test_products_with_16_bit_matrices_are_near_those_of_fp32_numbers(shape, dty
     assert bool(((found - some @ others).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_directions_that_a_gradient_lacks_stay(dtype, device):
     """Of a basis of axes, three of which a gradient has."""
     low_rank, known = LowRank(RIGHT, 6), torch.eye(6, 30)
     grad = torch.zeros(40, 30, dtype=dtype)
     grad[:, :3] = values((40, 3), 0)
     found = refreshed(grad.to(device), low_rank, known.to(device), False, seed=0).cpu()
-    assert torch.equal(found[3:], known[3:])
+    # but for what random numbers of 2**-52 turn them, by 2**-52 * 3 / (4 * 2**-24 * 40**0.5)
+    assert (found[3:] - known[3:]).abs().max() <= 2.0**-30
     assert_basis(found.numpy(), grad.float().numpy(), RIGHT, 1 - 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_power_of_two_shows_in_no_bit_of_a_16_bit_projection(dtype, device):
+@pytest.mark.parametrize("side", [RIGHT, LEFT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("before", [1, 2, 3, 6])
+def test_a_gradient_that_moves_to_other_rows_and_columns_is_found(before, dtype, side, device):
+    """What a projection has of columns that are 0 comes to 0 within a few refreshes."""
+    low_rank, known, shape = LowRank(side, 4), None, (64, 64)
+    for step in range(before + 2):
+        grad = torch.zeros(shape, dtype=dtype)
+        if step < before:
+            grad[:16, :16] = values((16, 16), step)
+        else:
+            grad[40:, 20] = values((24,), step)
+        known = refreshed(scaled(grad.to(device)), low_rank, known, False, seed=3)
+    assert_basis(known.cpu().numpy(), grad.float().numpy(), side, 1 - 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_first_gradient_of_equal_columns_is_found(seed):
+    """As numbers of which a few add up to 0, as signs do, would not find it."""
+    grad, low_rank = torch.ones(6, 4) * torch.arange(1, 7)[:, None], LowRank(RIGHT, 1)
+    found = refreshed(scaled(grad), low_rank, None, False, seed)
+    assert_basis(found.numpy(), grad.numpy(), RIGHT, 1 - 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_power_of_two_shows_in_no_bit_of_a_projection(dtype, device):
     grad, low_rank = values((40, 30), 0).to(device, dtype), LowRank(RIGHT, 4)
-    expected = refreshed(scaled(grad), low_rank, None, False, seed=0)
-    for factor in (2.0**8, 2.0**-1, *((2.0**-90, 2.0**100) if dtype == torch.bfloat16 else ())):
-        grad_of_loss = scaled(grad * factor)
-        assert_same_bits(refreshed(grad_of_loss, low_rank, None, False, seed=0), expected)
-
-
-def test_a_power_of_two_shows_in_no_bit_of_a_projection():
-    grad, low_rank = values((40, 30), 0), LowRank(RIGHT, 4)
     expected = refreshed(scaled(grad), low_rank, None, False, seed=0)
     for factor in (2.0**16, 2.0**-90, 2.0**100):
         grad_of_loss = scaled(grad * factor)
         assert_same_bits(refreshed(grad_of_loss, low_rank, None, False, seed=0), expected)
 
 
-def test_sketches_are_orthonormal_also_of_few_signs_and_differ_by_seed():
+def test_sketches_are_orthonormal_also_of_few_numbers_and_differ_by_seed():
     for side, shape, rank in ((RIGHT, (9, 3), 2), (LEFT, (2, 90), 1), (RIGHT, (50, 40), 15)):
         for seed in range(20):
             low_rank = LowRank(side, rank)
@@ -361,7 +375,7 @@ def test_captured_energy_is_a_share_of_squares():
     # norm, the basis, rounded, is orthonormal to 2 * 4, and what lies inside is rounded in sums of
     # 4; squares are off by twice that
     assert abs(captured_energy(inside, low_rank, basis).item() - 1) <= 2 * (60 + 8 + 4) * 2.0**-24
-    assert captured_energy(grad * 0, low_rank, basis).item() == 0
+    assert captured_energy(grad * 0, low_rank, basis).isnan()
     assert captured_energy(inside, low_rank, basis * 1.001).item() == 1  # a little too long
 
 

@@ -458,8 +458,22 @@ class BackPlaces(NamedTuple):
     weight: Any
     """and of those that an update reads; 0 of others."""
     master: Any
-    pointers: Any
-    """Pointers to its first element, for what is stored."""
+    chunk: Any
+    """All of it as a chunk, for what is stored."""
+
+
+@helper
+def turns_in(places_ptr, matrix, own, controls_ptr, CONTROLLED: tl.constexpr):
+    """A matrix's first strip or tile among all, the program's first one of them, and their end.
+
+    The program takes none where the end is not behind its first one.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    first, end = tl.load(places_ptr + matrix), tl.load(places_ptr + matrix + 1)
+    begin = first + (program + programs - first % programs) % programs
+    if CONTROLLED:
+        end = tl.where(is_left_out(own, controls_ptr), begin, end)
+    return first, begin, end
 
 
 @helper
@@ -470,8 +484,8 @@ def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.conste
 
 @helper
 def back_places(
-    own, PRODUCT: tl.constexpr, FORMATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
+    own, scalars_ptr, scalar_count, PRODUCT: tl.constexpr, FORMATS: tl.constexpr,
+    RULE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Makes BackPlaces: tiles [ROWS, COLUMNS], of factors [ROWS, INNER] and [INNER, COLUMNS]."""
     RANK: tl.constexpr = PRODUCT.rank
@@ -491,7 +505,10 @@ def back_places(
         weight = described(pointers.weight, rows, columns, stride, ROWS, COLUMNS)
     if FORMATS.master.present:
         master = described(pointers.master, rows, columns, stride, ROWS, COLUMNS)
-    return BackPlaces(rows, columns, left, right, weight, master, pointers)
+    scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
+    draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+    chunk = Chunk(own, 0, 0, pointers, scalars, (), draw)
+    return BackPlaces(rows, columns, left, right, weight, master, chunk)
 
 
 @helper
@@ -519,14 +536,11 @@ def described_param(places, row, column, FORMATS: tl.constexpr):
 
 
 @helper
-def step_back(
-    own, places, row, column, param, update, scalars, draw, FORMATS: tl.constexpr,
-    RULE: tl.constexpr,
-):  # fmt: skip
+def step_back(places, row, column, param, update, FORMATS: tl.constexpr, RULE: tl.constexpr):
     """Stores a tile of a matrix of whole tiles, after its update."""
-    start = places.columns.to(tl.int64) * row + column
-    here = Pointers(0, places.pointers.weight + start, places.pointers.master + start, ())
-    chunk = Chunk(own, start, 0, here, scalars, (), draw)
+    start, whole = places.columns.to(tl.int64) * row + column, places.chunk
+    here = Pointers(0, whole.pointers.weight + start, whole.pointers.master + start, ())
+    chunk = Chunk(whole.column, start, 0, here, whole.scalars, (), whole.draw)
     updated_tile(chunk, param, update, places.columns, None, FORMATS, RULE)
 
 
@@ -552,17 +566,14 @@ def back_strips_kernel(
 
     Of a strip the right factor is loaded once.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    programs = tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
         own = Column(table_ptr, matrices, matrix)
-        first, end = tl.load(strips_ptr + matrix), tl.load(strips_ptr + matrix + 1)
-        begin = first + (program + programs - first % programs) % programs
-        if CONTROLLED:
-            end = tl.where(is_left_out(own, controls_ptr), begin, end)
+        first, begin, end = turns_in(strips_ptr, matrix, own, controls_ptr, CONTROLLED)
         if begin < end:
-            places = back_places(own, PRODUCT, FORMATS, ROWS, COLUMNS, RANKS)
-            scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
-            draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+            places = back_places(
+                own, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, RANKS
+            )
             across = places.columns // COLUMNS
             for strip in range(loop_bound(begin), loop_bound(end), loop_bound(programs)):
                 top = (strip - first) // across * down * ROWS
@@ -575,7 +586,7 @@ def back_strips_kernel(
                     nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
                     left = places.left.load([row, 0])
                     update = chained(left, right, nothing)
-                    step_back(own, places, row, column, param, update, scalars, draw, FORMATS, RULE)
+                    step_back(places, row, column, param, update, FORMATS, RULE)
 
 
 @jit(do_not_specialize=["matrices", "scalar_count"])
@@ -595,17 +606,14 @@ def back_blocks_kernel(
     INNER: tl.constexpr,  # of the rank, at a time
 ):
     """The updates of matrices of whole tiles at high ranks: programs take tiles in turns."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    programs = tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
         own = Column(table_ptr, matrices, matrix)
-        first, end = tl.load(tiles_ptr + matrix), tl.load(tiles_ptr + matrix + 1)
-        begin = first + (program + programs - first % programs) % programs
-        if CONTROLLED:
-            end = tl.where(is_left_out(own, controls_ptr), begin, end)
+        first, begin, end = turns_in(tiles_ptr, matrix, own, controls_ptr, CONTROLLED)
         if begin < end:
-            places = back_places(own, PRODUCT, FORMATS, ROWS, COLUMNS, INNER)
-            scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
-            draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+            places = back_places(
+                own, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, INNER
+            )
             high = places.rows // ROWS
             # one loop with that over the rank: a tile's first loads go out while the last is stored
             for tile in tl.range(
@@ -618,4 +626,4 @@ def back_blocks_kernel(
                     right = right_factor(places, inner, column, PRODUCT)
                     total = chained(left, right, total)
                 param = described_param(places, row, column, FORMATS)
-                step_back(own, places, row, column, param, total, scalars, draw, FORMATS, RULE)
+                step_back(places, row, column, param, total, FORMATS, RULE)

@@ -157,8 +157,8 @@ MUTANTS = {
         "for strip in range(loop_bound(begin), loop_bound(begin + 1), loop_bound(programs)",
     ),
     "other rows": (
-        "start = places.columns.to(tl.int64) * row + column",
-        "start = places.columns.to(tl.int64) * (row // 2) + column",
+        "start, whole = places.columns.to(tl.int64) * row + column,",
+        "start, whole = places.columns.to(tl.int64) * (row // 2) + column,",
     ),
 }  # fmt: skip
 OF_BLOCKS = {

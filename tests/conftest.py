@@ -9,6 +9,7 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
+from descriptor_limits import make_strict
 from faster_interpreter import make_faster
 from one_rank import group_of_one
 from ranks import Ranks
@@ -16,6 +17,7 @@ from ranks import Ranks
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     make_faster()
+    make_strict()
 # torch's pool of compilers once kept pytest from ending for 5 minutes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # two threads that share small products wait for each other: a step of GaLoreAdamW took 40 times as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -101,9 +102,12 @@ class Upload:
 
     def __del__(self) -> None:
         """Within a capture the pinned memory outlives this."""
-        # no operation of torch on a CPU, where the collector may come at any moment
-        if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-            GIVEN_UP.extend(self._pieces)
+        # After a fault of the device torch cannot say whether there is a capture. Then none goes
+        # on, and an error here would only hide that of the fault.
+        with suppress(RuntimeError):
+            # no operation of torch on a CPU, where the collector may come at any moment
+            if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                GIVEN_UP.extend(self._pieces)
 
 
 @dataclass(frozen=True)

@@ -383,12 +383,16 @@ class SharedSteps:
     def _go(self, phases: Sequence[Callable[..., Any]], run: Run) -> None:
         memory, self._memory, self.renewal = self._memory, [], NOTHING_NEW
         count = len(self._ways)
-        for turn in range(count + len(phases) - 1):
-            for behind, phase in enumerate(phases):
-                place = turn - behind
-                if 0 <= place < count:
-                    phase(self._ways[place], memory[place % len(memory)], run)
-        self._tell(run)
+        try:
+            for turn in range(count + len(phases) - 1):
+                for behind, phase in enumerate(phases):
+                    place = turn - behind
+                    if 0 <= place < count:
+                        phase(self._ways[place], memory[place % len(memory)], run)
+            self._tell(run)
+        except Exception as error:
+            # after a fault of the device every call fails: the first error tells of the cause
+            self._error = self._error or error
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -469,8 +473,10 @@ class SharedSteps:
             self._try(lambda: room.first[0].copy_(exchange.wholes(way.bucket, far)[0]))
         exchange.hand_out(room.first[0], owner)
         tiles = Tiles(exchange, memory, self._error)
-        update: torch.Tensor = self._making.together(room, way.notes, tiles)
-        self._error = tiles.error
+        try:
+            update: torch.Tensor = self._making.together(room, way.notes, tiles)
+        finally:
+            self._error = tiles.error
         return update
 
     def _made(self, way: Way, far: torch.Tensor, run: Run, update: torch.Tensor | None) -> Tensors:

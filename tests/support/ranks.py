@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 import psutil
 import torch
 import torch.distributed as dist
+from descriptor_limits import make_strict
 from faster_interpreter import make_faster
 from torch.distributed import distributed_c10d
 
@@ -63,6 +64,7 @@ def _serve(rank, world, meeting, parent, prepare, patience):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     make_faster()
+    make_strict()
     prepare()
     waits = timedelta(seconds=patience)
     distributed_c10d.ProcessGroupGloo = _OnOneDevice

@@ -5,6 +5,7 @@ import numpy
 import pytest
 import torch
 from bits import assert_same_bits
+from far_apart import far_apart
 from product_cases import (
     DTYPES,
     SHAPES,
@@ -43,6 +44,22 @@ def test_how_matrices_lie_in_memory_shows_in_no_bit(dtype, device):
     for change in (odd, torch.Tensor.contiguous, lambda each: each.mT.contiguous().mT):
         own = map(change, left), map(change, right)
         assert_all_same(products(*map(list, own), launches=True, tile=SMALL), found)
+
+
+@pytest.mark.parametrize("place", ["left", "right", "out"])
+def test_matrices_lie_in_two_regions_of_the_address_space(place, device):
+    """Further apart than the stride of a tensor descriptor can say."""
+    left, right = lists([(48, 40, 72)] * 8, torch.bfloat16, device=device)
+    # pairs whose matrices lie one behind another
+    matrices = {"left": torch.stack(left[::4]), "right": torch.stack(right[::4])}
+    matrices = {name: list(pair.unbind()) for name, pair in matrices.items()}
+    matrices["out"] = list(torch.empty(2, 48, 40, dtype=torch.bfloat16, device=device).unbind())
+    products(**matrices, launches=False)
+    expected = [each.clone() for each in matrices["out"]]
+    apart = far_apart(matrices[place][0])
+    matrices[place] = [new.copy_(old) for new, old in zip(apart, matrices[place], strict=True)]
+    products(**matrices, launches=True, tile=SMALL)
+    assert_all_same(matrices["out"], expected)
 
 
 def test_the_tile_shows_in_no_bit(device):

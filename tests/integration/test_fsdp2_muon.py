@@ -4,7 +4,9 @@ import muon_ranks
 import pytest
 import torch
 from fsdp2_ranks import assert_same_on_all, split_muon, trained
+from galore_whole_ranks import placed_galore
 from interpreted import interpreted
+from late_exchange import late
 from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
@@ -83,6 +85,22 @@ def test_buckets_of_any_size_have_the_same_bits(on_ranks, room):
     options, named = KINDS["masters, fp16"], {"placements": "rows", "sizes": (3,)}
     found = on_ranks(3, in_small_buckets, room, options, 3, **named)
     assert_same_on_all(found, placed(options, 3))
+
+
+LATE = {
+    "masters, fp16": (placed, KINDS["masters, fp16"]),
+    "drawn": (placed, KINDS["drawn"]),
+    "galore": (placed_galore, {"proj_type": "left", "weights": BF16, **MASTER}),
+}
+
+
+@pytest.mark.parametrize(("made", "options"), LATE.values(), ids=list(LATE))
+@pytest.mark.parametrize("room", [1, 700, 2**26])
+def test_nobody_touches_memory_that_is_on_its_way(on_ranks, made, options, room):
+    """Messages move when they are waited for; a poison stands where they come until then."""
+    named = {"placements": "rows", "sizes": (2,)}
+    found = on_ranks(2, late, in_small_buckets, room, options, 3, made=made, **named)
+    assert_same_on_all(found, made(options, 3))
 
 
 @interpreted

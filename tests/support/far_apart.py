@@ -42,23 +42,23 @@ def _on_host(address, like):
 
 
 class _Location(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 
 
 class _Properties(ctypes.Structure):
     """CUmemAllocationProp: memory of a card, pinned there."""
 
-    _fields_ = [
+    _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
         ("location", _Location),
         ("metadata", ctypes.c_void_p),
         ("flags", ctypes.c_uint8 * 8),
-    ]
+    )
 
 
 class _Access(ctypes.Structure):
-    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 
 class _Numbers:

@@ -64,10 +64,10 @@ def placed(
     return on_cpu(snapshot(optimizer))
 
 
-def in_small_buckets(room, *arguments, **named):
-    """`placed` with buckets of so many bytes."""
+def in_small_buckets(room, *arguments, made=placed, **named):
+    """What `made` returns with buckets of so many bytes."""
     with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, room)):
-        return placed(*arguments, **named)
+        return made(*arguments, **named)
 
 
 def bytes_sent(options, shapes, replicas=1):

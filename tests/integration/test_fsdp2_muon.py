@@ -103,6 +103,13 @@ def test_nobody_touches_memory_that_is_on_its_way(on_ranks, made, options, room)
     assert_same_on_all(found, made(options, 3))
 
 
+def test_the_first_error_of_a_fault_is_the_one_that_is_raised(on_ranks):
+    """After a fault of a device all calls fail, those to other ranks too."""
+    ((error, after),) = on_ranks(1, muon_ranks.said_after_a_fault, KINDS["masters, fp16"])
+    assert error == "RuntimeError: the product"
+    assert after is None
+
+
 @interpreted
 @pytest.mark.parametrize("kind", ["masters, fp16", "drawn"])
 def test_launches_have_the_same_bits(on_ranks, kind):

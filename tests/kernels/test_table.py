@@ -1,6 +1,8 @@
 """Tables on the device."""
 
+import gc
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -191,3 +193,15 @@ def test_steps_that_the_host_is_ahead_of_read_their_own_numbers():
         seen.append(table.update(numpy.full((3, 5), step, dtype=numpy.int64)).clone())
     for step, tensor in enumerate(seen):
         assert torch.equal(tensor, torch.full((3, 5), step, device=device))
+
+
+def test_an_upload_that_is_dropped_after_a_fault_says_nothing(monkeypatch):
+    """torch raises the fault again, whatever it is asked: what pytest makes of that is an error."""
+
+    def faulty():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", faulty)
+    upload = Upload(SimpleNamespace(is_cuda=True))
+    del upload
+    gc.collect()

@@ -165,6 +165,20 @@ def said_of(kind, options, shapes=SHAPES):
     return error, before, after, snapshot(optimizer)
 
 
+def said_after_a_fault(options):
+    """The errors of a step in which a product and all calls after it fail, and of a step after."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    train(model, optimizer, 1)
+    give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
+    fault, later = RuntimeError("the product"), RuntimeError("a call after it")
+    with (
+        mock.patch.object(muon, "products", side_effect=fault),
+        mock.patch.object(owners.Owners, "back", side_effect=later),
+    ):
+        first = raised_by(optimizer.step)
+    return first, raised_by(optimizer.step)
+
+
 def lying_otherwise(options, steps, turns, shapes):
     """What an optimizer has after steps in which local gradients lie in columns.
 

@@ -1,6 +1,7 @@
 # make regress   the bitwise-loss regression (no GPU needed), configs/gpt_tiny.toml
 # make test      the test suite (no GPU needed)
 # make test-gpu  the tests marked gpu and not slow
+# make test-gpus the tests marked two_gpus
 # make check     everything that CI runs
 # make docs      the documentation as a site, in build/site
 # make shell     a shell in which megaopt and python are those of .venv
@@ -29,7 +30,7 @@ DOCS :=
 BIN :=
 endif
 
-.PHONY: regress test test-all test-exhaustive test-gpu lint types package docs shell check clean
+.PHONY: regress test test-all test-exhaustive test-gpu test-gpus lint types package docs shell check clean
 
 # the optimizer's golden record first: the same bits on every machine
 regress: $(RUNS)
@@ -47,6 +48,9 @@ test-exhaustive: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)pytest -m "gpu and not slow"
+
+test-gpus: $(READY)
+	$(BIN)pytest -m "two_gpus and not exhaustive"
 
 lint: $(READY)
 	$(BIN)ruff check . && $(BIN)ruff format --check .

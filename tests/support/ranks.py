@@ -60,7 +60,7 @@ def _packed(value):
     return file.getvalue()
 
 
-def _serve(rank, world, meeting, parent, prepare, patience):
+def _serve(rank, world, meeting, parent, prepare, patience, backend):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     make_faster()
@@ -68,7 +68,9 @@ def _serve(rank, world, meeting, parent, prepare, patience):
     prepare()
     waits = timedelta(seconds=patience)
     distributed_c10d.ProcessGroupGloo = _OnOneDevice
-    dist.init_process_group("gloo", f"file://{meeting}", waits, world_size=world, rank=rank)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{meeting}", waits, world_size=world, rank=rank)
     with contextlib.suppress(EOFError):  # the tests were broken off
         while (task := parent.recv()) is not None:
             function, arguments, named = task
@@ -121,15 +123,18 @@ class Ranks:
 
     prepare: what each calls before they meet.
     fresh: they are not forked, and may have processes of their own.
+    backend: over which they meet; with "nccl" each has a card of its own.
     """
 
-    def __init__(self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE):
+    def __init__(
+        self, world, folder, prepare=_nothing, fresh=False, patience=PATIENCE, backend="gloo"
+    ):
         context = multiprocessing.get_context("spawn") if fresh else forking()
         self._patience = patience
         self._processes, self._connections = [], []
         for rank in range(world):
             own, theirs = context.Pipe()
-            arguments = (rank, world, str(folder / "meeting"), theirs, prepare, patience)
+            arguments = (rank, world, str(folder / "meeting"), theirs, prepare, patience, backend)
             process = context.Process(target=_serve, args=arguments, daemon=not fresh)
             process.start()
             theirs.close()

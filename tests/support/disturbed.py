@@ -1,0 +1,62 @@
+"""Cards that are late by chance, and memory that moves from step to step."""
+
+import random
+import threading
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+CYCLES = 2_000_000
+"""For as long as so many a stream is kept busy at most: some millisecond."""
+NUMBERS = 2**22
+"""As many a block of memory has at most."""
+
+
+def disturbed(seed, function, *arguments, **named):
+    """What a function returns while streams are late and memory moves, on each rank otherwise."""
+    chance = random.Random(1000 * seed + dist.get_rank())
+    with late_messages(chance), moving_memory(chance):
+        return function(*arguments, **named)
+
+
+@contextmanager
+def late_messages(chance):
+    """Within it the stream is busy before each message and behind it, and memory is poisoned."""
+    all_to_all = dist.all_to_all_single
+
+    def called(*own, **others):
+        torch.cuda._sleep(chance.randrange(CYCLES))
+        message = all_to_all(*own, **others)
+        poison(chance)
+        torch.cuda._sleep(chance.randrange(CYCLES))
+        return message
+
+    with mock.patch.object(dist, "all_to_all_single", called):
+        yield
+
+
+@contextmanager
+def moving_memory(chance):
+    """Within it a thread takes memory on a stream of its own, writes it and gives it back."""
+    ended, device = threading.Event(), torch.cuda.current_device()
+
+    def run():
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            while not ended.wait(0.002):
+                poison(chance)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def poison(chance):
+    """Fills some blocks of memory with NaN, and gives them back."""
+    for _ in range(3):
+        torch.full((chance.randrange(1, NUMBERS),), torch.nan, device="cuda")

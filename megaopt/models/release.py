@@ -340,10 +340,12 @@ class SideStream:
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            yield
-        grad.record_stream(side)
-        self._await()
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            grad.record_stream(side)
+            self._await()
 
     def join(self) -> None:
         """The current streams wait for what was stepped on the side."""

@@ -1,5 +1,8 @@
 """FusedMuon's DTensors: each matrix is made by one rank, and has the bits of one process."""
 
+import re
+from pathlib import Path
+
 import muon_ranks
 import pytest
 import torch
@@ -101,6 +104,17 @@ def test_nobody_touches_memory_that_is_on_its_way(on_ranks, made, options, room)
     named = {"placements": "rows", "sizes": (2,)}
     found = on_ranks(2, late, in_small_buckets, room, options, 3, made=made, **named)
     assert_same_on_all(found, made(options, 3))
+
+
+def test_one_place_begins_messages_that_others_wait_for():
+    """`late` holds that place, and torch keeps the memory of its messages until they are there."""
+    root = Path(__file__).parents[2]
+    files = [
+        f for name in ("megaopt", "kernels", "integration") for f in (root / name).rglob("*.py")
+    ]
+    begins = re.compile(r"async_op=True|\b(isend|irecv|batch_isend_irecv)\(")
+    found = [file.name for file in files if begins.search(file.read_text(encoding="utf-8"))]
+    assert found == ["owners.py"]
 
 
 def test_the_first_error_of_a_fault_is_the_one_that_is_raised(on_ranks):

@@ -9,9 +9,10 @@ import mmap
 
 import torch
 
-FIRST, SECOND = 1 << 44, (1 << 44) + (1 << 42)
-"""Where the regions are asked for: 2^42 bytes apart."""
-_offsets = itertools.count(0, 1 << 32)
+APART = 1 << 41
+"""Bytes between the two, of which a stride has fewer than half as many at most."""
+_addresses = itertools.count(1 << 44, 1 << 43)
+"""Where host memory is asked for."""
 
 
 def far_apart(like):
@@ -19,13 +20,17 @@ def far_apart(like):
 
     Their memory stays until the process ends.
     """
-    memory, offset = _on_card if like.is_cuda else _on_host, next(_offsets)
-    found = [memory(address + offset, like) for address in (FIRST, SECOND)]
+    found = _on_card(like) if like.is_cuda else _on_host(like)
     assert found[1].data_ptr() - found[0].data_ptr() >= 1 << 40
     return found
 
 
-def _on_host(address, like):
+def _on_host(like):
+    first = next(_addresses)
+    return [_mapped(address, like) for address in (first, first + APART)]
+
+
+def _mapped(address, like):
     size = -(-like.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -68,7 +73,8 @@ class _Numbers:
         }  # fmt: skip
 
 
-def _on_card(address, like):
+def _on_card(like):
+    """Addresses are reserved for all between the two, and memory for these alone."""
     driver, index = ctypes.CDLL("libcuda.so.1"), like.device.index or 0
 
     def call(name, *arguments):
@@ -77,15 +83,18 @@ def _on_card(address, like):
 
     location = _Location(1, index)  # CU_MEM_LOCATION_TYPE_DEVICE
     properties = _Properties(1, 0, location, None)  # CU_MEM_ALLOCATION_TYPE_PINNED
-    unit = ctypes.c_size_t()
+    access = _Access(location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    unit, first, zero = ctypes.c_size_t(), ctypes.c_uint64(), ctypes.c_uint64(0)
     call("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
     size = ctypes.c_size_t(-(-like.nbytes // unit.value) * unit.value)
-    place, handle, none = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64(0)
-    wanted = ctypes.c_uint64(address)
-    call("cuMemAddressReserve", ctypes.byref(place), size, ctypes.c_size_t(0), wanted, none)
-    call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), none)
-    call("cuMemMap", place, size, ctypes.c_size_t(0), handle, none)
-    access = _Access(location, 3)  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    call("cuMemSetAccess", place, size, ctypes.byref(access), ctypes.c_size_t(1))
-    numbers = torch.as_tensor(_Numbers(place.value, like.nbytes), device=like.device)
-    return numbers.view(like.dtype).view(like.shape)
+    whole = ctypes.c_size_t(APART + size.value)
+    call("cuMemAddressReserve", ctypes.byref(first), whole, ctypes.c_size_t(0), zero, zero)
+    found = []
+    for address in (first.value, first.value + APART):
+        place, handle = ctypes.c_uint64(address), ctypes.c_uint64()
+        call("cuMemCreate", ctypes.byref(handle), size, ctypes.byref(properties), zero)
+        call("cuMemMap", place, size, ctypes.c_size_t(0), handle, zero)
+        call("cuMemSetAccess", place, size, ctypes.byref(access), ctypes.c_size_t(1))
+        numbers = torch.as_tensor(_Numbers(address, like.nbytes), device=like.device)
+        found.append(numbers.view(like.dtype).view(like.shape))
+    return found

@@ -17,7 +17,7 @@ OPTIMIZERS = {
         {
             "weight_rounding": "stochastic",
             "exp_avg_dtype": "block_e4m3",
-            "exp_avg_sq_dtype": "block_e4m3",
+            "exp_avg_sq_dtype": "block_e5m3",
         },
     ),
     "lion": (FusedLion, {**MASTERS, "lr": 3e-5}),

@@ -32,10 +32,12 @@ endif
 
 .PHONY: regress test test-all test-exhaustive test-gpu test-gpus lint types package docs shell check clean
 
-# the optimizer's golden record first: the same bits on every machine
+# cases of the golden record first: the same bits on every machine; make test-all steps all of them
 regress: $(RUNS)
-	$(BIN)megaopt verify --backends reference
-	$(BIN)megaopt regress $(CONFIG)
+	@echo "comparing optimizer steps with the golden record, bit for bit"
+	@$(BIN)megaopt verify --backends reference
+	@echo "training the variants of $(CONFIG), and comparing them bit for bit"
+	@$(BIN)megaopt regress $(CONFIG)
 
 test: $(READY)
 	$(BIN)pytest -m "not gpu and not slow and not exhaustive" -n $(JOBS) --dist loadfile
@@ -64,12 +66,14 @@ package: $(READY)
 	$(PY) tools/check_package.py
 
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
+	@echo "building the site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)mkdocs build --strict --quiet
 	@echo "the site is in build/site: python3 -m http.server -d build/site serves it at http://localhost:8000"
 	@echo "(opened as files pages have no search, and links lead to folders)"
 
 shell: $(RUNS)
-	PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}
+	@echo "a shell with megaopt and python of $(VENV); exit ends it"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $${SHELL:-sh}
 
 check: lint types package docs test-all
 
@@ -79,26 +83,30 @@ LISTS := pyproject.toml setup.py constraints.txt
 INSTALL := PYTHONWARNINGS=ignore $(VENV)/bin/python -m pip install -q -c constraints.txt
 
 $(VENV)/pip:
-	test -x $(VENV)/bin/python || python3 -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q --upgrade "pip>=24"
-	touch $@
+	@echo "making a Python environment in $(VENV)"
+	@test -x $(VENV)/bin/python || python3 -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q --upgrade "pip>=24"
+	@touch $@
 
 $(VENV)/ready: $(LISTS) | $(VENV)/pip
-	$(INSTALL) -e ".[cli,test,lint]"
-	touch $@
+	@echo "installing torch, and what tests need, into $(VENV), once: some minutes"
+	@$(INSTALL) -e ".[cli,test,lint]"
+	@touch $@
 
 $(VENV)/ready-cli: $(LISTS) | $(VENV)/pip
-	@echo "installing torch and what the commands need into $(VENV), once"
-	$(INSTALL) -e ".[cli]"
-	touch $@
+	@echo "installing torch, and what the commands need, into $(VENV), once: some minutes"
+	@$(INSTALL) -e ".[cli]"
+	@touch $@
 
 $(VENV)/ready-megatron: $(LISTS) | $(VENV)/pip
-	$(INSTALL) -e ".[cli,megatron]"
-	touch $@
+	@echo "installing torch, Megatron-Core, and what the commands need, into $(VENV), once: some minutes"
+	@$(INSTALL) -e ".[cli,megatron]"
+	@touch $@
 
 $(VENV)/ready-docs: $(LISTS) | $(VENV)/pip
-	$(INSTALL) -e ".[docs]"
-	touch $@
+	@echo "installing what builds the site into $(VENV), once"
+	@$(INSTALL) -e ".[docs]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -24,6 +24,7 @@ PAGES = [
 FOLDERS = "configs|docs|examples|integration|kernels|megaopt|tests|tools"
 FILE = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 TEST = re.compile(r"(?P<file>tests/[\w./-]+\.py)(?:::(?P<name>\w+))?|(?<!\w)::(?P<alone>\w+)")
+NAMED_BY_FILE = re.compile(r"\[[^]\s]*\.md\]\(")
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)(?:#([^)\s]*))?\)")
 RECORD = re.compile(r"(?<![\w/])[\w.-]+\.(?:json|png)\b")
 CODE = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -112,6 +113,11 @@ def test_what_a_page_names_exists(page):
     assert missing_tests(text) == []
     assert missing_files(text) == []
     assert broken_links(text, page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_link_to_a_page_has_its_title(page):
+    assert NAMED_BY_FILE.findall(page.read_text(encoding="utf-8")) == []
 
 
 def test_every_cell_of_the_guarantees_names_its_test_or_says_that_it_has_none():

@@ -13,6 +13,9 @@ import pytest
 from modules import loaded
 
 import megaopt
+from megaopt.commands import cli
+from megaopt.commands.toml_tables import tomllib
+from megaopt.integration.megatron import SUPPORTED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
@@ -99,6 +102,45 @@ def test_every_name_of_the_api_page_is_there_after_import_megaopt() -> None:
         *(f"megaopt.{name}" for name in megaopt.__all__ if name[0] != "_"),
     } == set(names)
     subprocess.run([sys.executable, "-W", "ignore", "-c", EACH_NAME, *names], cwd=ROOT, check=True)
+
+
+def requirements() -> dict[str, list[str]]:
+    """What is installed by extra, "" for all, as pyproject.toml has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return {"": project["dependencies"], **project["optional-dependencies"]}
+
+
+def package_of(requirement: str) -> str:
+    name = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+    return {"megatron_core": "megatron"}.get(name, name)
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Of the commands in extra cli; whatever else an integration imports is what it integrates."""
+    declared = {extra: {package_of(each) for each in of} for extra, of in requirements().items()}
+    missing = set()
+    for path in [*ROOT.glob("megaopt/**/*.py"), *ROOT.glob("kernels/**/*.py")]:
+        allowed = declared[""] | declared["record"] | {"megaopt"}
+        if path.is_relative_to(ROOT / "megaopt/commands"):
+            allowed |= declared["cli"] | declared["megatron"] | {"pydantic_core", "mpl_toolkits"}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+            missing |= {(path.name, package) for package in packages - allowed}
+    # imported where these run already
+    assert missing == {("plugin.py", "pytest"), ("samples.py", "bitsandbytes")}
+
+
+def test_the_commands_ask_for_what_their_extra_has() -> None:
+    assert {package_of(each) for each in requirements()["cli"]} == {*cli.PACKAGES, "tomli"}
+
+
+def test_the_extra_of_megatron_has_the_releases_that_are_supported() -> None:
+    pinned = [each for each in requirements()["megatron"] if each.startswith("megatron-core")]
+    assert [re.split("==|;", each)[1].strip() for each in pinned] == [*SUPPORTED]
+    # megatron-core's processes that write checkpoints end without it
+    assert "psutil" in requirements()["megatron"]
 
 
 @pytest.mark.parametrize("name", ["kernels", "integration"])

@@ -493,7 +493,7 @@ CHOICES = [
 
 
 def test_the_formats_of_the_first_page_are_the_records():
-    rows = rows_of("README.md", "| take | held | moved | ms |")
+    rows = rows_of("README.md", "| arguments | bytes held | bytes moved |")
     *measured, host, galore = rows
     for row, (record, own, usual, held) in zip(measured, CHOICES, strict=True):
         case, other = (cases(record)[f"B/{name}"] for name in (own, usual))
@@ -505,15 +505,45 @@ def test_the_formats_of_the_first_page_are_the_records():
     assert_says(galore[1:2], 2 + state["bytes"] / (state["weights"] / 2))
 
 
+def first_page():
+    """README.md, without its line breaks."""
+    return " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+
+
+def test_what_the_first_page_says_of_megatron_is_the_records():
+    text, variants = first_page(), read(BILLION)["variants"]
+    stock, own = (variants[name]["measured"] for name in ("stock_te", "main_shards"))
+    steps = [each["optimizer_milliseconds"] for each in (own, stock)]
+    assert f"took {steps[0]:.1f} ms in place of {steps[1]:.1f}, with the same masters" in text
+    assert variants["main_shards"]["identical"] is True
+    shares = [
+        variant["measured"]["step_milliseconds"]
+        / variants[variant["baseline"]]["measured"]["step_milliseconds"]
+        for variant in variants.values()
+        if variant["baseline"]
+    ]
+    assert f"took {min(shares):.2f} to {max(shares):.2f} of the time" in text
+    found = read("h200x2-megatron_gpt_1b_memory_2gpu.json")["variants"]
+    peaks = [found[n]["measured"]["peak_bytes"] / 2**30 for n in ("stock_te", "remainders_8_bit")]
+    assert f"from {peaks[0]:.1f} GiB to {peaks[1]:.1f}" in text
+
+
+def test_what_the_first_page_says_of_the_loss_of_4_bits_is_what_its_page_says():
+    rows = rows_of("docs/how-to/formats.md", "| masters | moments | held-out")
+    losses = {(masters, moments): loss for masters, moments, loss in rows}
+    found = losses["none, stochastic", "4 bits"], losses["fp32", "fp32"]
+    assert f"[{' beside '.join(found)}]" in first_page()
+
+
 def test_what_the_first_page_says_of_speed_is_the_record():
     found = cases("h200-bench.json")
     formats = ("bf16", "bf16-remainders", "bf16-moments")
     own = [found[f"B/te:{name}"] for name in formats]
     times = [case["times_faster_than"][0]["step"] for case in own]
     of_copy = [case["percent_of_copy"] for case in own]
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    text = first_page()
     assert f"is {min(times):.1f} to {max(times):.1f} times as fast as" in text
-    assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the\n  speed of copying" in text
+    assert f"at {min(of_copy):.0f} to {max(of_copy):.0f}% of the speed of copying" in text
     index = (REPOSITORY / "docs/index.md").read_text(encoding="utf-8")
     assert f"is {min(times):.1f} to {max(times):.1f} times as fast as" in index
     page = (REPOSITORY / PAGE).read_text(encoding="utf-8")

@@ -191,8 +191,8 @@ class StepOptions(SharedOptions, total=False):
         step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
             of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
             first gradient late starts with the corrections of a late step. "parameter": those that
-            the parameter took itself, as torch counts; state[p]["step"] has them, and state dicts.
-            None: "parameter" under contract torch, else "group".
+            the parameter took itself, as torch counts; `state[p]["step"]` and state dicts have
+            them. None: "parameter" under contract torch, else "group".
     """
 
     direct_cast: bool | None

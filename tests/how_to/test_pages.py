@@ -21,6 +21,8 @@ PAGES = {
     "../README.md": "",
     "index.md": "",
     "audit.md": "",
+    "install.md": "",
+    "how-to/average.md": "",
     "how-to/formats.md": "",
     "how-to/clipping.md": "",
     "how-to/external_masters.md": "",

@@ -148,6 +148,16 @@ class Case:
         return RULES[self.parts[1]]
 
     @property
+    def features(self) -> frozenset[tuple[str, str]]:
+        """All that it steps, and what each is to it: its rule, a moment's format, an option."""
+        rule, weight, master, _, *variations = self.parts[1:]
+        moments = zip(self.kind.moments, _dtypes(self.parts[4]), strict=True)
+        options = (("option", name) for name in variations)
+        return frozenset(
+            [("rule", rule), ("weight", weight), ("master", master), *moments, *options]
+        )
+
+    @property
     def is_projected(self) -> bool:
         """Whether matrices are stepped through a projection of their gradients."""
         return "rank" in self.kind.options

@@ -9,6 +9,7 @@ do. The tests of the record say what lacks a case.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Collection, Hashable, Sequence
 from importlib.resources import files
 
 from megaopt.commands.golden.case import Case
@@ -21,3 +22,16 @@ CASES: dict[str, list[Case]] = {
     for part in (ANY_MACHINE, NVIDIA_GPU)
 }
 """The cases of each part: those for any machine, and those for an NVIDIA GPU alone."""
+
+
+def covering(cases: Sequence[Case], features: Callable[[Case], Collection[Hashable]]) -> list[Case]:
+    """Few of the cases that together have each feature of all: next is who adds the most of them.
+
+    Where several add as many it is the first, so that the choice is the same everywhere.
+    """
+    chosen, missing = [], {feature for case in cases for feature in features(case)}
+    while missing:
+        case = max(cases, key=lambda case: len(missing.intersection(features(case))))
+        missing.difference_update(features(case))
+        chosen.append(case)
+    return chosen

@@ -17,7 +17,7 @@ from rich.table import Table
 from megaopt.commands import environment, exits
 from megaopt.commands.console import make_console, make_table, print_table, step_progress
 from megaopt.commands.golden.case import Case
-from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, covering
 from megaopt.commands.golden.record import Record, packaged, render
 from megaopt.commands.golden.run import DIGITS, run
 from megaopt.commands.toml_tables import ConfigError, require
@@ -31,6 +31,9 @@ DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch"
 SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
 """What a report to share says of the machine: nothing that names a user, a host or a path."""
 
+
+HOMES = {("triton", "cuda"): 2, ("reference", "cpu"): 1}
+"""Where a backend is meant to run; the higher number is taken first."""
 
 HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
 
@@ -55,6 +58,8 @@ class Task:
     cases: Sequence[Case]
     reason: str | None
     """Why they are not checked here; None where they are."""
+    chosen: Sequence[Case] = ()
+    """Those of the cases that are stepped."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """What became of each case that was stepped."""
 
@@ -79,15 +84,21 @@ class Task:
 def verify(
     *,
     record: Path | None = None,
+    all: bool = False,
     only: tuple[str, ...] = (),
     backends: tuple[str, ...] = (),
     share: Path | None = None,
 ) -> int:
-    """Step the cases of the golden record with every backend that works here; compare their bits.
+    """Step cases of the golden record with every backend that works here; compare their bits.
+
+    By default few cases: of each contract one at least for each rule, format, master, quantizer and
+    option, with the GPU's kernels where there are any, otherwise in plain torch; and with each
+    other backend one for each optimizer. Half a minute on two cores.
 
     Args:
         record: Write the record anew to this file, and compare nothing.
-        only: Names of the cases to check, or patterns of them ('ieee/adamw/bf16*'); all by default.
+        all: Step all cases with every backend: minutes.
+        only: Names of the cases to step, or patterns of them ('ieee/adamw/bf16*'): all of these.
         backends: Names of the backends to check; all by default.
         share: Write to this file a report that can be posted, in Markdown: card, driver, versions,
             results and digests; no names of users or hosts, and no paths.
@@ -112,12 +123,15 @@ def verify(
     if share is not None:
         share.parent.mkdir(parents=True, exist_ok=True)
     tasks = plan(old, chosen, backends)
+    if not (all or only):
+        take_few(tasks)
     _check(tasks, old, console)
     print_table(console, _table(tasks))
     for task in tasks:
         if task.reason is not None:
             line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
             console.print(line, soft_wrap=True, highlight=False, markup=False)
+    _tell_left_out(tasks, console)
     status = _report(tasks, console)
     if share is not None:
         with replacing(share) as file:
@@ -128,7 +142,7 @@ def verify(
 
 def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
     checked = [task for task in tasks if task.reason is None]
-    cases = [(task, case) for task in checked for case in task.cases]
+    cases = [(task, case) for task in checked for case in task.chosen]
     with step_progress(console) as progress:
         for task, case in progress.track(cases, description="stepping cases"):
             expected = record.digests[task.part][case.name]
@@ -165,6 +179,18 @@ def _table(tasks: Sequence[Task]) -> Table:
     return table
 
 
+def _tell_left_out(tasks: Sequence[Task], console: Console) -> None:
+    stepped = sum(len(task.outcomes) for task in tasks)
+    possible = sum(len(task.cases) for task in tasks if task.reason is None)
+    if stepped < possible:
+        console.print(
+            f"stepped {stepped} of the {possible} cases that can be checked here: each rule, "
+            "format, master, quantizer, option, contract and backend at least once; "
+            "megaopt verify --all steps all",
+            soft_wrap=True, highlight=False, markup=False,
+        )  # fmt: skip
+
+
 def _report(tasks: Sequence[Task], console: Console) -> int:
     different = [
         f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
@@ -196,7 +222,7 @@ def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
     different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
     found = [(name, task.where, _class_or_digests(each)) for name, task, each in different]
     yield from _markdown(("case", "backend", "not identical: digests here, or the error"), found)
-    stepped = {case.name for task in tasks if task.outcomes for case in task.cases}
+    stepped = {name for task in tasks for name in task.outcomes}
     yield "\n<details><summary>cases that were stepped</summary>\n\n```"
     yield from sorted(stepped)
     yield "```\n\n</details>\n"
@@ -267,8 +293,23 @@ def plan(
                     reason = why_not(backend, CONTRACTS[name], device)
                     reason = reason or why_not_compared(record, part)
                     reason = reason if asked else "its backend was not asked for"
-                    found.append(Task(part, name, backend, device, own, reason))
+                    found.append(Task(part, name, backend, device, own, reason, own))
     return found
+
+
+def take_few(tasks: Sequence[Task]) -> None:
+    """Leaves each task few of its cases: one of each contract's covers all features of cases.
+
+    That is the GPU's kernels, or without them plain torch on the CPU: Triton's interpreter is slow.
+    The others cover the optimizers.
+    """
+    checked = [task for task in tasks if task.reason is None]
+    for contract in dict.fromkeys(task.contract for task in checked):
+        alike = [task for task in checked if task.contract == contract]
+        first = max(alike, key=lambda task: HOMES.get((task.backend, task.device.type), 0))
+        for task in alike:
+            task.chosen = covering(task.cases, lambda case: {case.kind.optimizer})
+        first.chosen = covering(first.cases, lambda case: case.features)
 
 
 def _devices(contract: str) -> list[torch.device]:

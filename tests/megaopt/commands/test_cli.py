@@ -145,7 +145,7 @@ def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
     monkeypatch.setattr(importlib.util, "find_spec", hide)
     status, _, err = megaopt("doctor")
     assert status == 2
-    assert f"needs {package}: pip install 'megaopt[cli]'" in err
+    assert f"needs {package}: pip install 'megaopt[cli] @ git+https://" in err
 
 
 def run_as_a_process(folder, config):

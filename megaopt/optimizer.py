@@ -12,7 +12,7 @@ from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import one_of, refuse
 from megaopt.options.choices import MasterWeights
-from megaopt.options.groups import States, check_new_group, entries_of, new_group
+from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.options.untraced import torchs, untraced
@@ -193,6 +193,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim.Optimizer does.
 
+        Keys that no step reads are kept, saved and loaded. A warning, one for each, names those
+        that may be misspelled, or that ask for another optimizer of this package.
+
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
@@ -215,6 +218,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 own.update(new)
             if self._given is not None:
                 self._given.update(map(id, param_group["params"]))
+            self.stepper.writes.hint(hints_of(given, self.options, f"group {index}"))
         except BaseException:
             del self.param_groups[index:]
             param_group.clear()

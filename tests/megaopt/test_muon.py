@@ -389,8 +389,6 @@ REFUSED = {
     "sum": ([torch.ones(4, 3)], {"split_sizes": [2, 1]}, "its parameter 0: split_sizes must add"),
     "sizes of AdamW's": ([], {"split_sizes": [1], "use_muon": False}, "None beside use_muon=False"),
     "method": ([], {"method": "gram"}, "method must be 'auto', the optimizer's own argument"),
-    "spelling": ([], {"splitsizes": 3}, "'splitsizes' must be spelled 'split_sizes'"),
-    "dampening": ([], {"dampening": 0.5}, "'dampening' must be left out"),
 }  # fmt: skip
 
 

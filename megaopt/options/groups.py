@@ -34,8 +34,10 @@ def entries_of(name: str, values: Any) -> Any:
     try:
         each = iter(values)
     except TypeError:
+        is_model = isinstance(values, torch.nn.Module)
+        got = f"a {type(values).__name__}: pass its parameters()" if is_model else shown(values)
         raise TypeError(
-            f"{name} must be tensors, (name, tensor) pairs or groups, got {shown(values)}"
+            f"{name} must be tensors, (name, tensor) pairs or groups, got {got}"
         ) from None
     entries = [dict(entry) if isinstance(entry, dict) else entry for entry in each]
     for index, entry in enumerate(entries):

@@ -30,7 +30,7 @@ from megaopt.options.options import (
 from megaopt.options.placement import Homes
 from megaopt.params import ParamView, matrix_view, view_of
 from megaopt.params.dtensor import local_of
-from megaopt.params.view import whole_shape_of
+from megaopt.params.view import SCALE, whole_shape_of
 from megaopt.state.masters import check_master_weights, of_each, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
 from megaopt.state.tensors import MASTER, formats_of, host_bytes
@@ -179,7 +179,8 @@ class Owned:
     def label(self, group: int, index: int) -> str:
         """What errors call a parameter of a group."""
         names: Any = self.groups[group].get("param_names")
-        is_named = isinstance(names, (list, tuple)) and index < len(names)
+        count = len(self.groups[group]["params"])
+        is_named = isinstance(names, (list, tuple)) and len(names) == count
         return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
 
     def index(self, param: Any) -> int:
@@ -198,6 +199,11 @@ class Owned:
     def moments(self, view: ParamView) -> tuple[str, ...]:
         """Their names."""
         return tuple(moment.name for moment in self.kept(view))
+
+    def state_names(self, view: ParamView) -> tuple[str, ...]:
+        """The names that a parameter's state may have here; under others it is somebody else's."""
+        scaled = (*self.moments(view), MASTER)
+        return (*scaled, *(name + SCALE for name in scaled), *view.kept)
 
     @property
     def all_moments(self) -> tuple[str, ...]:
@@ -300,6 +306,7 @@ class Owned:
                     name: view.keep(name, local_of(value))
                     for name, value in own.items()
                     if isinstance(value, torch.Tensor) and view.is_apart(name)
+                    if name in self.state_names(view)
                     if name != MASTER or not self.has_external_masters
                 }
                 own.update(view.wrap_state(new))

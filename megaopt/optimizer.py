@@ -368,20 +368,27 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state_dicts.mark(packed, owned, writes.versions, self.stepper.given_counts, sized)
 
     def _packed(self, owned: Owned) -> dict[str, Any]:
-        """torch's state dict, without the states of parameters that are in no group any more."""
+        """As torch packs it, without the states of parameters that are in no group any more."""
+        for index, group in enumerate(owned.groups):
+            if not state_dicts.has_its_names(group):
+                message = (
+                    f"group {index}: param_names must be a list of {len(group['params'])} names, "
+                    f"got {shown(group['param_names'])}: left out of the state dict"
+                )
+                self.stepper.writes.hint({"param_names": message})
         known, state = {*owned.params}, self.state
         left = [key for key in state if isinstance(key, torch.Tensor) and key not in known]
         if not left:
             packed: dict[str, Any] = torchs("state_dict")(self)
             return packed
-        self.stepper.writes.hint(
-            {
-                "left": f"states of parameters that are in no group any more are left out of the "
-                f"state dict, of {len(left)}, got one of shape {tuple(left[0].shape)} as the first: "
-                "to freeze a parameter set requires_grad=False, which keeps its state"
-            }
+        message = (
+            f"{len(left)} parameters with a state are in no group any more, the first of shape "
+            f"{tuple(left[0].shape)}: their states are left out of the state dict. "
+            "requires_grad=False freezes a parameter and keeps its state there"
         )
-        self.state = States(dict, {key: state[key] for key in state if key not in {*left}})
+        self.stepper.writes.hint({"params": message})
+        gone = {*left}
+        self.state = States(dict, {key: state[key] for key in state if key not in gone})
         try:
             packed = torchs("state_dict")(self)
         finally:

@@ -69,10 +69,10 @@ IGNORED = ("foreach", "fused", "capturable", "differentiable")
 # what only some kinds of optimizer have, and these in every group
 TELLING = ("betas", "eps", "momentum")
 # what states of this package's optimizers have; other names are their users' own
-NAMES = frozenset(
-    (MASTER, PROJECTION, CAPTURED_ENERGY, SECOND_MOMENT, STEP)
-    + tuple(name for rule in RULES.values() for name in rule.moments)
-)
+NAMES = {
+    *(MASTER, PROJECTION, CAPTURED_ENERGY, SECOND_MOMENT, STEP),
+    *(name for rule in RULES.values() for name in rule.moments),
+}
 
 StateOf = Mapping[Any, Mapping[str, Any]]
 
@@ -123,6 +123,8 @@ def mark(
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
     for place, group in enumerate(groups):
+        if not has_its_names(group):
+            del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor
             group[STEP] = given.new(group[STEP], place)
     written = [keys[place] for place in versions.moved_anywhere(owned.params)]
@@ -166,13 +168,21 @@ def _state(own: State, owned: Owned, place: int, given: GivenCounts) -> State:
     return found
 
 
+def has_its_names(group: Mapping[str, Any]) -> bool:
+    """Whether a group's param_names, if it has any, are as many as its parameters."""
+    names = group.get("param_names")
+    if names is None:
+        return True
+    return isinstance(names, (list, tuple)) and len(names) == len(group["params"])
+
+
 def _is_ours(name: object) -> bool:
     """Whether states of this package's optimizers have the name, of another kind maybe."""
     return isinstance(name, str) and name.removesuffix(SCALE) in NAMES
 
 
 def _is_wide(view: ParamView) -> bool:
-    """Whether a weight has no master, but may have had one: model.float() leaves it in the state."""
+    """Whether a weight has no master, but may have had one, which model.float() leaves there."""
     return view.param.dtype == torch.float32 and view.code_dtype is None
 
 
@@ -260,9 +270,7 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
         groups = [{**group, **own} for group, own in zip(groups, numbers, strict=True)]
     masters = _pairs_of_masters(states, owned)
     written = [place_of[key] for key in saved.written]
-    others = {
-        key: _copied(value, f"state {key!r}") for key, value in saved.others.items()
-    }
+    others = {key: _copied(value, f"state {key!r}") for key, value in saved.others.items()}
     return Loaded(States(dict, {**states, **others}), groups, written, masters, hints)
 
 
@@ -271,9 +279,7 @@ def _check_routes(owned: Owned, new: Owned) -> None:
     key, _ = owned.options.MATRIX_OFF
     for place, index in enumerate(owned.group_numbers if key else ()):
         asked, saved = owned.groups[index].get(key), new.groups[index].get(key)
-        was_matrix, is_matrix = (
-            each.views[place].matrix is not None for each in (owned, new)
-        )
+        was_matrix, is_matrix = (each.views[place].matrix is not None for each in (owned, new))
         if asked is not None and was_matrix != is_matrix:
             allowed = f"this optimizer's, {asked!r}, by which {owned.labels[place]} is stepped"
             refuse(f"group {index}: {key} of the state dict", allowed, saved)
@@ -496,14 +502,16 @@ def _names(
     )
     found: list[dict[str, Any]] = []
     for index, (names, own) in enumerate(zip(given, known, strict=True)):
-        if names is not None and own is not None:
-            if [theirs[name] for name in names] != [ours[name] for name in own]:
-                raise ValueError(
-                    f"group {index}: param_names of the state dict must be this optimizer's, "
-                    f"{shown(own)}, got {shown(names)}; without param_names parameters are taken "
-                    "by their place"
-                )
-        found.append({} if names is None or own is not None else {"param_names": [*names]})
+        if names is None or own is None:
+            found.append({} if names is None else {"param_names": [*names]})
+            continue
+        if [theirs[name] for name in names] != [ours[name] for name in own]:
+            raise ValueError(
+                f"group {index}: param_names of the state dict must be this optimizer's, "
+                f"{shown(own)}, got {shown(names)}; without param_names parameters are taken by "
+                "their place"
+            )
+        found.append({})
     return found
 
 

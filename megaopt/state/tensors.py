@@ -195,9 +195,7 @@ def completed_state(
     return view.wrap_state(state, [*own.values(), external])
 
 
-def written_tensors(
-    view: ParamView, state: State, names: Iterable[str], where: str
-) -> list[Named]:
+def written_tensors(view: ParamView, state: State, names: Iterable[str], where: str) -> list[Named]:
     """The tensors of a parameter that a step writes: weight or codes, and the state's.
 
     names: that a state may have; what is under others no step writes.

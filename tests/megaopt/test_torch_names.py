@@ -1,7 +1,5 @@
 """Arguments and keys of groups that torch's users write: taken, refused by name, or let through."""
 
-import itertools
-
 import pytest
 import torch
 from handling import both_backends, refused, train_all
@@ -80,7 +78,7 @@ SPELLED += [(GaLoreAdamW, *pair) for pair in OF_GALORE.items()]
 
 @pytest.mark.parametrize(("kind", "key", "meant"), SPELLED)
 def test_misspelled_keys_of_a_group_are_hinted_at(kind, key, meant):
-    """A group of GaLoreAdamW would train AdamW without a projection. They are kept, all the same."""
+    """A group of GaLoreAdamW would train AdamW without a projection. They are kept all the same."""
     message = rf"'{key}' is kept, .* got 0.5: did you mean '{meant}'\? groups here have lr, betas, "
     first, second, third = parameters([*SHAPES, (3,)])
     with pytest.warns(UserWarning, match=f"group 1: {message}") as said:
@@ -166,7 +164,7 @@ NEAR = {"rho": 0.05, "scaler": 1, "scales": [1], "ranks": 2, "seeds": [3], "scla
 
 @pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedMuon, FusedSGD])
 def test_keys_that_are_nobodys_are_kept_saved_and_loaded(kind):
-    """What is near an option of another optimizer, and what is beside the option that it is near."""
+    """Near an option of another optimizer, or beside the option that they are near."""
     name = next(name for name in ("betas", "weight_decay") if name in kind(parameters()).defaults)
     own = {"lr": 0.5, "lrs": [1.0], name: kind(parameters()).defaults[name], f"{name}3": 0.9}
     optimizer, other = (kind([{"params": parameters(SHAPES), **NEAR, **own}]) for _ in range(2))

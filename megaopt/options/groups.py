@@ -31,14 +31,13 @@ def entries_of(name: str, values: Any) -> Any:
     """
     if isinstance(values, (torch.Tensor, set)):
         return values  # torch takes or refuses it
+    wanted = f"{name} must be tensors, (name, tensor) pairs or groups"
+    if isinstance(values, torch.nn.Module) and not isinstance(values, torch.nn.ParameterList):
+        raise TypeError(f"{wanted}, got a {type(values).__name__}: pass its parameters()")
     try:
         each = iter(values)
     except TypeError:
-        is_model = isinstance(values, torch.nn.Module)
-        got = f"a {type(values).__name__}: pass its parameters()" if is_model else shown(values)
-        raise TypeError(
-            f"{name} must be tensors, (name, tensor) pairs or groups, got {got}"
-        ) from None
+        raise TypeError(f"{wanted}, got {shown(values)}") from None
     entries = [dict(entry) if isinstance(entry, dict) else entry for entry in each]
     for index, entry in enumerate(entries):
         if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
 from handling import train_all
-from kinds import KINDS, made, with_weights_of
+from kinds import KINDS, kept_as, made, with_weights_of
 from runs import (
     BF16,
     FP32,
@@ -237,6 +237,8 @@ CHANGES = {
     "float()": (MASTER, BF16, in_another_dtype(FP32)),
     "float() of remainders": (REMAINDERS, BF16, in_another_dtype(FP32)),
     "float() of fp16 masters": (SCALED, BF16, in_another_dtype(FP32)),
+    "float() of 24 bits": (kept_as("remainder8"), BF16, in_another_dtype(FP32)),
+    "float() of kahan": (kept_as("kahan"), BF16, in_another_dtype(FP32)),
     "bfloat16()": (MASTER, FP32, in_another_dtype(BF16)),
     "half()": (MASTER, BF16, in_another_dtype(torch.float16)),
     "state deleted": (MASTER, BF16, without_its_state),
@@ -269,6 +271,28 @@ def test_a_save_between_a_change_and_the_next_step(name, step_counts):
     assert_closed(optimizer, fresh)
     train(straight, 2, first=7)
     assert_same(snapshot(fresh)["weights"], snapshot(straight)["weights"])
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_empty_group_goes_through_torchs_checkpoints(place, tmp_path):
+    """torch has nothing of it. Flattened its own code finds no parameter, of any optimizer."""
+    runs = []
+    for seed in range(2):
+        model = torch.nn.ModuleList(torch.nn.Linear(3, 4) for _ in range(2))
+        groups = [{"params": [*own.parameters()], "lr": 0.5 + i} for i, own in enumerate(model)]
+        groups.insert(place, {"params": [], "lr": 7.0 + seed})
+        optimizer = FusedAdam(groups)
+        train(optimizer, 2, first=seed)
+        runs.append((model, optimizer))
+    target = runs[1][1]
+    dcp.save(get_optimizer_state_dict(*runs[0]), checkpoint_id=tmp_path)
+    found = get_optimizer_state_dict(*runs[1])
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(*runs[1], found)
+    assert_same(snapshot(target)["states"], snapshot(runs[0][1])["states"])
+    assert [group["lr"] for group in target.param_groups if not group["params"]] in ([7.0], [8.0])
+    train(target, 1)
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])

@@ -49,8 +49,8 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
         refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            found = listed(state_dict) or "an empty dict"
-            raise ValueError(f"the state dict has no {key!r}: found {found}")
+            what = listed(state_dict) or "an empty dict"
+            raise ValueError(f"the state dict has no {key!r}: found {what}")
     groups = _groups(state_dict["param_groups"])
     found = [len(group["params"]) for group in groups]
     if found != sizes:

@@ -115,8 +115,10 @@ def mark(
         if lacking:
             not_made[key] = lacking
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
+    # of the shape that counts on the device have: checkpoints of either load into the other
+    shape, device = ((1,), _device_of(state, keys, owned)) if sized else ((), "cpu")
     if sized:
-        marks["contract"] = sized_contract(owned, _device_of(state, keys, owned))
+        marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
     groups = [
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
@@ -126,7 +128,7 @@ def mark(
         if not has_its_names(group):
             del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor
-            group[STEP] = given.new(group[STEP], place)
+            group[STEP] = given.new(group[STEP], place, shape, device)
     written = [keys[place] for place in versions.moved_anywhere(owned.params)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
@@ -271,7 +273,8 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     masters = _pairs_of_masters(states, owned)
     written = [place_of[key] for key in saved.written]
     others = {key: _copied(value, f"state {key!r}") for key, value in saved.others.items()}
-    return Loaded(States(dict, {**states, **others}), groups, written, masters, hints)
+    every: dict[Any, Any] = {**states, **others}
+    return Loaded(States(dict, every), groups, written, masters, hints)
 
 
 def _check_routes(owned: Owned, new: Owned) -> None:
@@ -347,9 +350,9 @@ def _carried(value: Any, view: ParamView, where: str) -> Any:
         return type(value)(_carried(each, view, where) for each in value)
     if not isinstance(value, torch.Tensor):
         return _copied(value, where)
-    if is_traceable_wrapper_subclass(value) or value.is_meta:
-        return value.detach().clone()
-    return value.detach().to(view.local.device, copy=True)
+    tensor: Any = value.detach()
+    is_wrapper = is_traceable_wrapper_subclass(tensor) or tensor.is_meta
+    return tensor.clone() if is_wrapper else tensor.to(view.local.device, copy=True)
 
 
 def _pairs_of_masters(
@@ -425,7 +428,9 @@ def _group(
     kept = {key: value for key, value in saved.items() if key not in left_out}
     group = {**own, **kept, "step": step}
     count = saved.get("step")
-    if isinstance(count, torch.Tensor) and count.dim():  # capturable: numbers, until the load ends
+    keeps_tensor = isinstance(own.get("lr"), torch.Tensor) and not options.capturable
+    if isinstance(count, torch.Tensor) and count.dim() and not keeps_tensor:
+        # saved on the device: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
     check_group(group, options, where, lr_is_needed=options.capturable)
     if "contract" in saved and "seed" in saved:  # kept where nothing draws, for who draws again
@@ -561,18 +566,16 @@ def _ours(
 
 def _left_master(saved: State, view: ParamView, where: str) -> State:
     """The master that a weight had before it became fp32, which the next step gives it."""
-    dtypes = {form.dtype for form in MASTERS.values()}
-    wanted = {
-        MASTER: (view.state_shape(MASTER), dtypes),
-        MASTER + SCALE: ((1,), {torch.float32}),
-    }
-    found = {}
-    for name, (shape, allowed) in wanted.items():
+    found, shapes = {}, {MASTER: view.state_shape(MASTER), MASTER + SCALE: (1,)}
+    for name, shape in shapes.items():
         value = saved.get(name)
         if value is None:
             continue
-        if not _is_readable(value) or tuple(value.shape) != shape or value.dtype not in allowed:
-            refuse(f"{where}: {name!r} of the state dict", f"a master's, of shape {shape}", value)
+        dtypes = {torch.float32} if name != MASTER else {form.dtype for form in MASTERS.values()}
+        if not _is_readable(value) or tuple(value.shape) != shape:
+            refuse(f"{where}: {name!r} of the state dict", f"of shape {shape}", value)
+        if value.dtype not in dtypes:
+            refuse(f"{where}: {name!r} of the state dict", "of a master's dtype", value)
         found[name] = _copy(value, view, name)
     return found
 

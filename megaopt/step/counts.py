@@ -60,17 +60,23 @@ class GivenCounts:
     """
 
     def __init__(self) -> None:
-        self.kept: list[tuple[weakref.ref[numpy.ndarray], int | torch.Tensor]] = []
+        self.kept: list[tuple[weakref.ref[Any], int | torch.Tensor]] = []
         """The number of each that somebody may still have, and whose it is."""
 
-    def new(self, count: Any, owner: int | torch.Tensor) -> torch.Tensor:
-        """A count for a state dict: int32, on the CPU, of shape ().
+    def new(
+        self, count: Any, owner: int | torch.Tensor, shape: Sequence[int] = (), device: Any = "cpu"
+    ) -> torch.Tensor:
+        """A count for a state dict: int32.
 
         owner: the group's place, or the parameter.
         """
-        number = numpy.array(int(count), dtype=numpy.int32)
-        self.kept.append((weakref.ref(number), owner))
         with torch.inference_mode(False):  # a load of a checkpoint may write it
+            if torch.device(device).type != "cpu":
+                given = torch.full(shape, int(count), dtype=torch.int32, device=device)
+                self.kept.append((weakref.ref(given), owner))
+                return given
+            number = numpy.full(shape, int(count), dtype=numpy.int32)
+            self.kept.append((weakref.ref(number), owner))  # views of the tensor have it, too
             return torch.from_numpy(number)
 
     def follow(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:

@@ -5,9 +5,14 @@ import gc
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from handling import both_backends
 from runs import MASTER, assert_same, copied, give_gradients, parameters, params_of, train
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW, release_gradients
 
@@ -76,6 +81,32 @@ def test_a_state_dict_for_torchs_checkpoints_that_is_kept_is_of_now(kind, flat):
     train(optimizer, 5)
     optimizer.zero_grad()
     assert_same(kept, get_optimizer_state_dict(model, optimizer, options=flattened))
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flattened", "nested"])
+@pytest.mark.parametrize("way", ["older", "capturable", "older, capturable", "tensor lr"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_checkpoints_of_numbers_and_of_tensors_load(way, flat, tmp_path):
+    """Older versions saved a number, capturable=True has tensors of shape (1,)."""
+    options, runs = StateDictOptions(flatten_optimizer_state_dict=flat), []
+    for seed in range(2):
+        model = torch.nn.Linear(3, 4).bfloat16()
+        lr = torch.tensor(0.25) if way == "tensor lr" else 0.25
+        capturable = seed == 1 and "capturable" in way
+        optimizer = FusedAdam(model.parameters(), lr=lr, capturable=capturable, **MASTER)
+        train(optimizer, 2 + seed, first=seed)
+        runs.append((model, optimizer))
+    saved = get_optimizer_state_dict(*runs[0], options=options)
+    for group in ([saved] if flat else saved["param_groups"]) if "older" in way else ():
+        group.update({name: int(group[name]) for name in group if name.split(".")[-1] == "step"})
+    dcp.save(saved, checkpoint_id=tmp_path)
+    found = get_optimizer_state_dict(*runs[1], options=options)
+    dcp.load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(*runs[1], found, options=options)
+    group = runs[1][1].param_groups[0]
+    assert int(group["step"]) == 2
+    assert isinstance(group["lr"], torch.Tensor) == (way != "older")
+    assert float(group["lr"]) == 0.25
 
 
 def test_steps_that_are_left_out_and_counts_set_by_hand():

@@ -51,7 +51,7 @@ assert not any(name.split(".")[0] == "megaopt" for name in sys.modules)
 def test_torch_alone_reads_and_writes_them(tmp_path):
     """With weights_only, in a process that has not imported this package."""
     paths, optimizers = {}, {}
-    for place, kind in enumerate(KINDS):
+    for place, kind in enumerate([*KINDS][::5]):
         optimizers[kind] = made(kind)
         train(optimizers[kind], 1)
         optimizers[kind].state["wrapper"] = {"k": 5, "slow": [torch.ones(2)]}

@@ -368,7 +368,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state_dicts.mark(packed, owned, writes.versions, self.stepper.given_counts, sized)
 
     def _packed(self, owned: Owned) -> dict[str, Any]:
-        """As torch packs it, without the states of parameters that are in no group any more."""
+        """State and groups as torch packs them; states of parameters in no group are left out."""
         for index, group in enumerate(owned.groups):
             if not state_dicts.has_its_names(group):
                 message = (

@@ -33,6 +33,7 @@ from megaopt.options.options import (
     VARIANTS,
     Options,
     check_group,
+    check_param_numbers,
     check_seed,
     check_variant,
 )
@@ -116,7 +117,8 @@ def mark(
             not_made[key] = lacking
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
     # of the shape that counts on the device have: checkpoints of either load into the other
-    shape, device = ((1,), _device_of(state, keys, owned)) if sized else ((), "cpu")
+    shape: tuple[int, ...] = (1,) if sized else ()
+    device = _device_of(state, keys, owned) if sized else torch.device("cpu")
     if sized:
         marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
@@ -125,6 +127,7 @@ def mark(
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
     for place, group in enumerate(groups):
+        check_param_numbers(group, f"group {place}")
         if not has_its_names(group):
             del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor

@@ -24,6 +24,7 @@ from megaopt.options.options import (
     PARAM_NUMBER,
     Options,
     check_group,
+    check_param_numbers,
     check_there,
     is_param_number,
 )
@@ -316,6 +317,8 @@ class Owned:
     @cached_property
     def numbers(self) -> list[int]:
         """The number of each parameter, for its random bits: its group's, or that of its view."""
+        for index, group in enumerate(self.groups):
+            check_param_numbers(group, f"group {index}")
         given = [each for group in self.groups for each in self._given_numbers(group)]
         pairs = enumerate(zip(self.views, given, strict=True))
         return [view.number(i) if own is None else own for i, (view, own) in pairs]

@@ -64,7 +64,11 @@ class GivenCounts:
         """The number of each that somebody may still have, and whose it is."""
 
     def new(
-        self, count: Any, owner: int | torch.Tensor, shape: Sequence[int] = (), device: Any = "cpu"
+        self,
+        count: Any,
+        owner: int | torch.Tensor,
+        shape: Sequence[int] = (),
+        device: torch.device | str = "cpu",
     ) -> torch.Tensor:
         """A count for a state dict: int32.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import assert_same_bits
-from handling import train_all
+from handling import refused, train_all
 from kinds import KINDS, kept_as, made, with_weights_of
 from runs import (
     BF16,
@@ -381,6 +381,20 @@ def test_names_that_do_not_fit_their_group_are_left_out():
     fresh = FusedAdam([(f"w{i}", param) for i, param in enumerate(parameters()[1:], 1)], **MASTER)
     fresh.load_state_dict(saved)
     assert fresh.param_groups[0]["param_names"] == ["w1", "w2", "w3"]
+
+
+def test_numbers_that_do_not_fit_their_group_are_refused_by_save_and_step():
+    """They say which random bits a parameter draws: none can be left out."""
+    params = parameters()
+    groups = [{"params": params, "param_numbers": [4, 5, 6, 7]}]
+    optimizer = FusedAdam(groups, weight_rounding="stochastic", seed=3)
+    train(optimizer, 1)
+    del optimizer.param_groups[0]["params"][0]
+    message = "group 0: param_numbers must be a list of 3 whole numbers .*, got "
+    with refused(optimizer, message):
+        train(optimizer, 1)
+    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="no group any"):
+        optimizer.state_dict()
 
 
 # --- at random

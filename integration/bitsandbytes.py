@@ -36,6 +36,9 @@ MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """How bitsandbytes' names of each moment's tensors end."""
 INNER = "__bnb_optimizer_quant_state__"
 """The name under which newer releases hide all of a state's tensors from FSDP."""
+TENSORS = ("state", "qmap", "absmax", "max", "new_max")
+STORED = {INNER, "gnorm_vec", "unorm_vec", *(f"{name}{i}" for name in TENSORS for i in (1, 2))}
+"""What bitsandbytes keeps in a state, beside the step count; other names are their users'."""
 OTHER_KEYS = ("alpha", "t_alpha", "t_beta3")
 """Keys of AdEMAMix, which all groups have."""
 BLOCK, OLDER_BLOCK = 256, 2048
@@ -142,8 +145,7 @@ def unpacked_state_dict(state_dict: Any) -> Any:
 
 def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Codes become fp32 values: of the code's place in the map, times the block's amax."""
-    # galore_torch keeps its projector beside the codes
-    found = {name: state[name] for name in ("step", "projector") if name in state}
+    found = {name: value for name, value in state.items() if name not in STORED}
     for name, number in MOMENTS.items():
         code = state.get(f"state{number}")
         if isinstance(code, torch.Tensor) and code.dtype == torch.uint8:

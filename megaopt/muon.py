@@ -567,7 +567,8 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     if not fits or not all(isinstance(each, Mapping) for each in saved):
         return state_dict
     for index, group in enumerate(saved):
-        for key in OF_NO_MUON.keys() & group.keys():
+        is_own = "contract" in group and "use_muon" in group  # where they are of its users
+        for key in () if is_own else OF_NO_MUON.keys() & group.keys():
             where = f"group {index} of the state dict: {key!r}"
             refuse(where, f"left out: it is {OF_NO_MUON[key]}", group[key])
     if len(saved) != len(groups) or any("contract" in each for each in saved):

@@ -10,9 +10,9 @@ import torch
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
-from megaopt.options.checks import one_of, refuse
+from megaopt.options.checks import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
-from megaopt.options.groups import States, check_new_group, entries_of, new_group
+from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.options.untraced import torchs, untraced
@@ -128,7 +128,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             FloatingPointError: nonfinite="error", and an infinity or NaN is among the gradients;
                 then nothing has changed either, except that a first step has made the state.
             RuntimeError: a CUDA graph captures what it cannot repeat.
+            TypeError: closure is no function.
         """
+        if not (closure is None or callable(closure)):
+            raise TypeError(
+                f"closure must be None or a function that gives the loss, got {shown(closure)}"
+            )
         loss = None if closure is None else torch.enable_grad()(closure)()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         given = (clip_norm, clip_coefficient, grad_scale, found_inf, self.use_decoupled_grad)
@@ -193,6 +198,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim.Optimizer does.
 
+        Keys that no step reads are kept, saved and loaded. A warning, one for each, names those
+        that may be misspelled, or that ask for another optimizer of this package.
+
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
@@ -215,6 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 own.update(new)
             if self._given is not None:
                 self._given.update(map(id, param_group["params"]))
+            self.stepper.writes.hint(hints_of(given, self.options, f"group {index}"))
         except BaseException:
             del self.param_groups[index:]
             param_group.clear()
@@ -334,14 +343,57 @@ class FusedOptimizer(torch.optim.Optimizer):
         so that a load can refuse another.
         "not_made" says what states that are not complete lack, "written" which weights were written
         since the last step. torch's own optimizers load what to_torch_state_dict gives, not this.
+        As torch's, it has the optimizer's own tensors, and step counts as tensors, which go on as
+        long as somebody keeps it: all of it is of now, but for the other numbers of groups.
+        copy.deepcopy keeps what it is now. With capturable=True and step_counts="parameter" the
+        counts of parameters are copies.
+
+        What others keep in a parameter's state, or under a text in `state`, is there as it is. The
+        state of a parameter that is in no group any more is left out, with a warning.
+
         To get_optimizer_state_dict of torch.distributed.checkpoint a group names the contract by a
         tensor whose size goes by the formats: load compares sizes before it writes into the state.
-        Raises ValueError where ranks differed in the last step, which then left it out.
+        States that lack something (masters that were asked for late) are completed before.
+
+        Raises ValueError where ranks differed in the last step, which then left it out; and for a
+        state that no load would take, as of a group that asks for another rule since.
         """
         self.stepper.hear(self.param_groups)
-        owned = self._owned.checked()
-        packed, sized = torchs("state_dict")(self), is_asked_by_torch()
-        return state_dicts.mark(packed, owned, self.stepper.writes.versions, sized)
+        owned, sized = self._owned.checked(), is_asked_by_torch()
+        places = state_dicts.incomplete(owned, self.state) if sized else []
+        if places:
+            with torch.no_grad():
+                self.stepper.make_states(self.param_groups, self.state, places, self._check)
+        packed, writes = self._packed(owned), self.stepper.writes
+        return state_dicts.mark(packed, owned, writes.versions, self.stepper.given_counts, sized)
+
+    def _packed(self, owned: Owned) -> dict[str, Any]:
+        """State and groups as torch packs them; states of parameters in no group are left out."""
+        for index, group in enumerate(owned.groups):
+            if not state_dicts.has_its_names(group):
+                message = (
+                    f"group {index}: param_names must be a list of {len(group['params'])} names, "
+                    f"got {shown(group['param_names'])}: left out of the state dict"
+                )
+                self.stepper.writes.hint({"param_names": message})
+        known, state = {*owned.params}, self.state
+        left = [key for key in state if isinstance(key, torch.Tensor) and key not in known]
+        if not left:
+            packed: dict[str, Any] = torchs("state_dict")(self)
+            return packed
+        message = (
+            f"{len(left)} parameters with a state are in no group any more, the first of shape "
+            f"{tuple(left[0].shape)}: their states are left out of the state dict. "
+            "requires_grad=False freezes a parameter and keeps its state there"
+        )
+        self.stepper.writes.hint({"params": message})
+        gone = {*left}
+        self.state = States(dict, {key: state[key] for key in state if key not in gone})
+        try:
+            packed = torchs("state_dict")(self)
+        finally:
+            self.state = state
+        return packed
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -351,13 +403,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         they keep in fp32 is stored in this optimizer's formats, and masters that they lack are made
         at the next step.
 
-        Parameters are taken by their place; where both sides have param_names, these must agree.
+        What others keep in states and groups comes back as it was saved, tensors of it on the
+        parameter's device.
+
+        Parameters are taken by their place; where both sides have param_names, these must agree,
+        apart from the parts that wrappers put there (`_orig_mod.`, `module.` in front, ...).
         Post hooks come when the load is done: an error of one leaves the optimizer loaded.
 
         Raises:
             ValueError: a state dict of another contract, format, group size or tensor shape, with
-                other names, a number out of range, or a state that is missing; and a master of the
-                caller's that cannot be written. After this and any other error nothing has
+                other names, a number out of range, or a state that is missing; another rule for
+                matrices than a group asks for (use_muon, rank); and a master of the caller's that
+                cannot be written. After this and any other error nothing has
                 changed.
         """
         if isinstance(state_dict, Mapping):
@@ -368,8 +425,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         with torch.inference_mode(False):  # later steps write what a load makes
             loaded = state_dicts.load(state_dict, owned, self.state)
+        self.stepper.writes.hint(loaded.hints)
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
+        self.stepper.given_counts.kept.clear()  # as are the moments in state dicts of before
         self.stepper.reset(self._owned, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -383,7 +442,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper.homes.wait()
         return {
             **super().__getstate__(),
-            "state": defaultdict(dict, {p: picklable(own) for p, own in self.state.items()}),
+            "state": defaultdict(dict, {key: picklable(own) for key, own in self.state.items()}),
             "options": self.options,
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,

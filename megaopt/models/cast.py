@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from megaopt.models.fp32 import set_value
 from megaopt.options.checks import is_dense, one_of, refuse, shown
 from megaopt.params import view_of
+from megaopt.params.names import plain_names
 from megaopt.state.access import check_master
 from megaopt.state.owned import owned_of
 from megaopt.state.tensors import MASTER, State
@@ -70,8 +71,9 @@ def cast_model(
         model: of any dtypes.
         dtype: torch.bfloat16 or torch.float16.
         keep: which modules stay as they are, with all modules in them: a function of a module's
-            name ("" is the model) and the module; a class, a name with * and ? as in fnmatch, or
-            several of these. By default normalization layers (`is_norm`); () keeps none.
+            name ("" is the model) and the module; a class, a name with * and ? as in fnmatch, with
+            or without the parts of wrappers (`_orig_mod.`, ...); or several of these. By default
+            normalization layers (`is_norm`); () keeps none.
         recast: kept modules get 16-bit inputs as fp32, and give fp32 outputs as dtype, by forward
             hooks. False leaves that to autocast, or to the modules themselves.
         optimizer: owns parameters of the model, and keeps masters (master_weights=True, or
@@ -145,12 +147,16 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
     patterns = [each for each in entries if isinstance(each, str)]
     if len(classes) + len(patterns) != len(entries):
         refuse("keep", "a function, or classes and names of modules", keep)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    names = plain_names(name for name, _ in model.named_modules(remove_duplicate=False))
+
+    def fits(name: str, pattern: str) -> bool:
+        return fnmatchcase(name, pattern) or fnmatchcase(names[name], pattern)
+
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(fits(name, pattern) for name in names):
             raise ValueError(f"keep must name modules of the model, got {shown(pattern)}")
     return lambda name, module: (
-        isinstance(module, classes) or any(fnmatchcase(name, pattern) for pattern in patterns)
+        isinstance(module, classes) or any(fits(name, pattern) for pattern in patterns)
     )
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from megaopt.options.checks import is_dense, listed, one_of, refuse
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.params.names import plain_names
 from megaopt.state.access import check_master
 from megaopt.state.memory import check_writable
 from megaopt.state.owned import Owned, owned_of
@@ -117,7 +118,8 @@ def set_fp32_model_state_dict(
     Args:
         model: as for get_fp32_model_state_dict.
         optimizer: of this package. It may have no state yet: masters are made.
-        state_dict: by the names of model.state_dict(). Values of weights are of their shape, fp32,
+        state_dict: by the names of model.state_dict(), apart from parts of wrappers (`_orig_mod.`,
+            `module.` in front, ...). Values of weights are of their shape, fp32,
             bf16 or fp16, on any device; DTensors for DTensors, of their mesh and placements. Of
             tied names one is enough.
         strict: every name has to be there, and no others; False takes what is there.
@@ -132,6 +134,7 @@ def set_fp32_model_state_dict(
         refuse("state_dict", "a dict of tensors by name", state_dict)
     owned, own = owned_of(optimizer), model.state_dict(keep_vars=True)
     places = _places(model, own, owned)
+    state_dict = _renamed(state_dict, own)
     if strict:
         _check_names(own, state_dict)
     values = _values_by_place(owned, optimizer.state, places, state_dict)
@@ -141,6 +144,18 @@ def set_fp32_model_state_dict(
     model.load_state_dict(rest, strict=False)
     for place, value in values.items():
         set_value(optimizer, owned, owned.views[place], value)
+
+
+def _renamed(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by the model's own names, which differ from those given by parts of wrappers."""
+    plain = plain_names(name for name in given if isinstance(name, str))
+    names = {name: each for each, name in plain_names(own).items()}
+    free = {each for each in own if each not in given}
+    found = {}
+    for name, value in given.items():
+        meant = names.get(plain.get(name, name))
+        found[meant if name not in own and meant in free else name] = value
+    return found
 
 
 def _check_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -318,7 +318,8 @@ def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
     owned.check_places()
     written: list[Named] = []
     for view, label in zip(owned.views, owned.labels, strict=True):
-        written += written_tensors(view, optimizer.state.get(view.param, {}), label)
+        own = optimizer.state.get(view.param, {})
+        written += written_tensors(view, own, owned.state_names(view), label)
     check_memory(written)
 
 

@@ -52,6 +52,7 @@ def shown(value: object) -> str:
         text = repr(value)
     except Exception:  # its own code fails, or it is an int too long to print
         return f"a value of type {type(value).__name__}"
+    text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 

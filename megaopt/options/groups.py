@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megaopt.options.checks import one_of, refuse, same, shown
-from megaopt.options.options import Options, check_group, check_group_options
+from megaopt.options.options import VARIANTS, Options, check_group, check_group_options
 
 
 class States(defaultdict[torch.Tensor, Any]):
@@ -31,12 +31,13 @@ def entries_of(name: str, values: Any) -> Any:
     """
     if isinstance(values, (torch.Tensor, set)):
         return values  # torch takes or refuses it
+    wanted = f"{name} must be tensors, (name, tensor) pairs or groups"
+    if isinstance(values, torch.nn.Module) and not isinstance(values, torch.nn.ParameterList):
+        raise TypeError(f"{wanted}, got a {type(values).__name__}: pass its parameters()")
     try:
         each = iter(values)
     except TypeError:
-        raise TypeError(
-            f"{name} must be tensors, (name, tensor) pairs or groups, got {shown(values)}"
-        ) from None
+        raise TypeError(f"{wanted}, got {shown(values)}") from None
     entries = [dict(entry) if isinstance(entry, dict) else entry for entry in each]
     for index, entry in enumerate(entries):
         if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):
@@ -82,7 +83,7 @@ def check_new_group(group: dict[str, Any], options: Options, where: str) -> None
     check_group_options(group, options, where)
 
 
-# --- keys that are mistakes
+# --- keys that are not the optimizer's
 
 
 MISNAMED = {
@@ -95,25 +96,18 @@ MISNAMED = {
 }
 """Names of the same things elsewhere, too far from ours to be typing errors of them."""
 
-OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("momentum", "dampening", "nesterov", "betas"), ()),
-    # NAdam's, Adadelta's, ASGD's, Rprop's and Muon's
-    **dict.fromkeys(("momentum_decay", "rho", "lambd", "etas", "ns_steps"), ()),
-    "use_muon": (None, False),  # of Muon with an Adam for the rest
-    "rank": (None,),  # GaLore's
+OF_OTHERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("momentum", "dampening", "nesterov", "betas", "ns_steps"), ()),
+    "use_muon": (None, False),
+    "rank": (None,),
 }
-"""Keys of groups that ask for another rule where ours has none of that name; with the values that
-ask for nothing."""
+"""Keys by which groups ask for another optimizer of this package, where the optimizer has none of
+that name; with the values that ask for nothing."""
 
-KEYS = (
-    *("lr", "betas", "eps", "weight_decay", "bias_correction", "momentum", "dampening", "nesterov"),
-    *("rank", "update_proj_gap", "scale", "proj_type", "amsgrad", "maximize", "step", "seed"),
-    *("param_numbers", "state_device", "use_muon", "split_sizes", "adam_eps", "ns_steps"),
-    *("ns_coefficients", "adjust_lr_fn"),
-)
-"""What a group of any optimizer of the package may say: a misspelling is a mistake for all."""
+KEYS = ("param_numbers", "state_device", *VARIANTS)
+"""Keys that a group of any optimizer may have beside its numbers."""
 
-OTHERS = ("steps", "prox_type")  # the second is torchao's
+OTHERS = ("prox_type",)  # torchao's
 """Keys of other libraries that are near one of ours."""
 
 SHORT = 3
@@ -121,42 +115,48 @@ SHORT = 3
 
 
 def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError for a key of a new group that is a mistake, or asks for another optimizer.
-
-    Other libraries keep their own keys in groups (Megatron's wd_mult, a scheduler's initial_lr):
-    unknown keys are let through unless they are like ours.
-    """
+    """Raises ValueError for a key of torch's groups that asks for another optimizer."""
     one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
     own = getattr(options, "adam_w_mode", None)
     decoupled = group.get("decoupled_weight_decay", own)  # of torch's AdamW
     if own is not None and not same(decoupled, own):
         refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
+
+
+def hints_of(given: Mapping[str, Any], options: Options, where: str) -> dict[str, str]:
+    """Finds what to warn of in a new group: a message by each key that may be a mistake.
+
+    Other libraries keep their own keys in groups (Megatron's wd_mult, SAM's rho, a scheduler's
+    initial_lr): unknown keys are kept, and nothing is said of them unless they are like one of the
+    optimizer's, which is not there itself, or those of another optimizer of this package.
+
+    given: the group as the user made it, without what the optimizer's defaults add.
+    """
     names = options.names_but_step
-    own = (*names, *options.OF_ALL)
-    for name in group:
-        if name not in names and not hasattr(options, str(name)):
-            _check_key(name, group[name], own, ", ".join(names), where)
+    own = (*names, *options.OF_ALL, *KEYS)
+    hints = {}
+    for name, value in given.items():
+        if name in own or hasattr(options, str(name)):
+            continue
+        idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), own), ""
+        if idle is None and meant is not None and meant not in given:
+            reason = f"did you mean {meant!r}?"
+        elif idle is not None and not any(same(value, each) for each in idle):
+            reason = "it asks for another optimizer of this package;"
+        if reason:
+            hints[name] = (
+                f"{where}: {name!r} is kept, and no step reads it, got {shown(value)}: {reason} "
+                f"groups here have {', '.join(names)}"
+            )
+    return hints
 
 
-def _check_key(name: str, value: Any, known: Collection[str], own: str, where: str) -> None:
-    idle = OTHER_OPTIMIZERS.get(name)
-    if idle is not None and not any(same(value, each) for each in idle):
-        allowed = " or ".join(["left out", *map(str, idle)])
-        raise ValueError(
-            f"{where}: {name!r} must be {allowed}, got {shown(value)}: it asks for another "
-            f"optimizer; groups here have {own}"
-        )
-    every = (*known, *KEYS)
+def _meant(name: str, own: Collection[str]) -> str | None:
+    """Which of the optimizer's keys another one may be a misspelling of."""
+    if name in OTHERS:
+        return None
     meant = MISNAMED.get(name)
-    if meant not in (*known, "betas"):  # which others refuse
-        meant = None
-    if meant is None and name not in (*every, *OTHERS):
-        meant = next((each for each in every if _is_slip(str(name), each)), None)
-    if meant is not None:
-        raise ValueError(
-            f"{where}: {name!r} must be spelled {meant!r}; of ours are {own}, "
-            f"and other libraries' keys may be beside them; got {shown(value)}"
-        )
+    return meant if meant in own else next((key for key in own if _is_slip(name, key)), None)
 
 
 def _is_slip(name: str, known: str) -> bool:

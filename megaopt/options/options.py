@@ -574,7 +574,7 @@ def check_group(
     number(f"{where}: step", step, COUNT)
     if options.draws:
         check_seed(group["seed"], f"{where}: seed")
-    _check_param_numbers(group, where)
+    check_param_numbers(group, where)
     options.check_numbers(group, where)
 
 
@@ -596,7 +596,7 @@ def _check_of_all(group: Mapping[str, Any], options: Options, where: str) -> Non
             )
 
 
-def _check_param_numbers(group: Mapping[str, Any], where: str) -> None:
+def check_param_numbers(group: Mapping[str, Any], where: str) -> None:
     """Raises ValueError unless they are a number of 32 bits for each parameter, or not given."""
     numbers = group.get("param_numbers")
     if numbers is None:

@@ -213,7 +213,7 @@ class DTensorView(ParamView):
         for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor) and name != STEP
             made[name] = objects.get(id(value), value)
-            if is_tensor and not is_dtensor(made[name]):
+            if is_tensor and id(value) not in objects:
                 made[name] = self.wrap_named(name, value)
         return made
 

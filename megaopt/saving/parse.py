@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaopt.options.checks import listed, refuse, shown
+from megaopt.options.placement import MASTER
 
 NOT_MADE = "not_made"
 """Key of a state dict: of each parameter that lacks any, the names of the state it has not yet.
@@ -35,6 +36,8 @@ class Saved:
     """Left out (None) by another optimizer's state dict, or one taken apart."""
     written: list[Key]
     """Parameters whose weights were written since the last step."""
+    others: dict[str, Any]
+    """What optimizer.state has under text, of no parameter: a wrapper's own, Lookahead's say."""
 
 
 def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
@@ -46,7 +49,8 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
         refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise ValueError(f"the state dict has no {key!r}: found {listed(state_dict)}")
+            what = listed(state_dict) or "an empty dict"
+            raise ValueError(f"the state dict has no {key!r}: found {what}")
     groups = _groups(state_dict["param_groups"])
     found = [len(group["params"]) for group in groups]
     if found != sizes:
@@ -57,12 +61,14 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
     order = [key for group in groups for key in group["params"]]
     _check_keys(order)
     not_made = state_dict.get(NOT_MADE)
+    states, others = _states(state_dict["state"], set(order))
     return Saved(
-        states=_states(state_dict["state"], set(order)),
+        states=states,
         groups=groups,
         order=order,
         not_made=None if not_made is None else _names_by_key(not_made),
         written=_written(state_dict.get(WRITTEN, []), order),
+        others=others,
     )
 
 
@@ -91,11 +97,16 @@ def _check_keys(order: list[Any]) -> None:
         refuse("'params' of the state dict", "whole numbers without a gap", order)
 
 
-def _states(states: Any, known: set[Key]) -> dict[Key, dict[str, Any]]:
+def _states(states: Any, known: set[Key]) -> tuple[dict[Key, dict[str, Any]], dict[str, Any]]:
+    """The states of parameters, and what else there is under text, where parameters have places."""
     if not isinstance(states, Mapping):
         refuse("'state' of the state dict", "a dict by parameter", states)
-    found = {}
+    found, others = {}, {}
+    goes_by_names = any(isinstance(key, str) for key in known)
     for key, state in states.items():
+        if isinstance(key, str) and not goes_by_names:
+            others[key] = state
+            continue
         if key not in known:
             raise ValueError(
                 f"state {shown(key)} of the state dict belongs to no parameter of its groups"
@@ -103,10 +114,12 @@ def _states(states: Any, known: set[Key]) -> dict[Key, dict[str, Any]]:
         if not isinstance(state, Mapping):
             refuse(f"state {shown(key)} of the state dict", "a dict by name", state)
         # unflattened by torch.distributed.checkpoint, what was None comes back as {}
-        own = {n: v for n, v in state.items() if not (isinstance(v, dict) and not v)}
+        lost = {n for n, v in state.items() if isinstance(v, dict) and not v}
+        lost &= {*state} if goes_by_names else {MASTER}
+        own = {name: value for name, value in state.items() if name not in lost}
         if own:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
             found[key] = own
-    return found
+    return found, others
 
 
 def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
@@ -125,13 +138,20 @@ def _written(keys: Any, order: list[Key]) -> list[Key]:
     return list(keys)
 
 
+def is_ours(groups: Any) -> bool:
+    """Whether the groups of a state dict are of this package's optimizers."""
+    is_list = isinstance(groups, (list, tuple)) and len(groups) > 0
+    return is_list and all(isinstance(each, Mapping) and "contract" in each for each in groups)
+
+
 def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:
     """A state dict of what `read` gives for each state and its name; the given one stays.
 
-    What is no state dict, and states that are no mappings, are passed on as they are.
+    What is no state dict of another library's, and states that are no mappings, are passed on as
+    they are.
     """
     states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
-    if not isinstance(states, Mapping):
+    if not isinstance(states, Mapping) or is_ours(state_dict.get("param_groups")):
         return state_dict
     found = {
         key: read(state, f"state {key!r}") if isinstance(state, Mapping) else state

@@ -12,9 +12,10 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.formats import Format
+from megaopt.kernels.formats import MASTERS, Format
 from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT
+from megaopt.kernels.rules import RULES
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,
@@ -32,11 +33,13 @@ from megaopt.options.options import (
     VARIANTS,
     Options,
     check_group,
+    check_param_numbers,
     check_seed,
     check_variant,
 )
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.names import plain_names
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (
     FROZEN,
@@ -57,8 +60,8 @@ from megaopt.saving.parse import NOT_MADE, WRITTEN, Key, Saved, taken_apart
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
-from megaopt.step.collect import completed_states
-from megaopt.step.counts import first_count, new_count
+from megaopt.step.collect import check_rule, completed_states
+from megaopt.step.counts import GivenCounts, new_count
 from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
 
 # Keys of a group in a state dict, by policy, beside an optimizer's marks and VARIANTS.
@@ -66,6 +69,11 @@ from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
 IGNORED = ("foreach", "fused", "capturable", "differentiable")
 # what only some kinds of optimizer have, and these in every group
 TELLING = ("betas", "eps", "momentum")
+# what states of this package's optimizers have; other names are their users' own
+NAMES = {
+    *(MASTER, PROJECTION, CAPTURED_ENERGY, SECOND_MOMENT, STEP),
+    *(name for rule in RULES.values() for name in rule.moments),
+}
 
 StateOf = Mapping[Any, Mapping[str, Any]]
 
@@ -80,49 +88,152 @@ class Loaded:
     """Places of parameters whose weights were written before the state dict was made."""
     masters: list[tuple[torch.Tensor, torch.Tensor]]
     """The caller's masters, and what is written into them."""
+    hints: dict[str, str]
+    """What to warn of, by name: of another library's states what no step reads."""
 
 
-def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) -> dict[str, Any]:
+def mark(
+    packed: dict[str, Any], owned: Owned, versions: Versions, given: GivenCounts, sized: bool
+) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
-    torch.distributed.checkpoint flattens tensors and numbers, but no None.
+    torch.distributed.checkpoint flattens tensors and numbers, but no None. Raises ValueError for a
+    state that no load would take.
 
-    versions: of the weights, as the last step left them. sized: contracts are tensors, whose sizes
-    torch compares before it loads.
+    versions: of the weights, as the last step left them. given: the counts in state dicts. sized:
+    contracts are tensors, whose sizes torch compares before it loads.
     """
     owned.homes.wait()
+    keys = [key for group in packed["param_groups"] for key in group["params"]]
+    place_of = {key: place for place, key in enumerate(keys)}
     state = {
-        # counts are copied: parameters share theirs, and a load of a checkpoint writes into each
-        key: {
-            n: v.clone() if n == STEP else v
-            for n, v in {**first_count(owned, own), **own}.items()
-            if v is not None and own
-        }
+        key: _state(own, owned, place_of[key], given) if key in place_of and own else own
         for key, own in packed["state"].items()
     }
-    keys = [key for group in packed["param_groups"] for key in group["params"]]
     not_made = {}
     for key, view in zip(keys, owned.views, strict=True):
-        own, names = packed["state"].get(key, {}), (*owned.moments(view), MASTER, *view.kept)
-        if not all(name in own for name in names):
-            not_made[key] = [name for name in names if name not in own]
+        lacking = _lacking(packed["state"].get(key, {}), owned, view)
+        if lacking:
+            not_made[key] = lacking
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
+    # of the shape that counts on the device have: checkpoints of either load into the other
+    shape: tuple[int, ...] = (1,) if sized else ()
+    device = _device_of(state, keys, owned) if sized else torch.device("cpu")
     if sized:
-        marks["contract"] = sized_contract(owned, _device_of(state, owned))
+        marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
     groups = [
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
+    for place, group in enumerate(groups):
+        check_param_numbers(group, f"group {place}")
+        if not has_its_names(group):
+            del group["param_names"]
+        if not owned.options.capturable:  # otherwise it is the group's own tensor
+            group[STEP] = given.new(group[STEP], place, shape, device)
     written = [keys[place] for place in versions.moved_anywhere(owned.params)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 
 
-def _device_of(state: dict[Any, State], owned: Owned) -> torch.device:
+def _state(own: State, owned: Owned, place: int, given: GivenCounts) -> State:
+    """A parameter's state as state dicts have it: what the next step would let go of is left out.
+
+    Raises ValueError for what no load takes.
+    """
+    view, where = owned.views[place], owned.labels[place]
+    formats, names = owned.formats(view), owned.state_names(view)
+    stored = {state_name(slot): slot for slot in formats.state_slots}
+    keeps_master = formats.master.present or _is_wide(view)
+    masters = () if formats.master.present else (MASTER, MASTER + SCALE)
+    check_rule(owned, view, own, where)
+    counted = (STEP,) if owned.options.counts_apart else ()
+    wrong = [name for name in own if name not in (*stored, *view.kept, *masters, *counted)]
+    wrong = [name for name in wrong if name in names or _is_ours(name)]
+    if wrong:
+        raise ValueError(
+            f"{where}: its state must have {', '.join((*stored, *view.kept))}, as it is stepped, "
+            f"and no other names of this package's, got {listed(wrong)}, which no load takes"
+        )
+    for name, slot in stored.items() if view.matrix is not None else ():
+        value, shape = local_of(own.get(name)), shape_of(slot, formats, view)
+        if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
+            refuse(f"{where}: state {name!r}", f"of shape {shape}, as its group says", value)
+    found = {
+        name: value
+        for name, value in own.items()
+        if not (name == MASTER and value is None) and (keeps_master or name not in masters)
+    }
+    if counted and any(name in own for name in names):
+        # parameters share counts, and a load of a checkpoint writes into each
+        count = own[STEP] if STEP in own else new_count(owned)
+        on_device = owned.options.capturable
+        found[STEP] = count.clone() if on_device else given.new(count, view.param)
+    return found
+
+
+def has_its_names(group: Mapping[str, Any]) -> bool:
+    """Whether a group's param_names, if it has any, are as many as its parameters."""
+    names = group.get("param_names")
+    if names is None:
+        return True
+    return isinstance(names, (list, tuple)) and len(names) == len(group["params"])
+
+
+def _is_ours(name: object) -> bool:
+    """Whether states of this package's optimizers have the name, of another kind maybe."""
+    return isinstance(name, str) and name.removesuffix(SCALE) in NAMES
+
+
+def _is_wide(view: ParamView) -> bool:
+    """Whether a weight has no master, but may have had one, which model.float() leaves there."""
+    return view.param.dtype == torch.float32 and view.code_dtype is None
+
+
+def _lacking(own: Mapping[str, Any], owned: Owned, view: ParamView) -> list[str]:
+    """The names of what the next step would make of a parameter's state."""
+    needs_master = owned.options.master_format(
+        view.param.dtype, owned.wants_masters, view.code_dtype
+    ).present
+    names = (*owned.moments(view), MASTER, *view.kept)
+    return [
+        name
+        for name in names
+        if name not in own or (name == MASTER and needs_master and own[name] is None)
+    ]
+
+
+def incomplete(owned: Owned, state: StateOf) -> list[int]:
+    """Places of parameters whose states have something, and lack what the next step would make.
+
+    torch.distributed.checkpoint saves, and reads, what there is. Raises ValueError for a weight
+    that became fp32 since the last step, and has not taken its master's value yet.
+    """
+    found = []
+    for place, view in enumerate(owned.views):
+        own = state.get(view.param, {})
+        if _is_wide(view) and own.get(MASTER) is not None:
+            raise ValueError(
+                f"{owned.labels[place]}: its state must have no master, as it became fp32 since "
+                "the last step, got one: call initialize_states() before get_optimizer_state_dict, "
+                "which gives the weight its value"
+            )
+        if any(name in own for name in owned.state_names(view)) and _lacking(own, owned, view):
+            found.append(place)
+    return found
+
+
+def _device_of(state: dict[Any, State], keys: Iterable[Key], owned: Owned) -> torch.device:
     """Where the state's tensors are: torch wants all tensors of a full state dict on one device."""
-    tensors = (t for own in state.values() for n, t in own.items() if n != STEP)
-    return next((t.device for t in tensors if isinstance(t, torch.Tensor)), owned.device)
+    found = [
+        own[name]
+        for key, view in zip(keys, owned.views, strict=True)
+        if (own := state.get(key))
+        for name in owned.state_names(view)
+        if isinstance(own.get(name), torch.Tensor)
+    ]
+    return found[0].device if found else owned.device
 
 
 def _by_param(
@@ -142,15 +253,21 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     options = owned.options
     for group in saved.groups:
         group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
-    ours = all("contract" in group for group in saved.groups)
+    ours = all("contract" in group for group in saved.groups if group["params"])
+    for index, group in enumerate(saved.groups):
+        _check_numbers(group, options, f"group {index}")
     groups = [
         _group(own, owned.groups[index], options, _step(saved, options, index), index)
         for index, own in enumerate(saved.groups)
     ]
+    for group, names in zip(groups, _names(saved.groups, owned.groups), strict=True):
+        group.update(names)
     new = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    _check_routes(owned, new)
     made = [place for place, key in enumerate(saved.order) if key in saved.states]
+    hints: dict[str, str] = {}
     with new.room({}, made):
-        states = _states(saved, new, ours)
+        states = _states(saved, new, ours, hints)
     place_of = {key: place for place, key in enumerate(saved.order)}
     check_frozen(state_dict["param_groups"], owned, state)
     if options.capturable:
@@ -158,20 +275,47 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
         groups = [{**group, **own} for group, own in zip(groups, numbers, strict=True)]
     masters = _pairs_of_masters(states, owned)
     written = [place_of[key] for key in saved.written]
-    return Loaded(States(dict, states), groups, written, masters)
+    others = {key: _copied(value, f"state {key!r}") for key, value in saved.others.items()}
+    every: dict[Any, Any] = {**states, **others}
+    return Loaded(States(dict, every), groups, written, masters, hints)
 
 
-def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]:
+def _check_routes(owned: Owned, new: Owned) -> None:
+    """Raises ValueError where a group that says which rule steps its matrices would change that."""
+    key, _ = owned.options.MATRIX_OFF
+    for place, index in enumerate(owned.group_numbers if key else ()):
+        asked, saved = owned.groups[index].get(key), new.groups[index].get(key)
+        was_matrix, is_matrix = (each.views[place].matrix is not None for each in (owned, new))
+        if asked is not None and was_matrix != is_matrix:
+            allowed = f"this optimizer's, {asked!r}, by which {owned.labels[place]} is stepped"
+            refuse(f"group {index}: {key} of the state dict", allowed, saved)
+
+
+def _states(
+    saved: Saved, owned: Owned, ours: bool, hints: dict[str, str]
+) -> dict[torch.Tensor, State]:
+    """The states of parameters, checked and converted; hints: gets what to warn of, by name."""
     take = _ours if ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
     any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        state, said = saved.states.get(key), said_by(saved.groups[group], where) if ours else {}
+        said = said_by(saved.groups[group], where) if ours else {}
+        state, users = _apart(saved.states.get(key, {}), owned, view)
         check_sign(said, owned, where)
-        if state is None and saved.not_made is not None:
+        if not state and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned.moments(view), where)
-        if state is not None:
+        if users:
+            states[view.param] = {
+                name: _carried(value, view, f"{where}: {shown(name)}")
+                for name, value in users.items()
+            }
+            if not ours:
+                hints |= {
+                    str(name): f"{where}: {name!r} of the state dict is kept, and no step reads it"
+                    for name in users
+                }
+        if state:
             for name in (*owned.moments(view), MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
             not_made = (saved.not_made or {}).get(key, [])
@@ -187,11 +331,31 @@ def _states(saved: Saved, owned: Owned, ours: bool) -> dict[torch.Tensor, State]
             made = take(own, owned, view, where, not_made)
             if ours and MASTER not in not_made:
                 check_masters(said, owned, view, where)
-            states[view.param] = view.wrap_state(made)
+            states[view.param] = {**view.wrap_state(made), **states.get(view.param, {})}
             if owned.options.counts_apart:
                 own_count = owned.groups[group]["step"] if count is None else count
                 states[view.param][STEP] = new_count(owned, int(own_count))
     return states
+
+
+def _apart(state: State, owned: Owned, view: ParamView) -> tuple[State, State]:
+    """What of a saved state is an optimizer's, and what its users put there."""
+    names = {name for name in state if name in owned.state_names(view) or _is_ours(name)}
+    own = {name: value for name, value in state.items() if name in names}
+    return own, {name: value for name, value in state.items() if name not in names}
+
+
+def _carried(value: Any, view: ParamView, where: str) -> Any:
+    """A copy of what users keep in a state; tensors on the parameter's device, as torch loads."""
+    if isinstance(value, dict):
+        return {key: _carried(each, view, where) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_carried(each, view, where) for each in value)
+    if not isinstance(value, torch.Tensor):
+        return _copied(value, where)
+    tensor: Any = value.detach()
+    is_wrapper = is_traceable_wrapper_subclass(tensor) or tensor.is_meta
+    return tensor.clone() if is_wrapper else tensor.to(view.local.device, copy=True)
 
 
 def _pairs_of_masters(
@@ -249,7 +413,8 @@ def _group(
 ) -> dict[str, Any]:
     """The group after the load: what was saved, over what was there; checked."""
     where = f"group {index}"
-    _check_numbers(saved, options, where)
+    if not saved["params"] and "contract" not in saved:
+        return {**own}  # torch.distributed.checkpoint has nothing of a group without parameters
     check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
     options.check_saved(saved, where)
@@ -264,8 +429,11 @@ def _group(
         *_own_numbers(saved, own, options, where),
     }
     kept = {key: value for key, value in saved.items() if key not in left_out}
-    group = {**own, **kept, **_names(saved, own, where), "step": step}
-    if isinstance(saved.get("step"), torch.Tensor):  # capturable: numbers, until the load is over
+    group = {**own, **kept, "step": step}
+    count = saved.get("step")
+    keeps_tensor = isinstance(own.get("lr"), torch.Tensor) and not options.capturable
+    if isinstance(count, torch.Tensor) and count.dim() and not keeps_tensor:
+        # saved on the device: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
     check_group(group, options, where, lr_is_needed=options.capturable)
     if "contract" in saved and "seed" in saved:  # kept where nothing draws, for who draws again
@@ -277,7 +445,7 @@ def _group(
 def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
     wanted = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
-    if wanted and "contract" not in saved:
+    if wanted and "contract" not in saved and saved["params"]:
         raise ValueError(
             f"{where} of the state dict has no {listed(wanted)}, and so is another kind of "
             f"optimizer's: found {listed(saved)}"
@@ -323,22 +491,36 @@ def _goes_by_names(saved: Mapping[str, Any]) -> bool:
     return any(isinstance(key, str) for key in saved["params"])
 
 
-def _names(saved: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
-    """The names that a group gets, if any.
+def _names(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The names that each group gets, if any; one that has names keeps them.
 
-    Raises ValueError where parameters found by their place have other names. Where keys are names,
-    a framework has found each parameter by its own, and the list may be of other ranks.
+    Raises ValueError where parameters found by their place have other names, apart from those of
+    wrappers in them. Where keys are names, a framework has found each parameter by its own, and the
+    list may be of other ranks.
     """
-    names, known = saved.get("param_names"), own.get("param_names")
-    if names is None or _goes_by_names(saved):
-        return {}
-    check_names(names, len(saved["params"]), f"{where} of the state dict")
-    if known is not None and [*names] != [*known]:
-        raise ValueError(
-            f"{where}: param_names of the state dict must be this optimizer's, {shown(known)}, got "
-            f"{shown(names)}; without param_names parameters are taken by their place"
-        )
-    return {"param_names": [*names]}
+    given = [None if _goes_by_names(each) else each.get("param_names") for each in saved]
+    for index, (names, group) in enumerate(zip(given, saved, strict=True)):
+        check_names(names, len(group["params"]), f"group {index} of the state dict")
+    known = [group.get("param_names") for group in groups]
+    theirs, ours = (
+        plain_names([name for names in own if names is not None for name in names])
+        for own in (given, known)
+    )
+    found: list[dict[str, Any]] = []
+    for index, (names, own) in enumerate(zip(given, known, strict=True)):
+        if names is None or own is None:
+            found.append({} if names is None else {"param_names": [*names]})
+            continue
+        if [theirs[name] for name in names] != [ours[name] for name in own]:
+            raise ValueError(
+                f"group {index}: param_names of the state dict must be this optimizer's, "
+                f"{shown(own)}, got {shown(names)}; without param_names parameters are taken by "
+                "their place"
+            )
+        found.append({})
+    return found
 
 
 def _copied(value: Any, where: str) -> Any:
@@ -361,7 +543,8 @@ def _ours(
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = owned.formats(view)
     names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
-    unknown = [name for name in saved if name not in (*names, *view.kept)]
+    wide = (MASTER + SCALE,) if _is_wide(view) else ()
+    unknown = [name for name in saved if name not in (*names, *view.kept, *wide)]
     if unknown:
         raise ValueError(
             f"{where}: {listed(unknown)} in the state dict; allowed: "
@@ -369,7 +552,9 @@ def _ours(
         )
     state = _kept(saved, view, where, not_made)
     for name, slot in names.items():
-        if slot not in formats.slots:
+        if name == MASTER and _is_wide(view) and saved.get(name) is not None:
+            state |= _left_master(saved, view, where)
+        elif slot not in formats.slots:
             if saved.get(name) is not None:
                 more = " (dtype=torch.float32 keeps masters)" if slot == "master" else ""
                 none = f"None, as this optimizer keeps none{more}"
@@ -380,6 +565,22 @@ def _ours(
         elif name.removesuffix(SCALE) not in not_made:
             raise ValueError(f"{where}: the state dict has no {name!r}")
     return state
+
+
+def _left_master(saved: State, view: ParamView, where: str) -> State:
+    """The master that a weight had before it became fp32, which the next step gives it."""
+    found, shapes = {}, {MASTER: view.state_shape(MASTER), MASTER + SCALE: (1,)}
+    for name, shape in shapes.items():
+        value = saved.get(name)
+        if value is None:
+            continue
+        dtypes = {torch.float32} if name != MASTER else {form.dtype for form in MASTERS.values()}
+        if not _is_readable(value) or tuple(value.shape) != shape:
+            refuse(f"{where}: {name!r} of the state dict", f"of shape {shape}", value)
+        if value.dtype not in dtypes:
+            refuse(f"{where}: {name!r} of the state dict", "of a master's dtype", value)
+        found[name] = _copy(value, view, name)
+    return found
 
 
 def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) -> State:

@@ -24,13 +24,14 @@ from megaopt.options.options import (
     PARAM_NUMBER,
     Options,
     check_group,
+    check_param_numbers,
     check_there,
     is_param_number,
 )
 from megaopt.options.placement import Homes
 from megaopt.params import ParamView, matrix_view, view_of
 from megaopt.params.dtensor import local_of
-from megaopt.params.view import whole_shape_of
+from megaopt.params.view import SCALE, whole_shape_of
 from megaopt.state.masters import check_master_weights, of_each, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
 from megaopt.state.tensors import MASTER, formats_of, host_bytes
@@ -179,7 +180,8 @@ class Owned:
     def label(self, group: int, index: int) -> str:
         """What errors call a parameter of a group."""
         names: Any = self.groups[group].get("param_names")
-        is_named = isinstance(names, (list, tuple)) and index < len(names)
+        count = len(self.groups[group]["params"])
+        is_named = isinstance(names, (list, tuple)) and len(names) == count
         return f"parameter {names[index]!r}" if is_named else f"parameter {index} of group {group}"
 
     def index(self, param: Any) -> int:
@@ -198,6 +200,11 @@ class Owned:
     def moments(self, view: ParamView) -> tuple[str, ...]:
         """Their names."""
         return tuple(moment.name for moment in self.kept(view))
+
+    def state_names(self, view: ParamView) -> tuple[str, ...]:
+        """The names that a parameter's state may have here; under others it is somebody else's."""
+        scaled = (*self.moments(view), MASTER)
+        return (*scaled, *(name + SCALE for name in scaled), *view.kept)
 
     @property
     def all_moments(self) -> tuple[str, ...]:
@@ -300,6 +307,7 @@ class Owned:
                     name: view.keep(name, local_of(value))
                     for name, value in own.items()
                     if isinstance(value, torch.Tensor) and view.is_apart(name)
+                    if name in self.state_names(view)
                     if name != MASTER or not self.has_external_masters
                 }
                 own.update(view.wrap_state(new))
@@ -309,6 +317,8 @@ class Owned:
     @cached_property
     def numbers(self) -> list[int]:
         """The number of each parameter, for its random bits: its group's, or that of its view."""
+        for index, group in enumerate(self.groups):
+            check_param_numbers(group, f"group {index}")
         given = [each for group in self.groups for each in self._given_numbers(group)]
         pairs = enumerate(zip(self.views, given, strict=True))
         return [view.number(i) if own is None else own for i, (view, own) in pairs]

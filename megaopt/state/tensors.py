@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from megaopt.options.placement import MASTER as MASTER
 from megaopt.params import ParamView
 from megaopt.params.codes import decoded_blocks, encode_blocks, signless
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
-from megaopt.params.view import SCALE, STEP
+from megaopt.params.view import SCALE
 from megaopt.state.masters import check_cast
 from megaopt.state.memory import Named
 
@@ -194,11 +195,14 @@ def completed_state(
     return view.wrap_state(state, [*own.values(), external])
 
 
-def written_tensors(view: ParamView, state: State, where: str) -> list[Named]:
-    """The tensors of a parameter that a step writes: weight or codes, and the state's."""
+def written_tensors(view: ParamView, state: State, names: Iterable[str], where: str) -> list[Named]:
+    """The tensors of a parameter that a step writes: weight or codes, and the state's.
+
+    names: that a state may have; what is under others no step writes.
+    """
     tensors = {
         "weight": view.codes,
-        **{f"state {name!r}": local_of(v) for name, v in state.items() if name != STEP},
+        **{f"state {name!r}": local_of(state[name]) for name in names if name in state},
     }
     own = tensors.items()
     return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
@@ -243,8 +247,13 @@ def check_state_tensor(
 # --- pickled
 
 
-def picklable(state: State) -> State:
-    """The state with fp8 codes as pickle can write them; what is unpickled is tensors again."""
+def picklable(state: Any) -> Any:
+    """The state with fp8 codes as pickle can write them; what is unpickled is tensors again.
+
+    What is no parameter's state, and so may be anything, is given as it is.
+    """
+    if not isinstance(state, dict):
+        return state
     return {name: _Codes(value) if _is_float8(value) else value for name, value in state.items()}
 
 

@@ -87,6 +87,16 @@ class ExternalWrites:
                 MissingMastersWarning,
             )
 
+    def hint(self, messages: Mapping[str, str]) -> None:
+        """Warns of what may be a mistake, once for each key.
+
+        messages: by key.
+        """
+        for key, message in messages.items():
+            if f"key {key}" not in self.said:
+                self.said.add(f"key {key}")
+                warn_caller(message)
+
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line that called into this package, past torch's wrappers of step()."""

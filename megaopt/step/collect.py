@@ -77,7 +77,13 @@ def collect(
         found = _collected(owned, state, grads, external, chosen)
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
     written = [(*labels[param], made) for param, made in found.states.items()]
-    check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
+    check_memory(
+        [
+            each
+            for view, name, own in written
+            for each in written_tensors(view, own, owned.state_names(view), name)
+        ]
+    )
     return found
 
 
@@ -88,7 +94,7 @@ def _collected(
     for place in chosen:
         view, grad = owned.views[place], grads[place]
         own = state.get(view.param, {})
-        _check_rule(owned, view, own, owned.labels[place])
+        check_rule(owned, view, own, owned.labels[place])
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         made = completed_state(view, own, formats, external[place], owned.labels[place])
         made.update(first_count(owned, own))
@@ -104,7 +110,7 @@ def _collected(
     return found
 
 
-def _check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
+def check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
     """Raises ValueError for a state that has moments of another rule of the optimizer."""
     kept = owned.moments(view)
     others = [name for name in owned.all_moments if name in state and name not in kept]

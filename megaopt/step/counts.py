@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
 from megaopt.options.placement import STEP
@@ -48,6 +50,52 @@ class StepRows:
     def fit(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether the groups' counts are still those of the parameters that take their rows."""
         return all(groups[index]["step"] == int(count["step"]) for index, count in self.with_group)
+
+
+class GivenCounts:
+    """Step counts in state dicts: they go on with the optimizer's, as the moments there do.
+
+    torch's are in the states, as tensors. Whoever keeps a state dict (TorchFT does) would otherwise
+    have moments of now beside a count of then.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[weakref.ref[Any], int | torch.Tensor]] = []
+        """The number of each that somebody may still have, and whose it is."""
+
+    def new(
+        self,
+        count: Any,
+        owner: int | torch.Tensor,
+        shape: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """A count for a state dict: int32.
+
+        owner: the group's place, or the parameter.
+        """
+        with torch.inference_mode(False):  # a load of a checkpoint may write it
+            if torch.device(device).type != "cpu":
+                given = torch.full(shape, int(count), dtype=torch.int32, device=device)
+                self.kept.append((weakref.ref(given), owner))
+                return given
+            number = numpy.full(shape, int(count), dtype=numpy.int32)
+            self.kept.append((weakref.ref(number), owner))  # views of the tensor have it, too
+            return torch.from_numpy(number)
+
+    def follow(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+        """After a step: all that somebody still has are as those of the optimizer."""
+        found = [(each, each[0]()) for each in self.kept]
+        for (_, owner), number in found:
+            if number is None:
+                continue
+            if isinstance(owner, torch.Tensor):
+                count = state.get(owner, {}).get(STEP)
+            else:
+                count = groups[owner][STEP] if owner < len(groups) else None
+            if count is not None:
+                number[...] = int(count)
+        self.kept = [each for each, number in found if number is not None]
 
 
 def new_count(owned: Owned, value: int = 0) -> torch.Tensor:

@@ -27,6 +27,7 @@ from megaopt.state.watch import Grads, Seen, grads_of
 from megaopt.state.writes import ExternalWrites
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
+from megaopt.step.counts import GivenCounts
 from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
@@ -193,6 +194,8 @@ class Stepper:
         """What steps record digests of."""
         self.passes = True
         """Whether passes of their own make those that launches do not."""
+        self.given_counts = GivenCounts()
+        """The step counts in state dicts that somebody may still have."""
         self.was_stepped = False
         """Whether no step asks any more which states there would be."""
         self._has_agreed = False
@@ -293,6 +296,8 @@ class Stepper:
             for group, each in (*enumerate(groups), *batches.counted):  # also empty groups
                 if group not in run.left_out:
                     each["step"] += 1
+            if self.given_counts.kept:
+                self.given_counts.follow(groups, state)
         batches.watch.count_up()
 
     def _begin(

@@ -53,6 +53,17 @@ def test_bitsandbytes_checkpoints_load_by_their_values(name, nested, block):
     assert_same_run(found, expected)
 
 
+def test_what_users_keep_in_bitsandbytes_states_is_kept():
+    large, _ = parameters(LARGE)
+    tensors, _ = coded(large.shape, 1, 1, 256)
+    state = {"step": 7, "ema": torch.ones(2), "max1": torch.ones(1), "unorm_vec": torch.ones(1)}
+    group = {"lr": 0.125, "betas": (0.8, 0.95), "weight_decay": 0.25, "params": [0]}
+    optimizer = bitsandbytes.Lion([large])
+    with pytest.warns(UserWarning, match="'ema' of the state dict is kept, and no step reads it"):
+        optimizer.load_state_dict({"state": {0: {**state, **tensors}}, "param_groups": [group]})
+    assert {*optimizer.state[large]} == {"exp_avg", "master_param", "ema"}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

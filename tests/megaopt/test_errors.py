@@ -178,6 +178,16 @@ def test_a_refused_group_leaves_no_trace(bad, message, capturable):
 PARAMS = {
     "none": (None, TypeError, r"params must be tensors, .*pairs or groups, got None"),
     "a_number": (3, TypeError, r"params must be tensors, .*, got 3"),
+    "a_model": (
+        torch.nn.Sequential(torch.nn.Linear(2, 3)),
+        TypeError,
+        r"params must be tensors, .*, got a Sequential: pass its parameters\(\)$",
+    ),
+    "a_pair_of_many_lines": (
+        [(1, torch.nn.Sequential(torch.nn.ReLU()))],
+        TypeError,
+        r"params\[0\] must be .* pair, got \(1, Sequential\( \(0\): ReLU\(\) \)\)$",
+    ),
     "a_tensor": (torch.ones(3), TypeError, "should be an iterable of Tensors or dicts"),
     "a_triple": (
         [("a", torch.ones(3), 1)],

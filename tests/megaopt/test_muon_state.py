@@ -225,6 +225,42 @@ def test_a_parameter_that_changes_its_rule_is_refused_until_its_state_goes(by_mu
     assert ("exp_avg" in optimizer.state[own]) == by_muon
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize(("own", "saved"), [(False, True), (False, None), (True, False)])
+def test_a_load_does_not_change_the_rule_that_a_group_asks_for(own, saved, steps):
+    target, source = (
+        FusedMuon([{"params": parameters([(6, 4)], FP32), "use_muon": each}])
+        for each in (own, saved)
+    )
+    train(source, steps)
+    message = f"group 0: use_muon of the state dict must be .* {own}, by which .* got {saved}"
+    with refused(target, message):
+        target.load_state_dict(source.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("own", "saved", "shape"),
+    [(None, False, (6, 4)), (True, None, (6, 4)), (False, None, (6,)), (None, True, (6, 4))],
+)
+def test_a_load_may_change_what_a_group_says_of_it(own, saved, shape):
+    """One that says nothing is told by the state dict; one that steps the same has asked for it."""
+    target, source = (
+        FusedMuon([{"params": parameters([shape], FP32), "use_muon": each}])
+        for each in (own, saved)
+    )
+    train(source, 1)
+    target.load_state_dict(source.state_dict())
+    assert target.param_groups[0]["use_muon"] is saved
+    assert_same(snapshot(target)["states"], snapshot(source)["states"])
+
+
+def test_a_key_of_sgds_in_a_group_is_saved_and_loaded():
+    with pytest.warns(UserWarning, match="'dampening' is kept"):
+        optimizer = FusedMuon([{"params": parameters(SHAPES, FP32), "dampening": 0.5}])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["dampening"] == 0.5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)], ids=str)
 def test_an_empty_matrix_is_stepped_in_every_format(shape, dtype):

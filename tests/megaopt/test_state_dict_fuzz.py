@@ -119,6 +119,7 @@ def test_damaged_state_dicts(options, make, count):
     for seed in range(count):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*of nested tensors is in prototype", UserWarning)
+            warnings.filterwarnings("ignore", ".*is kept, and no step reads it", UserWarning)
             # a tensor that is damaged twice
             warnings.filterwarnings("ignore", "Casting complex values to real", UserWarning)
             outcome, wrong, error = attack(options, saved, random.Random(seed))

@@ -134,6 +134,7 @@ REFUSED = {
         "state 9 of the state dict belongs to no parameter",
     ),
     "no_groups": (without("param_groups"), "the state dict has no 'param_groups': found state"),
+    "empty": (lambda saved: {}, "the state dict has no 'state': found an empty dict$"),
     "no_state": (without("state"), "the state dict has no 'state'"),
     "the_last_parameter": (
         lambda saved: {
@@ -310,6 +311,14 @@ def test_state_dicts_of_other_kinds_of_optimizer_are_refused(kind, steps):
     train(optimizer, 2)
     with refused(optimizer, r"group 0 of the state dict has no .*betas"):
         optimizer.load_state_dict(theirs.state_dict())
+
+
+def test_sgd_with_momentum_is_told_by_its_numbers():
+    """Its states have no step count, which is not what is wrong."""
+    theirs = torch.optim.SGD(parameters([(3, 4)]), lr=0.5, momentum=0.9)
+    train(theirs, 1)
+    with refused(FusedAdam(parameters([(3, 4)])), "has no betas, eps, and so is another kind of"):
+        FusedAdam(parameters([(3, 4)])).load_state_dict(theirs.state_dict())
 
 
 def test_adams_state_dict_is_refused_by_sgd():

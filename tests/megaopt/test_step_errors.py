@@ -140,6 +140,16 @@ def test_a_refused_first_step_makes_no_state():
 # --- closures
 
 
+@pytest.mark.parametrize("closure", [1.0, "loss", torch.ones(())])
+def test_a_closure_that_is_no_function_is_refused(closure):
+    """As a loss, or a learning rate, in its place."""
+    optimizer = FusedAdam(parameters())
+    train(optimizer, 1)
+    message = "closure must be None or a function that gives the loss, got "
+    with refused(optimizer, message, TypeError):
+        optimizer.step(closure)
+
+
 def test_the_closures_error_changes_nothing():
     optimizer = FusedAdam(parameters(SHAPES))
     give_gradients(optimizer.param_groups[0]["params"], 0)

@@ -1,7 +1,5 @@
 """Arguments and keys of groups that torch's users write: taken, refused by name, or let through."""
 
-import itertools
-
 import pytest
 import torch
 from handling import both_backends, refused, train_all
@@ -9,7 +7,6 @@ from runs import FP32, MASTER, assert_same, assert_same_run, parameters, snapsho
 
 from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
 from megaopt.integration import bitsandbytes, flashoptim, torchao
-from megaopt.options.groups import KEYS
 
 SHAPES = [(3, 4), (5,)]
 
@@ -80,28 +77,40 @@ SPELLED += [(GaLoreAdamW, *pair) for pair in OF_GALORE.items()]
 
 
 @pytest.mark.parametrize(("kind", "key", "meant"), SPELLED)
-def test_misspelled_keys_of_a_group_are_refused(kind, key, meant):
-    """A group of GaLoreAdamW would train AdamW without a projection."""
-    message = rf"group 1: '{key}' must be spelled '{meant}'; of ours are lr, betas, eps, weight"
-    first, second = parameters(SHAPES)
-    with pytest.raises(ValueError, match=message):
-        kind([{"params": [first]}, {"params": [second], key: 0.5}])
+def test_misspelled_keys_of_a_group_are_hinted_at(kind, key, meant):
+    """A group of GaLoreAdamW would train AdamW without a projection. They are kept all the same."""
+    message = rf"'{key}' is kept, .* got 0.5: did you mean '{meant}'\? groups here have lr, betas, "
+    first, second, third = parameters([*SHAPES, (3,)])
+    with pytest.warns(UserWarning, match=f"group 1: {message}") as said:
+        optimizer = kind([{"params": [first]}, {"params": [second], key: 0.5}])
+    assert said[0].filename == __file__
+    optimizer.add_param_group({"params": [third], key: 0.5})  # which is said once
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group.get(key) for group in optimizer.param_groups] == [None, 0.5, 0.5]
     optimizer = kind([first])
-    with refused(optimizer, message):
+    with pytest.warns(UserWarning, match=f"group 1: {message}"):
         optimizer.add_param_group({"params": [second], key: 0.5})
+
+
+@pytest.mark.parametrize(
+    "group",
+    [{"momentum": 0.9}, {"nesterov": True}, {"use_muon": True}, {"rank": 8, "proj_type": "std"}],
+    ids=str,
+)
+def test_keys_of_other_optimizers_of_the_package_are_kept_and_named(group):
+    key, value = next(iter(group.items()))
+    message = f"group 0: '{key}' is kept, and no step reads it, got {value}: it asks for another "
+    with pytest.warns(UserWarning, match=message) as said:
+        optimizer = FusedAdam([{"params": [p], **group} for p in parameters(SHAPES)], **MASTER)
+    assert len(said) == 1
+    train(optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert all(own.items() >= group.items() for own in optimizer.param_groups)
 
 
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        (
-            {"momentum": 0.9},
-            "group 0: 'momentum' must be left out, got 0.9: it asks for another optimizer; groups "
-            "here have lr, betas, eps",
-        ),
-        ({"nesterov": True}, "group 0: 'nesterov' must be left out"),
-        ({"use_muon": True}, "group 0: 'use_muon' must be left out or None or False, got True"),
-        ({"rank": 8, "proj_type": "std"}, "group 0: 'rank' must be left out or None, got 8"),
         ({"differentiable": True}, "group 0: differentiable must be False, got True"),
         (
             {"decoupled_weight_decay": False},
@@ -110,7 +119,7 @@ def test_misspelled_keys_of_a_group_are_refused(kind, key, meant):
     ],
     ids=str,
 )
-def test_keys_that_ask_for_another_optimizer_are_refused(group, message):
+def test_keys_of_torchs_groups_that_ask_for_another_optimizer_are_refused(group, message):
     with pytest.raises(ValueError, match=message):
         FusedAdam([{"params": parameters(SHAPES), **group}])
 
@@ -139,20 +148,31 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.sample(2)
-def test_misspelled_keys_of_any_optimizer_are_refused_by_all(kind):
-    for key in (*SHORT, *itertools.chain.from_iterable(map(one_edit_away, LONG))):
-        group = {"params": parameters([(3,)]), key: 3}
-        given = dict(group)
-        with pytest.raises(ValueError, match=f"group 0: '{key}' must be (spelled|left out)"):
-            kind([group])
-        assert group == given
+def test_misspelled_keys_of_any_optimizer_are_hinted_at(kind):
+    """What is near a key that it does not have is nobody's."""
+    options = kind(parameters([(3,)])).options
+    own = (*options.names_but_step, "param_numbers", "state_device", "amsgrad", "maximize")
+    for meant in (key for key in (*LONG, "lr", "eps") if key in own):
+        found = SHORT[:5] if meant == "lr" else SHORT[5:] if meant == "eps" else None
+        for key in found or one_edit_away(meant):
+            with pytest.warns(UserWarning, match=f"group 0: '{key}' is kept, .*did you mean"):
+                kind([{"params": parameters([(3,)]), key: 3}])
 
 
-def test_every_key_of_a_group_is_known_to_all():
-    """A new number of one optimizer belongs into the list that all compare with."""
-    for kind in (FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW):
-        options = kind(parameters([(3,)])).options
-        assert {*options.names_but_step, "step"} <= set(KEYS)
+NEAR = {"rho": 0.05, "scaler": 1, "scales": [1], "ranks": 2, "seeds": [3], "sclae": 4}
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLion, FusedMuon, FusedSGD])
+def test_keys_that_are_nobodys_are_kept_saved_and_loaded(kind):
+    """Near an option of another optimizer, or beside the option that they are near."""
+    name = next(name for name in ("betas", "weight_decay") if name in kind(parameters()).defaults)
+    own = {"lr": 0.5, "lrs": [1.0], name: kind(parameters()).defaults[name], f"{name}3": 0.9}
+    optimizer, other = (kind([{"params": parameters(SHAPES), **NEAR, **own}]) for _ in range(2))
+    train(optimizer, 1)
+    for group in other.param_groups:
+        group.update(dict.fromkeys(NEAR, None))
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0].items() >= {**NEAR, **own}.items()
 
 
 # As they stand in groups of Megatron-Core, NeMo, torch's schedulers and optimizers, transformers,

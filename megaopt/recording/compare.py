@@ -261,7 +261,7 @@ def compare(
         raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
     pair = Pair(Side(a), Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
-    found.reasons = [*_reasons(a, b), *pair.dtypes()]
+    found.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
     found.missing = pair.missing()
     if found.missing:
         return found
@@ -276,6 +276,8 @@ def compare(
     if found.blame is None:
         found.notes += pair.quiet_options()
     else:
+        known = pair.dtypes(found.blame.step)
+        found.reasons += [reason for reason in known if reason not in found.reasons]
         found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
@@ -301,7 +303,7 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
         return None
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
     kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
-    (dtype, other), (mine, theirs) = pair.dtypes_of(key), kept
+    (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
     if mine is None or theirs is None or dtype != other:
         return None
     held = mine[1] & theirs[1]
@@ -309,7 +311,8 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     if not len(unlike):
         return None
     a, b = mine[0][unlike], theirs[0][unlike]
-    first = tuple(map(int, numpy.unravel_index(unlike[0], pair.a.values[key].shape)))
+    shape = pair.a.values_at(blame.step).get(key, pair.a.values[key]).shape
+    first = tuple(map(int, numpy.unravel_index(unlike[0], shape)))
     x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
     apart, ulp = farthest(a, b, dtype)
     return Elements(name, quantity, first, x, y, len(unlike), int(held.sum()), apart, ulp)

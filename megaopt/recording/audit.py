@@ -45,7 +45,6 @@ from megaopt.recording.samples import (
     stepped_in,
 )
 
-
 OUTSIDE, SKIPPED, STALE = "outside write", "skipped", "stale master"
 NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"

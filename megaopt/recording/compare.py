@@ -6,6 +6,7 @@ numpy alone is needed. docs/diff.md explains the answers.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,8 @@ BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
 MAP = '{"model.layers.*": "decoder.layers.*"}'
 """A map of names, for a message."""
+LOOSE = re.compile(r"(?:optimizer\d+\.)?param_groups\.(\d+)\.(\d+)")
+"""Names of parameters that no model knows."""
 TOLERABLE = (*BY_NATURE, "optimizer")
 """Kinds of blame that a tolerance excuses: other numbers of the same data and weights."""
 
@@ -208,9 +211,10 @@ class Comparison:
         if {"A lacks", "B lacks"} <= self.missing.keys():
             yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
-        unnamed = next((name for name in names if name.startswith("param_groups.")), None)
-        if unnamed is not None:
-            group, place = unnamed.split(".")[1:3]
+        found = ((name, LOOSE.match(name)) for name in names)
+        unnamed, match = next((each for each in found if each[1]), ("", None))
+        if match is not None:
+            group, place = match.groups()
             which = f"parameter {place} of group {group}, of no module whose forward ran"
             yield f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
 
@@ -254,8 +258,8 @@ def compare(
             the difference over the norm, of losses and norms of gradients the difference over the
             number. It excuses no other data, weights at the start or writes. None: not at all.
 
-    Raises RecordingError for a tolerance below 0 or NaN. Runs that have no step or not the same
-    tensors in common are not comparable; the answer says so.
+    Raises RecordingError for a tolerance below 0 or NaN, and for names that make one tensor of two.
+    Runs that have no step or not the same tensors in common are not comparable; the answer says so.
     """
     if tolerance is not None and not tolerance >= 0:
         raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")

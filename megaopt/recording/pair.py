@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy
 
-from megaopt.recording.files import Key, Recording, Summed, Value
+from megaopt.recording.files import Key, Recording, RecordingError, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
 
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
@@ -133,6 +133,21 @@ class Side:
         order = [name for line in run.optimizers for name in line.get("order") or ()]
         every = dict.fromkeys(self.name(name) for name in [*order, *listed, *self.shapes])
         self.order = {name: i for i, name in enumerate(every)}
+        self._refuse_one_name([*run.values, *((name, "") for name in listed)])
+
+    def _refuse_one_name(self, keys: Iterable[Key]) -> None:
+        """Raises RecordingError for a map that makes one tensor of two, or one module."""
+        if isinstance(self.run, Recording):
+            values = (value for rank in self.run.ranks for value in rank.values)
+            keys = [*keys, *((value.name, value.quantity) for value in values)]
+        whose: dict[Key, str] = {}
+        for name, quantity in keys if self._names else ():
+            other = whose.setdefault((self.name(name), quantity), name)
+            if other != name:
+                raise RecordingError(
+                    f"map must leave each tensor a name of its own, got {self.name(name)!r} for "
+                    f"{other} and {name}"
+                )
 
     def _name(self, name: str) -> str:
         if name in self._names:

@@ -177,7 +177,7 @@ class Parameters:
 
         Raises ValueError where a map gives one of them a name that another parameter has.
         """
-        known = {param: own for each in self._owners.values() for param, own in each.items()}
+        known = self._owners.get(number, {})
         names = {param: own for each in self._loose.values() for param, own in each.items()}
         self._owners[number] = {}
         self._loose[number] = {param: names[param] for param in params if param in names}
@@ -185,6 +185,10 @@ class Parameters:
             own = known.get(param) or self._found(number, param, label)
             self._owners[number][param] = own
         return [self._owners[number][param] for param in params]
+
+    def forget(self, number: int) -> None:
+        """Looks up what the parameters of an optimizer are anew, when it asks next."""
+        self._owners.pop(number, None)
 
     def came_anew(self, owners: Mapping[torch.Tensor, Owner]) -> list[str]:
         """The names whose last parameter was another one; these are the last from now on."""

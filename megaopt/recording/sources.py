@@ -111,6 +111,8 @@ class Source:
         """A step that waits for the model's weights."""
         self._params: tuple[torch.Tensor, ...] = ()
         self._sizes: list[int] = []
+        self._shapes: list[torch.Size] = []
+        """The parameters', which p.data may change."""
         self._owners: list[Owner] = []
         self._anew: dict[str, None] = {}
         """Names whose parameters are others than before, since the last description."""
@@ -176,6 +178,10 @@ class Source:
         if same_params(self.groups, self._params, self._sizes):
             return
         self.forget()
+        self._name()
+
+    def _name(self) -> None:
+        """Looks up what the parameters are."""
         prefix = f"optimizer{self.number}." if self.number else ""
         labels = [
             f"{prefix}param_groups.{i}.{j}"
@@ -185,6 +191,7 @@ class Source:
         params = tuple(self.params())
         self._owners = self._parameters.owners(self.number, params, labels)
         self._params, self._sizes = params, [len(group["params"]) for group in self.groups]
+        self._shapes = [param.shape for param in params]
         owned = dict(zip(params, self._owners, strict=True))
         self._anew |= dict.fromkeys(self._parameters.came_anew(owned))
 
@@ -225,6 +232,10 @@ class Source:
             return self._weights
         found = list(self._tensors())
         if self._weights is None or not same_objects(found, self._seen):
+            if self._shapes != [param.shape for param in self._params]:
+                self._parameters.forget(self.number)
+                self._name()
+                self._models = self._gradients = None
             owned = zip(self._params, self._owners, strict=True)
             self._weights = those([each for pair in owned for each in self._of(*pair)])
             self._seen, self._looks = found, Looks(self._weights.tensors)

@@ -122,7 +122,8 @@ class Parameters:
         for number, each in enumerate(models):
             paths = dict(each.named_parameters())
             short = self._short(each, paths)
-            own = {param: _apart(short[path], number, taken) for path, param in paths.items()}
+            pairs = ((param, short[path]) for path, param in paths.items())
+            own: dict[torch.Tensor, str] = {p: _apart(n, number, taken) for p, n in pairs}
             names = {**own, **names}
             taken.update(own.values())
         self.models, self._names = models, names

@@ -206,7 +206,8 @@ def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_place(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in ("step", "source")}
+    left_out = ("step", "source", "has_all_old")  # which is of samples
+    return {name: value for name, value in line.items() if name not in left_out}
 
 
 def _by_number(content: Any) -> Any:

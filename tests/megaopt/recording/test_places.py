@@ -48,6 +48,31 @@ class Gated(torch.nn.Module):
         return self.module(batch) @ self.weight
 
 
+class Wrapped(torch.nn.Module):
+    """A model in a wrapper, as DistributedDataParallel is one."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+    def forward(self, batch):
+        return self.module(batch)
+
+
+@pytest.mark.parametrize("kind", [Gated, lambda: torch.nn.Linear(16, 16)])
+def test_a_wrapped_run_is_the_same(kind, tmp_path):
+    for name in ("plain", "wrapped"):
+        torch.manual_seed(0)
+        model = kind()
+        model = model if name == "plain" else Wrapped(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(model, optimizer, tmp_path / name):
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+    found = compare(Recording(tmp_path / "plain"), Recording(tmp_path / "wrapped"))
+    assert (found.verdict, found.missing) == ("same", {})
+
+
 class Nasty(torch.nn.Module):
     """Names that end alike, that tensors of optimizers have, and tied ones."""
 

@@ -68,6 +68,6 @@ def _of_line(line: Mapping[str, Any]) -> Iterator[Row]:
     for name, group in groups.items():
         for option, value in flat(group).items():
             yield {"name": name, "quantity": option, "value": shown(value)}
-    left = ("losses", "batch", "rng", "groups", "step", "source")
+    left = ("losses", "batch", "rng", "groups", "step", "source", "has_all_old")
     for quantity in (each for each in line if each not in left and line[each] is not None):
         yield {"quantity": quantity, "value": shown(line[quantity])}

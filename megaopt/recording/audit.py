@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megaopt.recording.files import Recording, places_of_samples
+from megaopt.recording.files import Rank, Recording, places_of_samples
 from megaopt.recording.laws import (
     LAWS,
     PARAM,
@@ -33,6 +33,7 @@ from megaopt.recording.samples import (
     OLD,
     Given,
     Mask,
+    Stepped,
     Tensor,
     Tensors,
     Unknown,
@@ -41,14 +42,21 @@ from megaopt.recording.samples import (
     number,
     of_codes,
     scaling,
-    tensors_of,
+    stepped_in,
 )
 
 OUTSIDE, SKIPPED, STALE = "outside write", "skipped", "stale master"
 NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"
 OTHER_BITS = "other bits, within rounding"
+STATE_RESET = "state reset"
 UNEXPLAINED = "unexplained"
+DOUBLE = "two tensors are recorded by one name"
+NOT_OWNED = "the recording does not say which group of which optimizer it was in"
+NO_GRADIENT = "it was stepped without a gradient that is recorded, as where gradients are released"
+APART = "elements of 8 bytes and shorter ones are sampled at other places"
+WEIGHTS = ("weight", "codes", "scale_inv")
+"""Quantities that are no optimizer's own."""
 TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
@@ -123,23 +131,45 @@ def law(optimizer: type | str, **options: Any) -> Callable[[Update], Update]:
 
 
 class Owner(NamedTuple):
-    """Whose parameter it is."""
+    """Whose parameter it is in a step."""
 
     rank: int
     source: int
     group: int
     number: int
     """The parameter's, in the optimizer."""
+    optimizer: Mapping[str, Any]
+    """What the recording says of it."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The optimizer's, on its rank."""
+        return self.rank, self.source
 
 
-def owners(recording: Recording) -> dict[str, Owner]:
-    """The optimizer and group of each parameter: as the first rank that has it says."""
-    found: dict[str, Owner] = {}
-    for index, rank in enumerate(recording.ranks):
-        for source, optimizer in enumerate(rank.optimizers):
-            numbered = ((g, name) for g, names in enumerate(optimizer["groups"]) for name in names)
-            for place, (group, name) in enumerate(numbered):
-                found.setdefault(name, Owner(index, source, group, place))
+def owner_of(recording: Recording, step: int, name: str, stepped: Stepped) -> Owner | None:
+    """The optimizer and group of a parameter in a step; None where the recording does not say."""
+    found: list[Owner] = []
+    described = recording.ranks[stepped.rank].described(stepped.source, step)
+    for line in described:
+        numbered = ((g, each) for g, names in enumerate(line["groups"]) for each in names)
+        places = [(g, place) for place, (g, each) in enumerate(numbered) if each == name]
+        found += [Owner(stepped.rank, stepped.source, *places[0], line)] if places else []
+        if found and "step" in line:
+            break
+    # older versions did not say from which step on a line holds
+    return found[0] if len({own[:4] for own in found}) == 1 else None
+
+
+def sources_together(rank: Rank) -> dict[int, set[int]]:
+    """The optimizers of a rank that count steps together with each, as they share parameters."""
+    found, having = {source: {source} for source in rank.descriptions}, dict[str, set[int]]()
+    for source, lines in rank.descriptions.items():
+        for name in (name for line in lines for group in line["groups"] for name in group):
+            having.setdefault(name, set()).add(source)
+    for sources in having.values():
+        joined = set[int]().union(*(found[source] for source in sources))
+        found |= dict.fromkeys(joined, joined)
     return found
 
 
@@ -148,6 +178,13 @@ class Counted(NamedTuple):
 
     step: int
     updates: int
+
+
+class Last(NamedTuple):
+    """What the last step left of a parameter."""
+
+    owner: Owner
+    tensors: Tensors
 
 
 class Audit:
@@ -159,27 +196,44 @@ class Audit:
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.report = recording, Report()
-        self._owners = owners(recording)
-        self._last: dict[str, Tensors] = {}
+        self._owners: dict[str, Owner] = {}
+        """Those of the step that is looked at."""
+        self._last: dict[str, Last] = {}
         self._last_step = 0
-        self._counts: dict[str, Counted] = {}
+        self._counts: dict[tuple[Any, ...], Counted] = {}
         self._explained: dict[str, str] = {}
-        self._first: dict[int, int] = {}
-        self._fresh: dict[int, bool] = {}
+        self._together = [sources_together(rank) for rank in recording.ranks]
+        self._first: dict[tuple[int, int], int] = {}
+        self._fresh: dict[tuple[int, int], bool] = {}
 
     def run(self) -> Report:
         """What all steps show."""
         for step in self.recording.steps:
-            found = tensors_of(self.recording, step)
-            tensors = {name: own for name, own in found.items() if name in self._owners}
+            tensors = self._owned(step)
             self._begin(step, tensors)
             for name, own in tensors.items():
-                self._outside(step, name, own)
-                self._tensor(step, name, self._with_old(step, name, own))
+                before = self._before(step, name, own)
+                self._outside(step, name, own, before)
+                has_all_old = self._line(step, self._owners[name]).get("has_all_old")
+                self._tensor(step, name, with_old(own, {} if has_all_old else before))
             if tensors:
-                self._last, self._last_step = tensors, step
+                self._last_step = step
+                self._last = {n: Last(self._owners[n], own) for n, own in tensors.items()}
             self.report.steps += 1
         return self.report
+
+    def _owned(self, step: int) -> dict[str, Tensors]:
+        """The samples of a step's parameters, by name; notes whose they are."""
+        tensors, self._owners = dict[str, Tensors](), {}
+        for name, stepped in stepped_in(self.recording, step).items():
+            owner = owner_of(self.recording, step, name, stepped)
+            if stepped.is_double:
+                self._skip(DOUBLE, name)
+            elif owner is not None:
+                self._owners[name], tensors[name] = owner, stepped.tensors
+            elif "grad" in stepped.tensors:
+                self._skip(NOT_OWNED, name)
+        return tensors
 
     # --- how an optimizer begins
 
@@ -191,9 +245,9 @@ class Audit:
         update, which is to make states: where it counts, what follows is wrong
         (Megatron-LM#5974), and what is loaded after it is no outside write.
         """
-        sources: dict[int, list[str]] = defaultdict(list)
+        sources: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in tensors:
-            sources[self._owners[name].source].append(name)
+            sources[self._owners[name].key].append(name)
         for source, names in sources.items():
             if source in self._first:
                 continue
@@ -214,31 +268,38 @@ class Audit:
         old = [found[OLD + each] for each in starts if OLD + each in found]
         return not any(tensor.bits[tensor.held].any() for tensor in old)
 
-    def _with_old(self, step: int, name: str, found: Tensors) -> Tensors:
-        """With what the last step left behind as old values, and cut to the samples of all."""
-        kept: Tensors = {}
-        if self._last_step == step - 1:
-            before = self._last.get(name, {})
-            kept = {OLD + q: before[q] for q in before if not q.startswith(OLD) and q != "grad"}
-        merged = {**kept, **found}
-        like = merged.get("weight", merged.get("master"))
-        if like is None:
-            return merged
-        own = {q for q, each in merged.items() if each.value.shape == like.value.shape}
-        if any(len(merged[q].bits) != len(like.bits) for q in own):
-            return {}  # of 8 bytes beside shorter ones: other elements are sampled
-        held: Mask = numpy.all([merged[q].held for q in own], axis=0)
-        return {q: each._replace(held=held) if q in own else each for q, each in merged.items()}
+    def _before(self, step: int, name: str, found: Tensors) -> Tensors:
+        """What the last step left of a parameter, as far as it may be what this step found.
+
+        Another optimizer's state is not, nor are tensors of another shape or dtype, as where a
+        weight was pruned, or the model cast.
+        """
+        last, owner = self._last.get(name), self._owners[name]
+        if last is None or self._last_step != step - 1 or self._came_anew(step, name):
+            return {}
+        is_same = last.owner.key == owner.key
+        kept = {
+            quantity: each
+            for quantity, each in last.tensors.items()
+            if (is_same and not quantity.startswith(OLD) and quantity != "grad")
+            or quantity in WEIGHTS
+        }
+        now = {q: found.get(OLD + q, found.get(q, each)).value for q, each in kept.items()}
+        if any(now[q].shape != kept[q].value.shape for q in ("weight", "master") if q in kept):
+            return {}  # and its state is another, too
+        alike = {q: (each.value.shape, each.value.dtype) for q, each in kept.items()}
+        return {q: kept[q] for q in kept if alike[q] == (now[q].shape, now[q].dtype)}
+
+    def _came_anew(self, step: int, name: str) -> bool:
+        """Whether another parameter has the name from this step on."""
+        optimizer = self._owners[name].optimizer
+        return optimizer.get("step") == step and name in optimizer.get("anew", ())
 
     # --- the recording's words
 
-    def _optimizer(self, own: Owner) -> dict[str, Any]:
-        return self.recording.ranks[own.rank].optimizers[own.source]
-
     def _class(self, own: Owner) -> str:
         """The optimizer's class; where its law is not known, one whose step it has inherited."""
-        optimizer = self._optimizer(own)
-        classes = optimizer["class"], *optimizer.get("steps_as", ())
+        classes = own.optimizer["class"], *own.optimizer.get("steps_as", ())
         return next((each for each in classes if each in LAWS), str(classes[0]))
 
     def _law(self, own: Owner) -> Law | None:
@@ -249,7 +310,7 @@ class Audit:
 
     def _is_left_out(self, step: int, own: Owner) -> bool:
         """Whether a scaler left the step out, or the optimizer itself, for what is not finite."""
-        line, options = self._line(step, own), self._optimizer(own)["options"]
+        line, options = self._line(step, own), own.optimizer["options"]
         norm = number(line.get("grad_norm"))
         is_finite = norm is None or math.isfinite(norm)
         return bool(line.get("skipped")) or (options.get("nonfinite") == "skip" and not is_finite)
@@ -265,12 +326,16 @@ class Audit:
     def _given(self, step: int, name: str, found: Tensors, law: Law) -> tuple[Given, bool]:
         """What the step was given, and whether its count is sure."""
         own = self._owners[name]
-        merged = {**law.options, **self._optimizer(own)["options"], **self._group(step, own)}
+        merged = {**law.options, **own.optimizer["options"], **self._group(step, own)}
         options = {key: number(option) for key, option in merged.items()}
+        has_all_old = self._line(step, own).get("has_all_old")
         is_new = not any(OLD + each in found for each in law.moments()) and (
-            self._last_step == step - 1 or step == self._first[own.source]
+            has_all_old or self._last_step == step - 1 or step == self._first[own.key]
         )
+        makes_state = has_all_old and is_new and any(each in found for each in law.moments())
         count, is_sure = self._count(step, name, law, is_new)
+        if makes_state and not law.counts_groups:
+            count, is_sure = 1, True
         numel = int(numpy.prod(found["grad"].value.shape))
         places = places_of_samples(name, numel, 8 if len(found["grad"].bits) < 64 else 4)
         place = (options.get("param_numbers") or range(own.number + 1))[own.number]
@@ -279,23 +344,30 @@ class Audit:
 
     def _count(self, step: int, name: str, law: Law, is_new: bool) -> tuple[int | None, bool]:
         """The number of this update of a parameter, and whether that is sure."""
-        own, before = self._owners[name], self._counts.get(name)
+        own, before = self._owners[name], self._counts.get(self._counted(name, law))
         if before is not None:
             passed = self._updates(before.step, step, name, law)
             if passed is not None:
                 return before.updates + passed, True
-        is_first = step == self._first[own.source] and self._fresh[own.source]
+        is_first = step == self._first[own.key] and self._fresh[own.key]
         if before is None and (is_first or (is_new and not law.counts_groups)):
             return 1, True
         return self._recorded(step, own), law.counts_groups and before is None
 
+    def _counted(self, name: str, law: Law) -> tuple[Any, ...]:
+        """What has one count of updates: a parameter in an optimizer, or in a group of it."""
+        own = self._owners[name]
+        return (name, *own.key, own.group) if law.counts_groups else (name, *own.key)
+
     def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
         """Updates of a parameter after one step, up to another; None: some are not recorded."""
         own = self._owners[name]
-        between = [step for step in range(first + 1, last + 1) if self._line(step, own)]
-        if len(between) != last - first:
+        lines, together = self.recording.ranks[own.rank].scalars, self._together[own.rank]
+        between = range(first + 1, last + 1)
+        if any(together[own.source].isdisjoint(lines.get(step, ())) for step in between):
             return None
-        taken = [step for step in between if not self._is_left_out(step, own)]
+        mine = [step for step in between if self._line(step, own)]
+        taken = [step for step in mine if not self._is_left_out(step, own)]
         if law.counts_groups:
             return len(taken)
         return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
@@ -318,9 +390,14 @@ class Audit:
         own = self._owners[name]
         law = self._law(own)
         if law is None:
-            self._skip(f"the law of {self._optimizer(own)['class']} is not known", name)
+            self._skip(f"the law of {own.optimizer['class']} is not known", name)
             self._note_moved(name, found)
-        elif "grad" in found and self._line(step, own):
+        elif not found:
+            self._skip(APART, name)
+        elif "grad" not in found:
+            if any(moved(found)):
+                self._skip(NO_GRADIENT, name)
+        elif self._line(step, own):
             try:
                 self._judge(step, name, found, law)
             except KeyError as missing:
@@ -342,17 +419,17 @@ class Audit:
                 ratio = ((decoded(new) - before) ** 2).mean() / (before**2).mean()
                 self.report.moved[name] = float(numpy.sqrt(ratio))
 
-    def _outside(self, step: int, name: str, found: Tensors) -> None:
-        """Whether somebody wrote a tensor after the last step."""
-        if self._last_step != step - 1:
-            return
-        for quantity, before in self._last.get(name, {}).items():
+    def _outside(self, step: int, name: str, found: Tensors, before: Tensors) -> None:
+        """Whether somebody wrote a tensor after the last step, or took it away."""
+        has_all_old = self._line(step, self._owners[name]).get("has_all_old")
+        for quantity, left in before.items():
             old = found.get(OLD + quantity)
-            if old is None or old.value.dtype != before.value.dtype:
-                continue
-            both = old.held & before.held
-            if (old.bits[both] != before.bits[both]).any():
-                self._find(step, name, quantity, OUTSIDE)
+            if old is not None:
+                both = old.held & left.held
+                if (old.bits[both] != left.bits[both]).any():
+                    self._find(step, name, quantity, OUTSIDE)
+            elif has_all_old and quantity in found and quantity not in WEIGHTS:
+                self._find(step, name, quantity, STATE_RESET)
 
     def _judge(self, step: int, name: str, found: Tensors, law: Law) -> None:
         own = self._owners[name]
@@ -366,7 +443,7 @@ class Audit:
         unlike = self._unlike(own, found, given) if law.has_twin else None
         if unlike is not None and not unlike:
             self.report.equal_bits += 1
-            self._check(step, name, given)
+            self._check(step, name, given, law)
             if law.of_whole in found:
                 self._master(step, name, found)
             return
@@ -376,12 +453,14 @@ class Audit:
         if set(bad) == {PARAM} and not is_sure:
             self._skip("its step count is not recorded", name)
             return
-        self._check(step, name, given)
+        self._check(step, name, given, law)
         self._master(step, name, found)
         if bad:
             before = self._explained.get(name, "")
             explanation = explain(sample, law, judged, self._others(step, own), before)
             self._explained[name] = explanation
+            if explanation == STATE_RESET and not law.counts_groups:
+                self._counts[self._counted(name, law)] = Counted(step, 1)
             for quantity, each in bad.items():
                 called = quantity if quantity != PARAM else param_of(found)
                 self._find(step, name, called, explanation, each.ratio, each.off)
@@ -389,11 +468,11 @@ class Audit:
             for quantity in unlike or ():
                 self._find(step, name, quantity, OTHER_BITS)
 
-    def _check(self, step: int, name: str, given: Given) -> None:
+    def _check(self, step: int, name: str, given: Given, law: Law) -> None:
         """Notes that a tensor was checked, with a step count that is known now."""
         self.report.checked += 1
         if given.options["step"]:
-            self._counts[name] = Counted(step, given.options["step"])
+            self._counts[self._counted(name, law)] = Counted(step, given.options["step"])
 
     def _kind(self, own: Owner) -> str:
         return self._class(own).rpartition(".")[2]
@@ -429,6 +508,19 @@ def audit(recording: Recording) -> Report:
 
 
 # --- one sample
+
+
+def with_old(found: Tensors, before: Tensors) -> Tensors:
+    """A step's samples with what the last one left as old values, cut to the samples of all."""
+    merged = {**{OLD + quantity: each for quantity, each in before.items()}, **found}
+    like = merged.get("weight", merged.get("master"))
+    if like is None:
+        return merged
+    own = {q for q, each in merged.items() if each.value.shape == like.value.shape}
+    if any(len(merged[q].bits) != len(like.bits) for q in own):
+        return {}  # of 8 bytes beside shorter ones
+    held: Mask = numpy.all([merged[q].held for q in own], axis=0)
+    return {q: each._replace(held=held) if q in own else each for q, each in merged.items()}
 
 
 def moved(found: Tensors) -> Iterator[str]:
@@ -577,11 +669,23 @@ def explain(
     for name, found in sorted(explanations(sample, others), key=lambda each: each[0] != before):
         if obeys(sample, law, found):
             return name
+    if obeys(sample, law, reset(sample, law)):
+        return STATE_RESET
     for quantity, each in judged.items():
         stayed = each.is_bad.any() and still.get(quantity) and quantity != PARAM
         if stayed and obeys(sample, law, sample, quantity):
             return f"{quantity} not updated"
     return _scaled(sample, law, judged) or UNEXPLAINED
+
+
+def reset(sample: Sample, law: Law) -> Sample:
+    """The sample of a state that begins anew in the step."""
+    zeros = {
+        name: old if name == PARAM else exact(numpy.zeros_like(old.value), sample.precision)
+        for name, old in sample.old.items()
+    }
+    step = sample.step if law.counts_groups else 1
+    return replace(sample, old=zeros, step=step, options={**sample.options, "is_new": True})
 
 
 def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:

@@ -319,12 +319,13 @@ def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     written since, and of that samples alone are seen.
     """
     rows, sampled = [side.digests(step) for side in pair.both], _sampled_before(pair, step, name)
+    values = pair.a.values_at(step)
     known = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
     looked_at = [
         q
         for q in known
         if all((name, f"old {q}") in each for each in rows)
-        or sampled.get(q) == math.prod(pair.a.values[name, q].shape)
+        or (q in sampled and sampled[q] == math.prod(values[name, f"old {q}"].shape))
     ]
     left = [quantity for quantity in known if quantity not in looked_at]
     found = ["gradient"] if pair.records("grad", step) else []

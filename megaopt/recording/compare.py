@@ -6,6 +6,7 @@ numpy alone is needed. docs/diff.md explains the answers.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,8 @@ BY_NATURE = ("forward", "backward", "reduction", "gradient")
 """Kinds of blame that another layout or another card alone explains."""
 MAP = '{"model.layers.*": "decoder.layers.*"}'
 """A map of names, for a message."""
+LOOSE = re.compile(r"(?:optimizer\d+\.)?param_groups\.(\d+)\.(\d+)")
+"""Names of parameters that no model knows."""
 TOLERABLE = (*BY_NATURE, "optimizer")
 """Kinds of blame that a tolerance excuses: other numbers of the same data and weights."""
 
@@ -208,9 +211,10 @@ class Comparison:
         if {"A lacks", "B lacks"} <= self.missing.keys():
             yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
-        unnamed = next((name for name in names if name.startswith("param_groups.")), None)
-        if unnamed is not None:
-            group, place = unnamed.split(".")[1:3]
+        found = ((name, LOOSE.match(name)) for name in names)
+        unnamed, match = next((each for each in found if each[1]), ("", None))
+        if match is not None:
+            group, place = match.groups()
             which = f"parameter {place} of group {group}, of no module whose forward ran"
             yield f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
 
@@ -254,14 +258,14 @@ def compare(
             the difference over the norm, of losses and norms of gradients the difference over the
             number. It excuses no other data, weights at the start or writes. None: not at all.
 
-    Raises RecordingError for a tolerance below 0 or NaN. Runs that have no step or not the same
-    tensors in common are not comparable; the answer says so.
+    Raises RecordingError for a tolerance below 0 or NaN, and for names that make one tensor of two.
+    Runs that have no step or not the same tensors in common are not comparable; the answer says so.
     """
     if tolerance is not None and not tolerance >= 0:
         raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
     pair = Pair(Side(a), Side(b, names))
     found = Comparison(_title(a), _title(b), environment=_environment(a, b))
-    found.reasons = [*_reasons(a, b), *pair.dtypes()]
+    found.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
     found.missing = pair.missing()
     if found.missing:
         return found
@@ -276,6 +280,8 @@ def compare(
     if found.blame is None:
         found.notes += pair.quiet_options()
     else:
+        known = pair.dtypes(found.blame.step)
+        found.reasons += [reason for reason in known if reason not in found.reasons]
         found.elements = _elements(pair, found.blame)
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
@@ -301,7 +307,7 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
         return None
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
     kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
-    (dtype, other), (mine, theirs) = pair.dtypes_of(key), kept
+    (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
     if mine is None or theirs is None or dtype != other:
         return None
     held = mine[1] & theirs[1]
@@ -309,7 +315,8 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     if not len(unlike):
         return None
     a, b = mine[0][unlike], theirs[0][unlike]
-    first = tuple(map(int, numpy.unravel_index(unlike[0], pair.a.values[key].shape)))
+    shape = pair.a.values_at(blame.step).get(key, pair.a.values[key]).shape
+    first = tuple(map(int, numpy.unravel_index(unlike[0], shape)))
     x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
     apart, ulp = farthest(a, b, dtype)
     return Elements(name, quantity, first, x, y, len(unlike), int(held.sum()), apart, ulp)

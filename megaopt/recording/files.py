@@ -223,6 +223,10 @@ class Rank:
         own = [line for line in lines if line["is"] == "optimizer"]
         numbered = {line.get("source", index): line for index, line in enumerate(own)}
         self.optimizers = [numbered[source] for source in sorted(numbered)]
+        self.descriptions: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        """All that is said of each optimizer, in the order of writing."""
+        for index, line in enumerate(own):
+            self.descriptions[line.get("source", index)].append(line)
         self.values = [_value(line) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Lines by step and source."""
@@ -240,18 +244,41 @@ class Rank:
         """The rank."""
         return int(self.run["rank"])
 
+    def described(self, source: int, step: int) -> list[dict[str, Any]]:
+        """What is said of an optimizer at a step, the last first.
+
+        Several lines where it was described anew within the step, and where older versions wrote
+        several, which do not say from which step on they hold.
+        """
+        found = [line for line in self.descriptions.get(source, ()) if line.get("step", 0) <= step]
+        first = max((line.get("step", 0) for line in found), default=0)
+        return [line for line in reversed(found) if line.get("step", 0) == first]
+
+    def values_at(self, step: int) -> dict[Key, Value]:
+        """What rows and samples of a step are of, with the dtypes and shapes of that step."""
+        numbers = dict[int, None]()
+        for blocks in (self._rows, self._samples):
+            for source in sorted(self.scalars.get(step, ())):
+                block = blocks.get((step, source))
+                numbers |= dict.fromkeys([] if block is None else block["value"].tolist())
+        found = (self.values[number] for number in reversed(numbers))
+        return {(value.name, value.quantity): value for value in found}
+
     def rows(self, step: int) -> Iterator[tuple[Value, Digest]]:
         """The digests of a step, in the order in which they were written."""
         for value, nonfinite, low, high in self._found(self._rows, step):
             counted = None if nonfinite == NOT_COUNTED else int(nonfinite)
             yield self.values[value], Digest(int(low), int(high), counted)
 
-    def samples(self, step: int) -> Iterator[tuple[Value, int, numpy.ndarray[Any, Any]]]:
+    def samples(
+        self, step: int, source: int | None = None
+    ) -> Iterator[tuple[Value, int, numpy.ndarray[Any, Any]]]:
         """Each value's sampled elements: which of them the rank has (a bit each), and their bits.
 
         The bits are of the dtype's width, as unsigned integers; 64 elements, 32 of 8 bytes.
+        source: of that optimizer's step alone.
         """
-        for value, width, held, words in self._found(self._samples, step):
+        for value, width, held, words in self._found(self._samples, step, source):
             yield self.values[value], int(held), words.view("<u8") if width == 8 else words
 
     def kept(self, step: int) -> dict[Key, numpy.ndarray[Any, Any]]:
@@ -261,9 +288,9 @@ class Rank:
         found = (pair for file in files for pair in file)
         return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in found}
 
-    def places(self, key: Key) -> list[tuple[int, int, int, int]]:
+    def places(self, step: int, key: Key) -> list[tuple[int, int, int, int]]:
         """The places of the pieces of a tensor that the rank has, in the order of its memory."""
-        found = (value.place for value in self.values if (value.name, value.quantity) == key)
+        found = (value.place for value, _ in self.rows(step) if (value.name, value.quantity) == key)
         return list(dict.fromkeys(place for place in found if place is not None))
 
     @property
@@ -292,10 +319,14 @@ class Rank:
         return self._rows.get((step, source), numpy.empty(0, ROW))
 
     def _found(
-        self, blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]], step: int
+        self,
+        blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]],
+        step: int,
+        only: int | None = None,
     ) -> Iterator[Any]:
         for source in sorted(self.scalars.get(step, ())):
-            yield from blocks.get((step, source), ())
+            if only in (None, source):
+                yield from blocks.get((step, source), ())
 
 
 def path_of_kept(folder: Path, step: int, source: int) -> Path:
@@ -422,22 +453,42 @@ class Recording:
 
     @cached_property
     def values(self) -> dict[Key, Value]:
-        """The values that ranks hold together, by name and quantity, in the order of recording."""
-        found = (value for rank in self.ranks for value in rank.values)
-        return {(v.name, v.quantity): v for v in found if v.place is not None}
+        """The values that ranks hold together, by name and quantity, in the order of recording.
+
+        Of tensors whose dtype or shape changes the first one; `values_at` has those of a step.
+        """
+        found = dict[Key, Value]()
+        for value in (value for rank in self.ranks for value in rank.values):
+            if value.place is not None:
+                found.setdefault((value.name, value.quantity), value)
+        return found
+
+    def values_at(self, step: int) -> dict[Key, Value]:
+        """The values of a step's rows that ranks hold together, by name and quantity."""
+        found = dict[Key, Value]()
+        for rank in reversed(self.ranks):
+            found |= {k: v for k, v in rank.values_at(step).items() if v.place is not None}
+        return found
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
         """For each rank, by source, the line of a step."""
         return [rank.scalars[step] for rank in self.ranks]
 
     def digests(self, step: int) -> dict[Key, Summed]:
-        """What all ranks together say of each tensor after a step."""
+        """What all ranks together say of each tensor after a step.
+
+        Of several tensors of one name, as older versions recorded some, the sum.
+        """
         parts: dict[Key, dict[Any, dict[int, Digest]]] = defaultdict(lambda: defaultdict(dict))
+        values = dict[Key, Value]()
         for rank in self.ranks:
             for value, digest in rank.rows(step):
                 if value.place is not None:
-                    parts[value.name, value.quantity][value.place][rank.number] = digest
-        return {key: _summed(self.values[key], found) for key, found in parts.items()}
+                    key = value.name, value.quantity
+                    own, values[key] = parts[key][value.place], value
+                    before = own.get(rank.number)
+                    own[rank.number] = digest if before is None else _total([before, digest])
+        return {key: _summed(values[key], found) for key, found in parts.items()}
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Digest]]:
         """What each rank alone says, by rank, name and quantity: several where it ran often."""
@@ -456,10 +507,11 @@ class Recording:
         None where no rank kept it. A quantity is as after the step, "old weight" as before it.
         """
         plain = key[0], key[1].removeprefix("old ")
-        numel = math.prod(self.values[plain].shape) if plain in self.values else 0
+        value = self.values_at(step).get(plain)
+        numel = 0 if value is None else math.prod(value.shape)
         found, held = None, numpy.zeros(numel, bool)
         for rank in self.ranks:
-            own, places, begin = rank.kept(step).get(key), rank.places(plain), 0
+            own, places, begin = rank.kept(step).get(key), rank.places(step, plain), 0
             if own is None or len(own) < sum(place[3] for place in places):
                 continue
             found = numpy.zeros(numel, own.dtype) if found is None else found
@@ -491,14 +543,17 @@ def _indices(place: tuple[int, int, int, int]) -> Any:
     return first + numpy.arange(numel) // run * stride + numpy.arange(numel) % run
 
 
-def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
-    chosen = [next(iter(ranks.values())) for ranks in parts.values()]
-    counts = [digest.nonfinite for digest in chosen]
-    total = Digest(
-        sum(digest.low for digest in chosen) % LANES,
-        sum(digest.high for digest in chosen) % LANES,
+def _total(digests: Sequence[Digest]) -> Digest:
+    counts = [digest.nonfinite for digest in digests]
+    return Digest(
+        sum(digest.low for digest in digests) % LANES,
+        sum(digest.high for digest in digests) % LANES,
         None if None in counts else sum(count or 0 for count in counts),
     )
+
+
+def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
+    total = _total([next(iter(ranks.values())) for ranks in parts.values()])
     numel = math.prod(value.shape)
     missing = numel - sum(place[3] for place in parts)
     unlike = (groups for groups in map(_alike, parts.values()) if len(groups) > 1)

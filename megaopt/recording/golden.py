@@ -58,6 +58,11 @@ class _Summary:
 
     sampled: Sequence[int] = ()
     absent: Sequence[int] = ()
+    values: Mapping[Key, Value]
+
+    def values_at(self, step: int) -> Mapping[Key, Value]:
+        """The same at each step: files have the first shapes alone, and no dtypes."""
+        return self.values
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
         """No rows of one rank."""
@@ -178,10 +183,10 @@ def _columns(digests: Mapping[Key, Summed], names: Sequence[str]) -> dict[str, l
 
 
 def _norms(recording: Recording, step: int) -> dict[str, str]:
-    squares: dict[str, float] = {}
+    squares, values = dict[str, float](), recording.values_at(step)
     for (name, quantity), (held, bits) in recording.samples(step).items():
         chosen = [i for i in range(held.bit_length()) if held >> i & 1]
-        numbers = as_numbers(bits[chosen], recording.values[name, quantity].dtype)
+        numbers = as_numbers(bits[chosen], values[name, quantity].dtype)
         squares[quantity] = squares.get(quantity, 0.0) + float(numpy.square(numbers).sum())
     return {quantity: hexadecimal(math.sqrt(each)) for quantity, each in squares.items()}
 
@@ -201,7 +206,8 @@ def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _without_place(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if name not in ("step", "source")}
+    left_out = ("step", "source", "has_all_old")  # which is of samples
+    return {name: value for name, value in line.items() if name not in left_out}
 
 
 def _by_number(content: Any) -> Any:

@@ -267,6 +267,9 @@ def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> Found:
     if old is None:
         return {}
     kept = -(sample.number("dampening") - 1.0).stored(sample.precision)
+    is_narrow = sample.precision.unit > PRECISIONS["float32"].unit
+    if is_narrow and sample.options.get("foreach"):  # a CPU rounds it to the buffers' dtype
+        momentum = momentum.stored(sample.precision)
     return {"momentum_buffer": old * momentum + grad * kept}
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy
 
-from megaopt.recording.files import Key, Recording, Summed, Value
+from megaopt.recording.files import Key, Recording, RecordingError, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
 
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
@@ -46,6 +46,9 @@ class Run(Protocol):
     @property
     def values(self) -> Mapping[Key, Value]:
         """What ranks hold together, by name and quantity."""
+
+    def values_at(self, step: int) -> Mapping[Key, Value]:
+        """Those of a step, with the dtypes and shapes that they have there."""
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
         """For each rank, by source, the numbers of a step."""
@@ -120,6 +123,7 @@ class Side:
         self.name = lru_cache(None)(self._name)
         self.digests = lru_cache(4)(self._digests)
         self.own = lru_cache(4)(self._own)
+        self.values_at = lru_cache(4)(self._values_at)
         self.values: dict[Key, Value] = {
             (self.name(name), quantity): value for (name, quantity), value in run.values.items()
         }
@@ -129,6 +133,21 @@ class Side:
         order = [name for line in run.optimizers for name in line.get("order") or ()]
         every = dict.fromkeys(self.name(name) for name in [*order, *listed, *self.shapes])
         self.order = {name: i for i, name in enumerate(every)}
+        self._refuse_one_name([*run.values, *((name, "") for name in listed)])
+
+    def _refuse_one_name(self, keys: Iterable[Key]) -> None:
+        """Raises RecordingError for a map that makes one tensor of two, or one module."""
+        if isinstance(self.run, Recording):
+            values = (value for rank in self.run.ranks for value in rank.values)
+            keys = [*keys, *((value.name, value.quantity) for value in values)]
+        whose: dict[Key, str] = {}
+        for name, quantity in keys if self._names else ():
+            other = whose.setdefault((self.name(name), quantity), name)
+            if other != name:
+                raise RecordingError(
+                    f"map must leave each tensor a name of its own, got {self.name(name)!r} for "
+                    f"{other} and {name}"
+                )
 
     def _name(self, name: str) -> str:
         if name in self._names:
@@ -139,6 +158,9 @@ class Side:
             if star and fits and len(name) >= len(before) + len(after):
                 return ours.replace("*", name[len(before) : len(name) - len(after)], 1)
         return name
+
+    def _values_at(self, step: int) -> dict[Key, Value]:
+        return {(self.name(n), q): each for (n, q), each in self.run.values_at(step).items()}
 
     def _digests(self, step: int) -> dict[Key, Summed]:
         return {(self.name(n), q): each for (n, q), each in self.run.digests(step).items()}
@@ -224,9 +246,9 @@ class Pair:
         """The tensors that both have recorded, and the quantities."""
         return [key for key in self.a.values if key in self.b.values and is_new(key[1])]
 
-    def dtypes(self) -> list[str]:
-        """The first tensor that has another dtype in the other run, in words."""
-        both = ((key, *self.dtypes_of(key)) for key in self.in_both)
+    def dtypes(self, step: int) -> list[str]:
+        """The first tensor that has another dtype in the other run at a step, in words."""
+        both = ((key, *self.dtypes_of(step, key)) for key in self.in_both)
         found = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
         more = f"; and of {len(found) - 1} more" if len(found) > 1 else ""
         return [found[0] + more] if found else []
@@ -358,7 +380,7 @@ class Pair:
         a, b = (side.samples(step) for side in self.both)
         alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
         for key in (key for key in a if key in b and is_new(key[1])):
-            alike.setdefault((key[1], *self.dtypes_of(key)), []).append(_held(a[key], b[key]))
+            alike.setdefault((key[1], *self.dtypes_of(step, key)), []).append(_held(a[key], b[key]))
         found: dict[str, Distance] = {}
         for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
             mine, theirs = map(numpy.concatenate, zip(*pairs, strict=True))
@@ -370,7 +392,9 @@ class Pair:
         """In words, which of some tensors lies farthest apart in its samples, where there are."""
         a, b = (side.samples(step) for side in self.both)
         known = [key for key in keys if key in a and key in b]
-        lengths = ((key, distance(*_held(a[key], b[key]), *self.dtypes_of(key))) for key in known)
+        lengths = (
+            (key, distance(*_held(a[key], b[key]), *self.dtypes_of(step, key))) for key in known
+        )
         apart = {key: length.relative for key, length in lengths}
         if len(apart) < 2:
             return ""
@@ -379,9 +403,10 @@ class Pair:
             return "; all sampled elements are equal"
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
-    def dtypes_of(self, key: Key) -> tuple[str, str]:
-        """A tensor's dtypes in both runs."""
-        return self.a.values[key].dtype, self.b.values[key].dtype
+    def dtypes_of(self, step: int, key: Key) -> tuple[str, str]:
+        """A tensor's dtypes in both runs at a step; of one that is not there the run's first."""
+        a, b = (side.values_at(step).get(key, side.values[key]).dtype for side in self.both)
+        return a, b
 
 
 def _held(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[Array, Array]:

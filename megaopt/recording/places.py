@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +16,10 @@ from megaopt.params.dtensor import local_of, shard_box
 from megaopt.recording import megatron
 from megaopt.recording.pieces import Piece, cut, whole
 
-WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names that wrappers put between those of the model."""
+MODULE = "module"
+"""What DistributedDataParallel and others put there, and models of one's own may have too."""
 
 
 class Known(NamedTuple):
@@ -38,9 +43,25 @@ class Owner(NamedTuple):
     """The model's own where the parameter is a master; it gets its values after the step."""
 
 
-def canonical(name: str) -> str:
-    """A parameter's or module's name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """The names of one model's parameters or modules without what wrappers put into them.
+
+    Where two would be one, they keep what tells them apart.
+    """
+    found = _without(WRAPPERS, {name: name for name in names})
+    while found and all(name.startswith(f"{MODULE}.") for name in found.values()):
+        found = {name: short.removeprefix(f"{MODULE}.") for name, short in found.items()}
+    return _without((MODULE,), found)
+
+
+def _without(parts: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
+    """Short names without these parts, as far as no two become one."""
+    shorter = {
+        name: ".".join(part for part in short.split(".") if part not in parts)
+        for name, short in names.items()
+    }
+    counts = Counter(shorter.values())
+    return {name: shorter[name] if counts[shorter[name]] == 1 else names[name] for name in names}
 
 
 def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
@@ -67,7 +88,9 @@ def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iter
 
 
 class Parameters:
-    """The parameters of models: their names and places, looked up once each.
+    """The parameters of models and optimizers: their names and places, looked up once each.
+
+    No two that are there at one time have one name.
 
     Args:
         names: canonical names by the names that the models have.
@@ -78,53 +101,129 @@ class Parameters:
         self.models: list[torch.nn.Module] = []
         self._map, self._vocabulary = names, vocabulary
         self._names: dict[torch.Tensor, str] = {}
-        self._owners: dict[torch.Tensor, Owner] = {}
+        self._modules: dict[torch.nn.Module, set[str]] = {}
+        """Names of modules, by the model that they are of."""
+        self._owners: dict[int, dict[torch.Tensor, Owner]] = {}
+        """What each optimizer's parameters are."""
+        self._loose: dict[int, dict[torch.Tensor, str]] = {}
+        """Names of each optimizer's parameters that no model knows."""
+        self._last: dict[str, weakref.ref[torch.Tensor]] = {}
+        """The last parameter of an optimizer that had a name."""
 
     def add(self, model: torch.nn.Module) -> None:
         """Learns the names of a model, in the place of models that it holds.
 
-        A name that an earlier model has gets the model's number before it.
+        A name that an earlier model has gets the model's number before it. Raises ValueError where
+        two parameters of a model have one name, as a map may give it to them.
         """
         inside = set(model.modules())
-        self.models = [each for each in self.models if each not in inside] + [model]
-        self._names, taken = {}, set[str]()
-        for number, each in enumerate(self.models):
-            own: dict[torch.Tensor, str] = {}
-            for path, param in each.named_parameters():
-                name = self.name(each, path)
-                own[param] = f"model{number}.{name}" if name in taken else name
-            self._names = {**own, **self._names}
+        models = [each for each in self.models if each not in inside] + [model]
+        names, taken = dict[torch.Tensor, str](), set[str]()
+        for number, each in enumerate(models):
+            paths = dict(each.named_parameters())
+            short = self._short(each, paths)
+            pairs = ((param, short[path]) for path, param in paths.items())
+            own: dict[torch.Tensor, str] = {p: _apart(n, number, taken) for p, n in pairs}
+            names = {**own, **names}
             taken.update(own.values())
+        self.models, self._names = models, names
+        self._modules = {each: own for each, own in self._modules.items() if each not in inside}
         self._owners.clear()
 
-    def name(self, model: torch.nn.Module, name: str) -> str:
-        """The canonical name of a parameter or module."""
-        found = canonical(megatron.global_name(model, name))
-        return self._map.get(found, found)
+    def _short(self, model: torch.nn.Module, paths: Iterable[str]) -> dict[str, str]:
+        """The canonical names of a model's parameters or modules, by their paths."""
+        whole = {path: megatron.global_name(model, path) for path in paths}
+        counts = Counter(whole.values())
+        whole = {path: name if counts[name] == 1 else path for path, name in whole.items()}
+        short = canonical(whole.values())
+        return self._mapped({path: short[name] for path, name in whole.items()})
+
+    def _mapped(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Names as the map has them; ValueError where that makes one of two."""
+        found = {path: self._map.get(name, name) for path, name in names.items()}
+        counts = Counter(found.values())
+        double = next((name for name, count in counts.items() if count > 1), None)
+        if double is not None:
+            whose = [names[path] for path in found if found[path] == double]
+            refuse_one_name(double, whose)
+        return found
+
+    def name(self, param: torch.Tensor) -> str:
+        """The canonical name of a model's parameter."""
+        return self._names[param]
+
+    def modules(self, model: torch.nn.Module, paths: Sequence[str]) -> dict[str, str]:
+        """The canonical names of modules of a model, by their paths."""
+        others = (own for each, own in self._modules.items() if each is not model)
+        taken, number = set[str]().union(*others), self.models.index(model)
+        short = self._short(model, paths)
+        found = {path: _apart(short[path], number, taken) for path in paths}
+        self._modules[model] = set(found.values())
+        return found
 
     def has(self, param: Any) -> bool:
         """Whether it is a parameter of the models."""
         return isinstance(param, torch.Tensor) and param in self._names
 
-    def owner(self, param: torch.Tensor, default: str) -> Owner:
-        """What a parameter of an optimizer is; default: its name where no model knows it."""
-        if param not in self._owners:
-            self._owners[param] = self._found(param, default)
-        return self._owners[param]
+    def owners(
+        self, number: int, params: Sequence[torch.Tensor], labels: Sequence[str]
+    ) -> list[Owner]:
+        """What the parameters of an optimizer are to the models.
 
-    def _found(self, param: torch.Tensor, default: str) -> Owner:
+        Args:
+            number: the optimizer's.
+            params: those that it has now; what it had before may lose its name to them.
+            labels: names of those that no model knows. One that another parameter has, as where
+                this moved to another group, gets a number behind it.
+
+        Raises ValueError where a map gives one of them a name that another parameter has.
+        """
+        known = self._owners.get(number, {})
+        names = {param: own for each in self._loose.values() for param, own in each.items()}
+        self._owners[number] = {}
+        self._loose[number] = {param: names[param] for param in params if param in names}
+        for param, label in zip(params, labels, strict=True):
+            own = known.get(param) or self._found(number, param, label)
+            self._owners[number][param] = own
+        return [self._owners[number][param] for param in params]
+
+    def forget(self, number: int) -> None:
+        """Looks up what the parameters of an optimizer are anew, when it asks next."""
+        self._owners.pop(number, None)
+
+    def came_anew(self, owners: Mapping[torch.Tensor, Owner]) -> list[str]:
+        """The names whose last parameter was another one; these are the last from now on."""
+        last = {own.known.name: self._last.get(own.known.name) for own in owners.values()}
+        pairs = [(param, own.known.name) for param, own in owners.items()]
+        self._last.update((name, weakref.ref(param)) for param, name in pairs)
+        return [n for param, n in pairs if (ref := last[n]) is not None and ref() is not param]
+
+    def _found(self, number: int, param: torch.Tensor, label: str) -> Owner:
         if param in self._names:
             return Owner(self._known(param), "weight")
         shard = megatron.shard_of(param, self._names)
         if shard is None:
-            name = self._map.get(default, default)
-            return Owner(Known(name, *of_tensor(param)), "weight")
+            return Owner(Known(self._loose_name(number, param, label), *of_tensor(param)), "weight")
         known = self._known(shard.weight)
         if known.pieces is not None:
             known = known._replace(pieces=cut(known.pieces, shard.begin, shard.end))
         if not shard.is_master:
             return Owner(known, "weight")
         return Owner(known, "master", shard.weight)
+
+    def _loose_name(self, number: int, param: torch.Tensor, label: str) -> str:
+        """The name of a parameter that no model knows, which it keeps."""
+        mine = self._loose[number]
+        taken = {*self._names.values(), *itertools.chain(*map(dict.values, self._loose.values()))}
+        if mine.get(param) is None:
+            wanted = self._map.get(label, label)
+            others = [each for each, name in self._map.items() if name == wanted and each != label]
+            if wanted != label and (wanted in self._names.values() or (others and wanted in taken)):
+                refuse_one_name(wanted, [label, "another parameter"])
+            more = (f"{label}.{i}" for i in itertools.count(1))
+            names = itertools.chain([wanted], more)
+            mine[param] = next(name for name in names if name not in taken)
+        return mine[param]
 
     def known(self, param: torch.Tensor) -> Known:
         """What is known of a model's parameter."""
@@ -134,6 +233,19 @@ class Parameters:
         name = self._names[param]
         part = megatron.part_of(param, name, self._vocabulary)
         return Known(name, *(part or of_tensor(param)))
+
+
+def _apart(name: str, number: int, taken: set[str]) -> str:
+    """A name with the model's number before it where it is taken."""
+    while name in taken:
+        name = f"model{number}.{name}"
+    return name
+
+
+def refuse_one_name(name: str, whose: Sequence[str]) -> None:
+    """Raises ValueError for a map that gives several tensors one name."""
+    text = " and ".join(whose)
+    raise ValueError(f"names must leave each tensor a name of its own, got {name!r} for {text}")
 
 
 def of_state(param: torch.Tensor, known: Known, tensor: torch.Tensor) -> Known:

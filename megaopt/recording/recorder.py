@@ -259,18 +259,23 @@ class Recorder:
             self._coming.random = random_states(self._devices)
 
     def _module_hooks(self, model: torch.nn.Module) -> Iterator[Any]:
-        blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
-        for path, module in model.named_modules():
-            name = self._parameters.name(model, path)
-            own = [each for each, _ in module.named_parameters(recurse=False)]
-            if own and self._level >= STEP:
-                names = [self._parameters.name(model, f"{path}.{each}") for each in own]
+        named = dict(model.named_modules())
+        for module in named.values() if self._level >= STEP else ():
+            params = (param for _, param in module.named_parameters(recurse=False))
+            names = [self._parameters.name(param) for param in params]
+            if names:
                 yield module.register_forward_pre_hook(Hook(self._meet, names))
-            if module in blocks or (self._level >= MODULES and not any(module.children())):
-                yield LastHook(module, Hook(self._after_module, name))
+        blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
+        seen = {
+            path: module
+            for path, module in named.items()
+            if module in blocks or (self._level >= MODULES and not any(module.children()))
+        }
+        for path, name in self._parameters.modules(model, list(seen)).items():
+            yield LastHook(seen[path], Hook(self._after_module, name))
         if self._level >= BLOCKS and process()["world"] > 1:
-            for path, param in model.named_parameters():
-                name = self._parameters.name(model, path)
+            for param in model.parameters():
+                name = self._parameters.name(param)
                 if param.requires_grad:
                     yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
 
@@ -488,15 +493,21 @@ class Recorder:
             source.ask()
         weights = source.weights()
         changed = source.changed(step.number, weights)
-        everything, is_sampled = range(len(weights.tensors)), self._is_sampled(step.number)
+        own, is_sampled = weights.listed.own, self._is_sampled(step.number)
+        everything: Sequence[int] = range(len(weights.tensors))
+        if releases_gradients(source.optimizer):  # what has none was stepped in the backward
+            params = [each.param for each in weights.listed.held]
+            everything = [i for i in everything if getattr(params[i], "grad", None) is not None]
+            changed, own = sorted({*changed} & {*everything}), own & {*everything}
         if self._level >= BLOCKS or is_sampled:
-            with_own = sorted({*changed, *weights.listed.own})
+            with_own = sorted({*changed, *own})
         written = weights.before(with_own if self._level >= BLOCKS else changed)
         step.stepped += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
-            old = weights.before(with_own if follows else everything)
-            step.samples += old.samples(self._number)
+            indices = with_own if follows else everything
+            step.samples += weights.before(indices).samples(self._number)
+            step.has_all_old = len(indices) == len(weights.tensors)
         if step.number in self._keep:
             keep_tensors(step, weights.before(everything))
 
@@ -507,6 +518,8 @@ class Recorder:
             return
         self._coming = Step()
         if not in_graph:
+            if not source.is_described:  # a model came within the step
+                self._describe()
             self._count(step, source)
         if not self._is_recorded(step.number):
             return
@@ -596,9 +609,12 @@ class Recorder:
             source.join([each for each in self._sources if each is not source])
             own = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in own]
+            anew = source.came_anew()
             self._open()[0].optimizer(
                 {
                     "source": source.number,
+                    "step": source.step + 1,
+                    **({"anew": anew} if anew else {}),
                     "class": f"{kind.__module__}.{kind.__qualname__}",
                     "steps_as": list(steps_as(kind)),
                     "options": all_options(source.optimizer),
@@ -615,6 +631,12 @@ def running() -> Iterator[torch.optim.Optimizer]:
         frame = frame.f_back
         if frame.f_code is HOOKED:
             yield frame.f_locals["self"]
+
+
+def releases_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its parameters are stepped in the backward, by megaopt.release_gradients."""
+    release = sys.modules.get("megaopt.models.release")  # not imported for others' optimizers
+    return release is not None and optimizer in release.RELEASED
 
 
 def is_inner(optimizer: torch.optim.Optimizer) -> bool:

@@ -41,8 +41,9 @@ def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
     kinds = {source: _kind(recorded.optimizers[source]["class"], backend) for source in kept}
     found: list[str] = []
     for source, kind in kinds.items():
-        described = recorded.optimizers[source]["groups"]
-        found += _differences(kind, _read(paths[source]), described, numbers[source], backend)
+        described = recorded.described(source, step) or [recorded.optimizers[source]]
+        own = (described[0]["groups"], numbers[source], backend)
+        found += _differences(kind, _read(paths[source]), *own)
     return found
 
 
@@ -65,13 +66,13 @@ def _differences(
 ) -> Iterator[str]:
     """Steps one optimizer, and tells what it wrote otherwise.
 
-    described: the names of each group's parameters, as the run ended.
+    described: the names of each group's parameters.
     """
     names = [[n for n in group if "grad" in kept.get(n, {})] for group in described]
     params = {name: _param(name, kept[name]) for group in names for name in group}
     lost = [name for name in kept if "grad" in kept[name] and name not in params]
     if lost:
-        raise RecordingError(f"groups at the run's end must have the step's, got no {lost[0]}")
+        raise RecordingError(f"groups must have all parameters of the step, got no {lost[0]}")
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]

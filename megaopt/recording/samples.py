@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,12 +60,41 @@ DECODERS: dict[str, Callable[[Bits], Bits]] = {
 """Makers of numbers of bits, by dtype."""
 
 
-def tensors_of(recording: Recording, step: int) -> dict[str, Tensors]:
-    """All samples of a step, by parameter."""
-    found: dict[str, Tensors] = defaultdict(dict)
-    for (name, quantity), (held, bits) in recording.samples(step).items():
+class Stepped:
+    """One parameter's samples of a step.
+
+    Args:
+        rank: the place of the first rank that has some.
+        source: the optimizer's number there.
+    """
+
+    def __init__(self, rank: int, source: int) -> None:
+        self.rank, self.source = rank, source
+        self.tensors: Tensors = {}
+        self.is_double = False
+        """Whether there are two tensors of this name, as older versions recorded some."""
+        self._ranks: dict[str, int] = {}
+
+    def add(self, rank: int, value: Value, held: int, bits: Bits) -> None:
+        """Adds the samples that a rank has."""
         mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
-        found[name][quantity] = Tensor(recording.values[name, quantity], bits, mask)
+        before = self.tensors.get(value.quantity)
+        if before is not None:
+            self.is_double |= self._ranks[value.quantity] == rank
+            if len(before.bits) == len(bits):
+                bits, mask = numpy.where(mask, bits, before.bits), mask | before.held
+        self._ranks[value.quantity] = rank
+        self.tensors[value.quantity] = Tensor(value, bits, mask)
+
+
+def stepped_in(recording: Recording, step: int) -> dict[str, Stepped]:
+    """All samples of a step, by parameter."""
+    found: dict[str, Stepped] = {}
+    for place, rank in enumerate(recording.ranks):
+        for source in sorted(rank.scalars.get(step, ())):
+            for value, held, bits in rank.samples(step, source):
+                own = found.setdefault(value.name, Stepped(place, source))
+                own.add(place, value, held, bits)
     return found
 
 

@@ -50,6 +50,8 @@ class Step:
     stepped: list[Rows] = field(default_factory=list)
     """What the optimizer reads and writes."""
     samples: list[Samples] = field(default_factory=list)
+    has_all_old: bool = False
+    """Whether samples have all there was before the step: what they lack, the step has made."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whole tensors on the host, by "name|quantity"."""
 
@@ -81,6 +83,7 @@ class Step:
             "skipped": None if self.skipped is None else bool(self.skipped),
             "rng": random_digests(self.random),
             "batch": [digits(batch) for batch in self.batches],
+            **({"has_all_old": True} if self.has_all_old else {}),
         }
 
 

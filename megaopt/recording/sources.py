@@ -23,6 +23,8 @@ RENAMED = {
     **dict.fromkeys(("_scale_inv", "_rowwise_scale_inv"), "scale_inv"),
 }
 """What libraries call quantities, where the recording calls them something else."""
+OWN = ("grad", "weight", "codes", "scale_inv", "forward", "backward")
+"""Quantities of the recording that a state's key must not be taken for."""
 FOREIGN = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
 """Tensors of TransformerEngine's quantized ones."""
 
@@ -109,7 +111,11 @@ class Source:
         """A step that waits for the model's weights."""
         self._params: tuple[torch.Tensor, ...] = ()
         self._sizes: list[int] = []
+        self._shapes: list[torch.Size] = []
+        """The parameters', which p.data may change."""
         self._owners: list[Owner] = []
+        self._anew: dict[str, None] = {}
+        """Names whose parameters are others than before, since the last description."""
         self._weights: Those | None = None
         self._looks = Looks(())
         self._looked: Looked | None = None
@@ -153,6 +159,11 @@ class Source:
         found = iter(self._owners)
         return [[next(found).known.name for _ in group["params"]] for group in self.groups]
 
+    def came_anew(self) -> list[str]:
+        """The names whose parameters are others than before, since the last call."""
+        found, self._anew = list(self._anew), {}
+        return found
+
     def forget(self) -> None:
         """Looks everything up anew: a model or parameters have come."""
         self.is_described, self._params, self._sizes = False, (), []
@@ -167,14 +178,22 @@ class Source:
         if same_params(self.groups, self._params, self._sizes):
             return
         self.forget()
+        self._name()
+
+    def _name(self) -> None:
+        """Looks up what the parameters are."""
+        prefix = f"optimizer{self.number}." if self.number else ""
         labels = [
-            f"param_groups.{i}.{j}"
+            f"{prefix}param_groups.{i}.{j}"
             for i, group in enumerate(self.groups)
             for j in range(len(group["params"]))
         ]
-        self._params = tuple(self.params())
-        self._sizes = [len(group["params"]) for group in self.groups]
-        self._owners = list(map(self._parameters.owner, self._params, labels))
+        params = tuple(self.params())
+        self._owners = self._parameters.owners(self.number, params, labels)
+        self._params, self._sizes = params, [len(group["params"]) for group in self.groups]
+        self._shapes = [param.shape for param in params]
+        owned = dict(zip(params, self._owners, strict=True))
+        self._anew |= dict.fromkeys(self._parameters.came_anew(owned))
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
@@ -213,6 +232,10 @@ class Source:
             return self._weights
         found = list(self._tensors())
         if self._weights is None or not same_objects(found, self._seen):
+            if self._shapes != [param.shape for param in self._params]:
+                self._parameters.forget(self.number)
+                self._name()
+                self._models = self._gradients = None
             owned = zip(self._params, self._owners, strict=True)
             self._weights = those([each for pair in owned for each in self._of(*pair)])
             self._seen, self._looks = found, Looks(self._weights.tensors)
@@ -303,7 +326,10 @@ class Source:
         for name, tensor in weight_of(param, owner.quantity):
             yield of_state(param, owner.known, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():
-            for name, tensor in flattened(RENAMED.get(key, str(key)), value):
+            name = str(key)
+            is_taken = name in OWN or name.startswith("old ")
+            quantity = f"state.{name}" if is_taken else RENAMED.get(key, name)
+            for name, tensor in flattened(quantity, value):
                 # a count on the host is a number of the group
                 if key != "step" or tensor.dim() or tensor.device.type != "cpu":
                     whole = value if tensor is local_of(value) else tensor

@@ -9,8 +9,10 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
+from megatron_cases import save_without_psutil
 from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import (
+    MuonTrainer,
     cut,
     error_of,
     layer_wise,
@@ -347,6 +349,13 @@ def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
     assert told in error
 
 
+@pytest.mark.parametrize("own", [{}, ON_OWNERS], ids=["on all", "on owners"])
+def test_a_save_without_what_megatrons_writer_needs_is_refused_at_once(pools, tmp_path, own):
+    case = case_of("main_shards", **own)
+    for error, _ in pools(2)(save_without_psutil, case, tmp_path / "a", MuonTrainer):
+        assert error.startswith("ImportError: Megatron's writer of checkpoints needs psutil")
+
+
 def test_the_context_manager_makes_the_same(pools, once):
     found = pools(2)(train, case_of("main_shards", as_context=True), 3)
     assert found == once(2, train, case_of(), 3)
@@ -397,7 +406,7 @@ def test_gated_attention_has_the_same_bits_in_all_ways(pools):
 
 
 UNKNOWN = {
-    "take_another_attention": "its parts are not known, as its Other is not Megatron's SelfAttention",
+    "take_another_attention": "its parts are not known, as its Other is not Megatron's SelfAtt",
     "take_other_rows": "of [16, 16, 16] rows (num_attention_heads=2",
 }
 

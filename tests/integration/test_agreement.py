@@ -117,7 +117,8 @@ SAID = {
         "the parameter at place 0: parameter 'embedding' on ranks 0 to 1, ",
     ),
     "an error": (
-        attacks.edited, {"lr": "x"}, {}, "ValueError: group 0: lr must be a finite number >= 0 in fp32, got 'x'",
+        attacks.edited, {"lr": "x"}, {},
+        "ValueError: group 0: lr must be a finite number >= 0 in fp32, got 'x'",
     ),
 }  # fmt: skip
 

@@ -21,7 +21,6 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.params import ParamView
-from megaopt.state.numbers import Row
 from megaopt.step.ranks.answers import (
     PATIENCE,
     SHORT,
@@ -137,7 +136,7 @@ class Meeting:
         waits: bool,
         look: Look,
         groups: Sequence[Mapping[str, Any]] = (),
-        rows: Sequence[Row] | None = None,
+        rows: Sequence[tuple[float, ...]] | None = None,
         turns: Sequence[int] = (),
     ) -> Request | None:
         """Compares what ranks are going to step, and measures the gradients of all.

@@ -71,7 +71,7 @@ def pretend_cuda() -> None:
     cuda.synchronize = lambda *_, **__: None
     cuda.current_stream = cuda.default_stream = lambda *_, **__: NoStream()
     # model_parallel_cuda_manual_seed keeps the states of a generator, which is the CPU's
-    random = import_module("megatron.core.tensor_parallel.random")
+    random: Any = import_module("megatron.core.tensor_parallel.random")
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)

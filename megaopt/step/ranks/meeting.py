@@ -238,7 +238,8 @@ class Meeting:
         for each in self._peers[self._terms.met :]:
             each.write()
             each.meet()
-            tell_failure(each.event, sys.exc_info()[1])
+            if not is_capturing(each.device):
+                tell_failure(each.event, sys.exc_info()[1])
             if each.measures and bool(each.heard()[0]):
                 return  # who reads that comes no further
         self._stand_in(waits)

@@ -52,14 +52,9 @@ class FusedAdam(megaopt.FusedAdam):
                 "them"
             )
         super().__init__(**passed_on(given), makes_states="stepped")
-        self.set_grad_none = set_grad_none
+        self.set_grad_none, self.step_unscales = set_grad_none, capturable
         for param, where in zip(self._owned.params, self._owned.labels, strict=True):
             self._check_param(param, where)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there
-        """Whether a torch.amp.GradScaler passes itself to the step; otherwise it unscales."""
-        return self.options.capturable
 
     def _check_param(self, param: torch.Tensor, where: str) -> None:
         super()._check_param(param, where)

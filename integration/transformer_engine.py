@@ -86,11 +86,7 @@ class FusedAdam(megaopt.FusedAdam):
             )
         self.set_grad_none = set_grad_none
         super().__init__(**passed_on(given), direct_cast=True, makes_states="all")
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]  # true for all there
-        """Whether a torch.amp.GradScaler passes itself to the step; otherwise it unscales."""
-        return self.options.capturable
+        self.step_unscales = capturable
 
     def step(  # type: ignore[override]  # TransformerEngine's face
         self,

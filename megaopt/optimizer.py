@@ -40,11 +40,19 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     use_decoupled_grad: bool = False
     """Read `p.decoupled_grad` instead of `p.grad`; may be assigned at any time."""
+    step_unscales: bool = False
+    """Whether torch.amp.GradScaler leaves it to the step to unscale gradients as it reads them, and
+    to leave itself out after an overflow; may be assigned at any time. So fp16 gradients can be
+    stepped, and under capturable the host waits for nothing; but Lightning refuses to clip then,
+    and Accelerate does not see that a step was skipped, as with torch.optim.AdamW(fused=True). A
+    GradScaler sees no decoupled gradients, and leaves these to the step in any case."""
     _is_being_made = False
+    _is_released = False
+    """The backward pass steps parameters: a GradScaler's scale has to reach the step, which refuses
+    it."""
     _given: set[int] | None = None
     """id() of each parameter that an optimizer with a rule for whole matrices was given; None in
     copies, which do not know, and in other optimizers."""
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and skipping to us
 
     def __init__(
         self,
@@ -67,6 +75,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def rule(self) -> Rule:
         """The update rule under the optimizer's contract."""
         raise NotImplementedError
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler, Lightning and Fabric ask for it by this name."""
+        return self.step_unscales or self.use_decoupled_grad or self._is_released
 
     @property
     def _owned(self) -> Owned:
@@ -96,9 +109,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """One update of every parameter that has a gradient.
 
-        torch.amp.GradScaler works natively: `grad_scaler.step(optimizer)` sets `grad_scale` and
-        `found_inf` on the optimizer, the step unscales the gradients as it reads them, and an
-        overflow leaves everything as it is. Without capturable the host waits for found_inf.
+        torch.amp.GradScaler unscales the gradients, and leaves the step out after an overflow, as
+        with torch.optim.AdamW. With `step_unscales` it sets `grad_scale` and `found_inf` on the
+        optimizer instead: the step unscales the gradients as it reads them, and an overflow leaves
+        everything as it is. Without capturable the host waits for found_inf.
 
         With DTensors, a first step with lr=0 in all groups and gradients that are 0 on all ranks
         makes the state and nothing else: so torch.distributed.checkpoint asks which state there is.
@@ -447,6 +461,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
+            "step_unscales": self.step_unscales,
             "_written": self.stepper.writes.versions.moved_anywhere(self._owned.params),
         }
 

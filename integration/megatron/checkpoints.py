@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,9 +84,17 @@ class CheckpointedOptimizer(DistributedOptimizer):
         self.optimizer.initialize_states()
         super().load_state_dict(state_dict)
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's; nothing where all parameters are frozen."""
-        return {} if self.is_stub_optimizer else super().sharded_state_dict(*args, **kwargs)
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's; nothing where all parameters are frozen.
+
+        Raises ImportError for a save without what Megatron's writer needs.
+        """
+        if not is_loading:
+            check_writer()
+        given = (model_sharded_state_dict, is_loading, *args)
+        return {} if self.is_stub_optimizer else super().sharded_state_dict(*given, **kwargs)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]
@@ -267,6 +276,19 @@ class CheckpointedOptimizer(DistributedOptimizer):
                     for key in self._keys:
                         tensors[key] = padded(tensors[key], buffer)
         return state
+
+
+def check_writer() -> None:
+    """Raises ImportError where the processes that write a save would end for want of a package.
+
+    The ranks would wait for them, for as long as their process group does.
+    """
+    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if not getattr(writer, "HAVE_PSUTIL", True):
+        raise ImportError(
+            "Megatron's writer of checkpoints needs psutil, which is not installed: "
+            "pip install psutil, or megaopt with its extra 'megatron'"
+        )
 
 
 def align_steps(groups: Sequence[dict[str, Any]]) -> None:

@@ -111,6 +111,15 @@ def check_matrices(chunk: Any, rule: str) -> None:
     instances = ddp.num_distributed_optimizer_instances
     if instances != 1:
         refuse("num_distributed_optimizer_instances", f"1 with {rule}", instances)
+    for path, module in chunk.named_modules():
+        own = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 2]
+        experts = getattr(module, "num_local_experts", 1)
+        if own and experts > 1:  # GroupedMLP of releases up to 0.16
+            raise ValueError(
+                f"parameter '{path}.{own[0]}' must be one matrix with {rule}, got {experts} "
+                "experts' in one; moe_grouped_gemm=False, and TransformerEngine's grouped layers, "
+                "have a weight for each"
+            )
     for name, param in chunk.named_parameters():
         check_parameter(name, param, False)
         if is_fp8(param):

@@ -258,6 +258,11 @@ class Choices:
                     "use_megatron_fsdp must be False, as shards are the distributed optimizer's, "
                     "got True"
                 )
+            if not chunk.ddp_config.use_distributed_optimizer:
+                raise ValueError(
+                    "use_distributed_optimizer must be the same in OptimizerConfig and in "
+                    "DistributedDataParallelConfig, got True and False"
+                )
             if self.galore is not None:
                 check_fields(chunk.config, UNCUT, "galore")
                 check_matrices(chunk, "galore")

@@ -17,6 +17,7 @@ from megatron.core import optimizer as factory
 from megatron.core.optimizer import layer_wise_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.utils import get_pg_size
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -52,6 +53,7 @@ SCALES = {
 MATCHED = ("spectral", 0.2)
 """The scale mode and the extra factor that are adjust_lr_fn="match_rms_adamw" here."""
 BLOCKWISE, DUPLICATED = "blockwise", "duplicated"
+QKV = ".linear_qkv.weight"
 
 
 class ShardMuon(Shards, megaopt.FusedMuon):
@@ -167,6 +169,45 @@ def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
             )
 
 
+def mark_qkv(recipe: Recipe, chunks: Sequence[Any]) -> None:
+    """Says of each QKV weight in how many rows its parts come, or that it is one matrix.
+
+    Not by Megatron's own function, which goes by the config of the whole model (in 0.16 without the
+    gate): layers may have others. Raises ValueError where the parts are not known.
+    """
+    named = [
+        (name, param, chunk.get_submodule(name.removesuffix(QKV)))
+        for chunk in chunks
+        for name, param in chunk.named_parameters()
+        if name.endswith(QKV) and param.dim() == 2 and param.requires_grad
+    ]
+    sizes = [_qkv_sizes(*each) if recipe.splits_qkv else None for each in named]
+    for (_, param, _), own in zip(named, sizes, strict=True):
+        setattr(param, SPLIT_SIZES, own)
+
+
+def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...]:
+    """The rows of q, gate (if there is one), k and v of a query group in a QKV weight."""
+    what = f"config.muon_split_qkv must be False with parameter {name!r}, got True: "
+    if not isinstance(attention, SelfAttention):
+        raise ValueError(
+            f"{what}its parts are not known, as its {type(attention).__name__} is not "
+            "Megatron's SelfAttention"
+        )
+    config = attention.config
+    heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    has_gate = getattr(config, "attention_output_gate", False)
+    sizes = (*[heads // groups * size] * (1 + has_gate), size, size)
+    local = attention.num_query_groups_per_partition
+    if param.shape[0] != local * sum(sizes):
+        raise ValueError(
+            f"{what}it has {param.shape[0]} rows, and {local} query groups of {list(sizes)} rows "
+            f"(num_attention_heads={heads}, num_query_groups={groups}, kv_channels={size}, "
+            f"attention_output_gate={has_gate}) have {local * sum(sizes)}"
+        )
+    return sizes
+
+
 def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
     """Whether DDP's buffers keep each matrix on one rank, as the layer-wise optimizer needs it."""
     layout = getattr(chunk, "full_param_layout", None)
@@ -218,7 +259,6 @@ def make_muon(
     recipe: Recipe,
     choices: Choices,
     meshes: Meshes,
-    qkv_sizes: Sequence[int] | None = None,
     has_all: bool = False,
 ) -> ShardMuon:
     """FusedMuon of Megatron's groups.
@@ -228,15 +268,10 @@ def make_muon(
         recipe: what the config says.
         choices: megaopt's options.
         meshes: the ranks that share parts of matrices.
-        qkv_sizes: of QKV weights that do not say them, in 0.16.
         has_all: the groups have all parameters, of which Adam's are marked.
     """
     for group in groups:
         group["use_muon"] = None if has_all else True
-        for param in group["params"]:
-            if getattr(param, "is_qkv", False):
-                own = getattr(param, "qkv_split_shapes", None) or qkv_sizes
-                setattr(param, SPLIT_SIZES, tuple(own) if recipe.splits_qkv and own else None)
     muon = ShardMuon(
         groups,
         **recipe.options,
@@ -304,11 +339,6 @@ def make_of_shards(
             "out of tensor-parallel parts; the layer-wise optimizer, and "
             "use_distributed_optimizer=False, go with it"
         )
-    for chunk in model_chunks:
-        for name, param in chunk.named_parameters():
-            sizes = qkv_sizes_of(chunk.config) if "linear_qkv.weight" in name else [1]
-            if len(sizes) > 1 and param.dim() == 2 and param.shape[0] % sum(sizes) == 0:
-                param.is_qkv, param.qkv_split_shapes = True, sizes
 
     def make_adam(params: list[dict[str, Any]], **kwargs: Any) -> ShardMuon:
         return make_muon(params, recipe, choices, {}, has_all=True)
@@ -317,15 +347,6 @@ def make_of_shards(
     told.optimizer = "adam"
     with rebound(standing_in(megatrons_own(), make_adam, MatrixShards)):
         return factory.get_megatron_optimizer(told, model_chunks, **given)
-
-
-def qkv_sizes_of(config: Any) -> list[int]:
-    """The rows of q, k and v of a query group in a QKV weight, by a model's config."""
-    known = getattr(factory, "_get_qkv_split_shapes", None)  # not in 0.16
-    if known is not None:
-        return list(known(config))
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    return [heads // groups * config.kv_channels, config.kv_channels, config.kv_channels]
 
 
 def get_muon_optimizer(
@@ -376,6 +397,7 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
             return megatrons(config, model_chunks, config_overrides, pg_collection)
         recipe = recipe_of(config)
         check(config, recipe, model_chunks, choices)
+        mark_qkv(recipe, model_chunks)
         if is_cut(config, recipe, model_chunks):
             given = {"config_overrides": config_overrides, "pg_collection": pg_collection}
             return make_of_shards(config, recipe, choices, model_chunks, **given)
@@ -416,6 +438,7 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
             recipe, is_layer_wise=recipe.is_layer_wise or layer_wise_distributed_optimizer
         )
         check(config, recipe, model_chunks, choices)
+        mark_qkv(recipe, model_chunks)
         if is_cut(config, recipe, model_chunks):
             given = {
                 "config_overrides": config_overrides,
@@ -426,7 +449,7 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
 
         def create(groups: Any, **kwargs: Any) -> Any:
-            return make_muon(groups, recipe, choices, meshes, kwargs["qkv_split_shapes"])
+            return make_muon(groups, recipe, choices, meshes)
 
         # layer-wise, it takes optimizers out of this before it gives them masters
         fp32 = FP32Optimizer if recipe.is_layer_wise else WholeFloat32

@@ -118,6 +118,7 @@ class GradientRelease:
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
         self._handles.append(optimizer.register_step_pre_hook(_check_step))
         RELEASED[optimizer] = self
+        optimizer._is_released = True
 
     @property
     def active(self) -> bool:
@@ -137,6 +138,7 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is not None and RELEASED.get(optimizer) is self:
             del RELEASED[optimizer]
+            optimizer._is_released = False
 
     def join(self) -> None:
         """Makes this stream wait for all steps: work that comes next on it comes after them."""

@@ -152,7 +152,7 @@ class Owned:
         ]
         return [groups, [*map(len, self._lists)], options, self.wants_masters]
 
-    def described(self) -> list[object]:
+    def described(self) -> list[tuple[Any, ...]]:
         """The name of each parameter, how it is stepped, and where its state is; likewise."""
         return [
             (label, number, view.described, view.matrix, view.home and view.home.placement)

@@ -32,6 +32,7 @@ from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
 from megaopt.step.probing import is_probe
+from megaopt.step.ranks.answers import of_groups
 from megaopt.step.ranks.meeting import Meeting, Sharers, agreement_of, meeting_of, sharers_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
@@ -114,6 +115,21 @@ class Preparations:
             )
         norm: torch.Tensor = found[0].norm
         return norm
+
+
+def facts_of(owned: Owned, clip_norm: Any) -> dict[str, str]:
+    """What ranks compare before a first step, by what an error calls it."""
+    facts = {
+        "clip_norm": repr(clip_norm),
+        "the number of groups": repr(len(owned.groups)),
+        "the number of parameters": repr(len(owned.params)),
+        **of_groups(owned.groups),
+        **{f"option {name}": repr(value) for name, value in vars(owned.options).items()},
+    }
+    for place, (label, *described) in enumerate(owned.described()):
+        facts[f"the parameter at place {place}"] = label
+        facts[f"how {label} is stepped"] = repr(described)
+    return facts
 
 
 class Ties(NamedTuple):
@@ -367,7 +383,7 @@ class Stepper:
             self._disagree(met)
             raise
         got = f"{len(owned.params)} parameters in groups {settings[0]}"
-        others = agreement_of(met, alike, got[:LONGEST])
+        others = agreement_of(met, alike, got[:LONGEST], partial(facts_of, owned, asked.clip_norm))
         if others is not None:
             others.compare()
         self._has_agreed = True
@@ -570,7 +586,7 @@ class Stepper:
             counts = self._ties.exchanges and not self.options.capturable
             names = ("step", *self.options.MATRIX_TURNS)
             turns = [group[name] for group in run.groups for name in names] if counts else ()
-            found = run.meeting.meet(request, run.waits, look, turns)
+            found = run.meeting.meet(request, run.waits, look, run.groups, run.rows, turns)
         elif request.found_inf is None or not run.waits:
             found = request
         elif request.found_inf.numel() > 1:

@@ -15,7 +15,10 @@ MODES = {
     "capturable": ({"capturable": True}, CLIP),
 }
 SKIP = {"nonfinite": "skip"}
-OTHERS = r"ValueError: ranks that hold parts of the same parameters must step .* rank {}, "
+OTHERS = (
+    r"ValueError: ranks that hold parts of the same parameters must step the same, got .* on "
+    r"ranks? .*{last}\b.* \(this is rank {rank}\)"
+)
 OWN = {
     "gradient_of_float64": r"ValueError: parameter \d of group 0: the gradient's dtype must",
     "bad_lr": r"ValueError: group 0: lr must be a",
@@ -31,7 +34,9 @@ def assert_refused(found, name=None):
     for rank, (message, before, after) in enumerate(found):
         odd = rank == len(found) - 1
         expected = OWN.get(name, OTHERS) if odd else OTHERS
-        assert re.match(expected.format(rank), message), f"rank {rank}: {message!r}"
+        assert re.match(expected.format(rank=rank, last=len(found) - 1), message), (
+            f"rank {rank}: {message!r}"
+        )
         assert_same(after[::2], before[::2], f"rank {rank}")
         assert_same(after[1][: len(before[1])], before[1], f"rank {rank}")
 
@@ -87,6 +92,74 @@ def test_ranks_of_an_outer_group_hear_of_an_inner_one(on_ranks, innermost_first)
     assert_refused(on_ranks(3, attacks.inner_group, innermost_first))
 
 
+DIFFER = "ValueError: ranks that hold parts of the same parameters must step the same, got "
+SAID = {
+    "clip_norm": (None, 0, {"clip_norm": 2.0}, "clip_norm: 1.0 on ranks 0 to 1, 2.0 on rank 2"),
+    "lr": (
+        attacks.edited, {"lr": 0.5}, {}, "lr of group 0: 0.01 on ranks 0 to 1, 0.5 on rank 2"
+    ),
+    "lr, on two": (
+        attacks.edited, {"lr": 0.5}, {"odd": (0, 2)},
+        "lr of group 0: 0.5 on ranks 0, 2, 0.01 on rank 1",
+    ),
+    "betas": (
+        attacks.edited, {"betas": (0.9, 0.95)}, {},
+        "betas of group 0: (0.9, 0.999) on ranks 0 to 1, (0.9, 0.95) on rank 2",
+    ),
+    "step": (attacks.edited, {"step": 7}, {}, "step of group 0: 1 on ranks 0 to 1, 7 on rank 2"),
+    "gradient": (
+        attacks.without_gradient, 1, {},
+        "gradient of parameter 'bias': one, formats ('float32', 'float32', 'float32', None, None) "
+        "on ranks 0 to 1, none on rank 2",
+    ),
+    "order": (
+        attacks.turned, None, {},
+        "the parameter at place 0: parameter 'embedding' on ranks 0 to 1, ",
+    ),
+    "an error": (
+        attacks.edited, {"lr": "x"}, {},
+        "ValueError: group 0: lr must be a finite number >= 0 in fp32, got 'x'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_differs_is_said_with_ranks_and_values(on_ranks, name):
+    edit, value, more, told = SAID[name]
+    for rank, (error, after, before) in enumerate(
+        on_ranks(3, attacks.said_of, edit, value, **more)
+    ):
+        if name == "an error" and rank == 2:
+            assert error.startswith(told)
+        else:
+            assert told in error
+            assert error.startswith(DIFFER)
+            assert error.endswith(f"(this is rank {rank})")
+            assert len(error) < 400
+        assert_same(after, before)
+
+
+def test_a_rank_with_other_numbers_is_heard_of_without_waiting(on_ranks):
+    """In the next step."""
+    given = attacks.edited, {"lr": 0.5}
+    for rank, (error, after, before) in enumerate(
+        on_ranks(3, attacks.said_of, *given, waits=False)
+    ):
+        assert "lr of group 0: 0.01 on ranks 0 to 1, 0.5 on rank 2" in error
+        assert f"(this is rank {rank})" in error
+        assert_same(after, before)
+
+
+def test_ranks_that_wait_for_long_say_for_whom(on_ranks):
+    found = on_ranks(3, attacks.waits_told, 1, 2.0)
+    for rank, other in ((0, 2), (2, 0)):
+        ((level, told),) = found[rank]
+        assert level == "WARNING"
+        assert re.match(rf"rank {rank} has waited \d+ s for ranks .* in step 2, which hold", told)
+        assert f"rank {other} waiting too; not there yet: rank 1" in told
+    assert found[1] == []
+
+
 def test_another_clip_norm(on_ranks):
     assert_refused(on_ranks(2, attacks.another_clip_norm))
 
@@ -116,14 +189,14 @@ def test_ranks_that_do_not_all_meet_in_the_first_sum(on_ranks, name):
 def assert_heard_later(found, name, options):
     """The others left the step out, and raise in what comes next."""
     *others, odd = found
-    assert re.match(OWN.get(name, OTHERS).format(len(others)), odd[0][0])
+    assert re.match(OWN.get(name, OTHERS).format(rank=len(others), last=len(others)), odd[0][0])
     assert_same(odd[0][2][::2], odd[0][1][::2])
     counted = 0 if options.get("capturable") else 1  # the host's count, until it hears
     for rank, ((message, before, after), (later, _, last)) in enumerate(others):
         assert message == ""
         assert_same(after[:2], before[:2])
         assert [n - counted for n in after[2]] == before[2]
-        assert re.match(OTHERS.format(rank), later), later
+        assert re.match(OTHERS.format(rank=rank, last=len(others)), later), later
         assert_same(last, before)
 
 

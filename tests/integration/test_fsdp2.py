@@ -183,8 +183,9 @@ def test_ranks_that_hold_nothing_take_part_in_the_norm(on_ranks):
 
 
 @pytest.mark.parametrize("row", [0, 4], ids=["first_rank", "last_rank"])
-def test_grad_scaler_skips_on_all_ranks(on_ranks, row):
-    found = on_ranks(2, fsdp2_ranks.scaled_by_a_grad_scaler, HYPER, row)
+@pytest.mark.parametrize("step_unscales", [False, True])
+def test_grad_scaler_skips_on_all_ranks(on_ranks, row, step_unscales):
+    found = on_ranks(2, fsdp2_ranks.scaled_by_a_grad_scaler, HYPER, row, step_unscales)
     model, optimizer = build(HYPER)
     train(model, optimizer, 1)
     train(model, optimizer, 1, first=2)

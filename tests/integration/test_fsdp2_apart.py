@@ -86,12 +86,12 @@ def test_options_that_differ_before_the_first_step(on_ranks, kind, name):
     assert_all_refuse(on_ranks, 2, kind, {1: (0, *changed(kind, name))})
 
 
-def test_the_message_says_what_this_rank_has(on_ranks):
+def test_the_message_says_what_each_rank_has(on_ranks):
     make, options = KINDS["left"]
     changes = {1: (0, apart_ranks.others, {"rank": 1000})}
     for rank, (error, *_) in enumerate(on_ranks(2, apart_ranks.said_of, make, options, changes)):
-        assert f"'rank': {1000 if rank else 3}, " in error
-        assert f"on rank {rank}, and something else, or an error, on another" in error
+        assert f"{DIFFER}, got rank of group 0: 3 on rank 0, 1000 on rank 1; " in error
+        assert f"(this is rank {rank})" in error
 
 
 @pytest.mark.parametrize("name", OTHERS[FusedMuon])

@@ -13,7 +13,7 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import megatron_cases as cases
-from megatron_gpt import Case, load_and_train, train, train_and_save
+from megatron_gpt import Case, Trainer, load_and_train, train, train_and_save
 
 from megaopt.integration.megatron.choices import Choices
 
@@ -360,6 +360,11 @@ ERRORS = [
     ),
     (("ddp", "use_megatron_fsdp", True), "use_megatron_fsdp must be False"),
     (
+        ("ddp", "use_distributed_optimizer", False),
+        "use_distributed_optimizer must be the same in OptimizerConfig and in "
+        "DistributedDataParallelConfig, got True and False",
+    ),
+    (
         ("quantized", WEIGHT, None),
         f"parameter {WEIGHT!r} must be fp32, bf16, fp16, or an fp8 tensor of TransformerEngine's, "
         "got a Quantized",
@@ -379,6 +384,19 @@ def test_what_is_refused(pools, change, message):
     ((error, unchanged),) = pools(1)(cases.error_of, Case(plug="main_shards"), change)
     assert error.partition(": ")[2].startswith(message)
     assert unchanged
+
+
+def test_a_save_without_what_megatrons_writer_needs_is_refused_at_once(pools, tmp_path):
+    case = Case(plug="main_shards")
+    for error, files in pools(2)(cases.save_without_psutil, case, tmp_path / "a", Trainer):
+        assert error.startswith("ImportError: Megatron's writer of checkpoints needs psutil")
+        assert files == []
+
+
+def test_megatrons_seeds_are_set_on_the_cpu(pools):
+    ((first, again, other), names), *_ = pools(1)(cases.seeded_as_scripts_do, Case())
+    assert first == again != other
+    assert len(names) == 3
 
 
 LION = SimpleNamespace(optimizer="lion")

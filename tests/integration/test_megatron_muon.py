@@ -9,8 +9,10 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
+from megatron_cases import save_without_psutil
 from megatron_gpt import HAS_KEYS, Case
 from megatron_muon import (
+    MuonTrainer,
     cut,
     error_of,
     layer_wise,
@@ -342,9 +344,16 @@ def test_shards_of_tensor_parallel_parts_are_made_orthogonal_by_themselves(pools
 
 
 def test_a_parameter_that_megatron_would_give_to_muon_all_the_same(pools):
-    ((error, _),) = pools(1)(error_of, case_of("main_shards"), True)
+    ((error, _),) = pools(1)(error_of, case_of("main_shards"), "mark")
     told = "must not be marked use_muon=False, which Megatron's releases up to 0.19 do not know"
     assert told in error
+
+
+@pytest.mark.parametrize("own", [{}, ON_OWNERS], ids=["on all", "on owners"])
+def test_a_save_without_what_megatrons_writer_needs_is_refused_at_once(pools, tmp_path, own):
+    case = case_of("main_shards", **own)
+    for error, _ in pools(2)(save_without_psutil, case, tmp_path / "a", MuonTrainer):
+        assert error.startswith("ImportError: Megatron's writer of checkpoints needs psutil")
 
 
 def test_the_context_manager_makes_the_same(pools, once):
@@ -370,3 +379,48 @@ def test_a_gate_beside_its_weight_may_be_split(pools):
     shapes = pools(1)(shapes_of, case_of("main_shards"), (40, 24))[0]
     assert [(40, 32), (24, 32)] in shapes
     assert [(32, 32)] * 3 in shapes
+
+
+GATED = {"heads": 4, "groups": 2, "gated": True}
+WAYS = {"on all": {}, "on owners": ON_OWNERS, "in shards": cut()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attentions_gate_is_a_matrix_of_its_own(pools, way):
+    """Beside q, which has as many rows; k and v have half of them."""
+    case = case_of("main_shards", **GATED, **WAYS[way], options={})
+    apart = [(32, 32), (32, 32), (16, 32), (16, 32)]
+    shapes = [shape for own in pools(2)(shapes_of, case, None) for shape in own]
+    assert apart in shapes
+    assert [(96, 32)] not in shapes
+
+
+def test_gated_attention_has_the_same_bits_in_all_ways(pools):
+    cases = [
+        case_of("main_shards", clip_grad=0.0, **GATED, **own, options={}) for own in WAYS.values()
+    ]
+    whole, *others = (pools(2)(step_given_gradients, case) for case in cases)
+    assert others == [whole] * 2
+    as_one = replace(cases[0], config=muon_config(muon_split_qkv=False))
+    assert pools(2)(step_given_gradients, as_one) != whole
+
+
+UNKNOWN = {
+    "take_another_attention": "its parts are not known, as its Other is not Megatron's SelfAtt",
+    "take_other_rows": "of [16, 16, 16] rows (num_attention_heads=2",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", UNKNOWN)
+def test_qkv_weights_of_unknown_parts_are_refused(pools, change, way):
+    ((error, left),) = pools(1)(error_of, case_of("main_shards", **WAYS[way]), change)
+    assert error.startswith("ValueError: config.muon_split_qkv must be False with parameter 'modul")
+    assert UNKNOWN[change] in error
+    assert left == []
+
+
+def test_experts_that_are_fused_into_one_weight_are_refused(pools):
+    ((error, left),) = pools(1)(error_of, case_of("main_shards"), "fuse_experts")
+    assert "weight1' must be one matrix with Muon, got 2 experts' in one" in error
+    assert left == []

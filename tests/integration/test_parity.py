@@ -264,7 +264,9 @@ def test_torch_is_torch_wherever_its_tensors_lie(dtype, shift):
 def test_torch_is_torch_under_a_grad_scaler(name, dtype, scale):
     """torch divides by the scale inside its kernel; the third step overflows and is skipped."""
     own = {"capturable": True, "write_unscaled_grads": True}
-    assert_same_scaled_steps(*of_torch(name, dtype, own=own), scale)
+    peer, theirs, optimizer, ours = of_torch(name, dtype, own=own)
+    optimizer.step_unscales = True
+    assert_same_scaled_steps(peer, theirs, optimizer, ours, scale)
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler's native path, overflows, and the policies for what is not finite."""
+"""A GradScaler where the step unscales, overflows, and the policies for what is not finite."""
 
 import copy
 import gc
@@ -31,7 +31,9 @@ def made(options=MASTER, dtype=BF16, **others):
     params = parameters(SHAPES, dtype)
     params[3] = torch.nn.Parameter(params[3].detach().float())
     groups = [{"params": params[:2], "lr": 0.02}, {"params": params[2:], "weight_decay": 0.1}]
-    return FusedAdam(groups, **{**others, **options})
+    optimizer = FusedAdam(groups, **{**others, **options})
+    optimizer.step_unscales = True
+    return optimizer
 
 
 def pair(backend, *arguments, nonfinite="propagate", **options):

@@ -83,6 +83,7 @@ def test_each_dtype_is_rounded_once_and_nan_is_canonical(scale, dtype, backend):
 def test_a_grad_scaler_that_steps_has_unscaled_gradients_behind_it(capturable, backend):
     """At an overflow those that it gave."""
     optimizer = FusedAdam(parameters(SHAPES), capturable=capturable, backend=backend, **WRITES)
+    optimizer.step_unscales = True
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(()))
     for overflow in (True, False):

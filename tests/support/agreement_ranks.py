@@ -1,5 +1,8 @@
 """One rank does something else than the others: what each of them says, and what it has then."""
 
+import contextlib
+import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
+from megaopt.step.ranks import answers
 from megaopt.step.ranks.peers import Peers
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
@@ -276,6 +280,74 @@ def two_meshes(name):
     if is_odd_one():
         params[0].grad = None
     return outcome(optimizer, lambda: optimizer.step(clip_norm=1.0))
+
+
+NAMES = ["embedding", "bias", "norm", "head", "tail"]
+
+
+def named():
+    """An optimizer whose parameters have names, after a step."""
+    params = parameters()
+    optimizer = FusedAdam([{"params": params, "param_names": NAMES}], **MASTERS)
+    give_all(params, 0)
+    optimizer.step(clip_norm=1.0)
+    give_all(params, 1)
+    return optimizer
+
+
+def edited(group, values):
+    group.update(values)
+
+
+def turned(group, _):
+    group["params"].reverse()
+    group["param_names"] = group["param_names"][::-1]
+
+
+def without_gradient(group, index):
+    group["params"][index].grad = None
+
+
+def said_of(edit, value, clip_norm=1.0, odd=(2,), waits=True):
+    """What a step says if some ranks have edited their group, and then one in which none has."""
+    optimizer = named()
+    (group,) = optimizer.param_groups
+    kept = {**group, "params": list(group["params"])}
+    is_odd = dist.get_rank() in odd
+    if is_odd and edit is not None:
+        edit(group, value)
+    step = lambda: optimizer.step(clip_norm=clip_norm if is_odd else 1.0)  # noqa: E731
+    with contextlib.nullcontext() if waits else without_waiting():
+        error, before, after = outcome(optimizer, step)
+        if not waits:
+            later, _, after = outcome(optimizer, step)
+            error = error or later
+    group.update(kept)
+    give_all(kept["params"], 1)
+    then, *_ = outcome(optimizer, lambda: optimizer.step(clip_norm=1.0))
+    assert (then, before) == ("", before)
+    return error, after[0], before[0]
+
+
+def waits_told(late, seconds):
+    """What is logged where one rank comes late to its step; half a second is long then."""
+    told, logger = [], logging.getLogger("megaopt")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append((record.levelname, record.getMessage()))
+    optimizer = named()
+    dist.barrier()
+    logger.addHandler(handler)
+    try:
+        # another thread, as one that runs already sleeps for as long as it was
+        others = mock.patch.object(answers._Watch, "thread", None)
+        with mock.patch.object(answers, "LONG", 0.5), others:
+            if dist.get_rank() == late:
+                time.sleep(seconds)
+            optimizer.step(clip_norm=1.0)
+            dist.barrier()
+    finally:
+        logger.removeHandler(handler)
+    return told
 
 
 def another_clip_norm():

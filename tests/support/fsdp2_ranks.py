@@ -320,9 +320,10 @@ def without_gradients_here(options):
     return snapshot(optimizer), optimizer.grad_norm
 
 
-def scaled_by_a_grad_scaler(options, overflow_on):
+def scaled_by_a_grad_scaler(options, overflow_on, step_unscales):
     """torch.amp.GradScaler over DTensors: an infinity in one row of one gradient."""
     model, optimizer = build(options)
+    optimizer.step_unscales = step_unscales
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(torch.ones(()))
     counts = []

@@ -2,14 +2,17 @@
 
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from fsdp2_ranks import raised_by
 from megatron_gpt import (
     Case,
     Trainer,
     build_model,
     build_optimizer,
     hash_of,
+    make_groups,
     megatron,
     random_gradients,
     seen,
@@ -294,6 +297,35 @@ def error_of(case, change):
         after = [hash_of(param.data) for param in chunk.parameters()]
         return f"{type(error).__name__}: {error}", weights == after
     return "no error", True
+
+
+def save_without_psutil(case, folder, kind, form="dp_reshardable"):
+    """The error of a save where Megatron's writer lacks a package, and what is in the folder.
+
+    kind: of the trainer. A load is tried too, which needs no such package.
+    """
+    trainer = kind(case)
+    trainer.train(1)
+    writer = megatron("dist_checkpointing.strategies.filesystem_async")
+    writer.HAVE_PSUTIL = False
+    try:
+        trainer.template(form, True)
+        error = raised_by(lambda: trainer.save(folder, form))
+    finally:
+        writer.HAVE_PSUTIL = True
+    return error, [each.name for each in Path(folder).iterdir()]
+
+
+def seeded_as_scripts_do(case):
+    """Numbers that are drawn after Megatron's function for seeds, called as every script does."""
+    make_groups(case)
+    seed = megatron("tensor_parallel").model_parallel_cuda_manual_seed
+    drawn = []
+    for number in (1, 1, 2):
+        seed(number)
+        drawn.append(torch.randn(3).tolist())
+    tracker = megatron("tensor_parallel").get_cuda_rng_tracker()
+    return drawn, sorted(tracker.get_states())
 
 
 def steps_of_formats(case):

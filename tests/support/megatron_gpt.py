@@ -96,6 +96,8 @@ class Case:
     """The distributed optimizer's buffers keep each matrix on one rank, for the layer-wise one."""
     groups: int | None = None
     """Query groups of attention; None: one a head."""
+    gated: bool = False
+    """QKV weights have the rows of attention's output gate too."""
 
 
 def megatron(name):
@@ -118,6 +120,8 @@ def build_chunks(case):
         if case.shared_experts:
             experts["moe_shared_expert_intermediate_size"] = case.inner
     more = {"mtp_num_layers": 1} if case.mtp else {}
+    if case.gated:
+        more["attention_output_gate"] = True
     config = config_class(
         num_layers=2 * (case.virtual or 1),
         hidden_size=case.hidden,

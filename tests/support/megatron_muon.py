@@ -183,13 +183,37 @@ PATCHED = ("", ".layer_wise_optimizer", *(() if HAS_KEYS else (".muon",)))
 """Modules of Megatron's optimizers in which names stand for ours while one is made."""
 
 
-def error_of(case, is_marked=False):
+def mark(layer):
+    layer.mlp.linear_fc1.weight.use_muon = False
+
+
+def take_another_attention(layer):
+    layer.self_attention.__class__ = type("Other", (torch.nn.Module,), {})
+
+
+def take_other_rows(layer):
+    layer.self_attention.linear_qkv.weight = torch.nn.Parameter(torch.zeros(40, 32))
+
+
+def fuse_experts(layer):
+    """As 0.16's GroupedMLP has them."""
+    layer.mlp.num_local_experts = 2
+    layer.mlp.register_parameter("weight1", layer.mlp.linear_fc1.weight)
+
+
+CHANGES = {
+    each.__name__: each for each in (mark, take_another_attention, take_other_rows, fuse_experts)
+}
+"""What is done to the first layer before its optimizer is made."""
+
+
+def error_of(case, change=None):
     """The error of making the optimizer, and which names of Megatron's are others after it."""
     modules = [importlib.import_module(f"megatron.core.optimizer{name}") for name in PATCHED]
     before = [dict(vars(module)) for module in modules]
     _, chunks = prepared(case)
-    if is_marked:
-        chunks[0].module.decoder.layers[0].mlp.linear_fc1.weight.use_muon = False
+    if change is not None:
+        CHANGES[change](chunks[0].module.decoder.layers[0])
     error = raised_by(lambda: build(case, chunks)) or "no error"
     left = [
         name

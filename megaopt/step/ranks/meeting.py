@@ -7,8 +7,10 @@ states; also one that is about to raise an error which the others do not have.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +21,25 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.params import ParamView
+from megaopt.step.ranks.answers import (
+    PATIENCE,
+    SHORT,
+    Wait,
+    differences,
+    of_groups,
+    passed_on,
+    tell_failure,
+)
 from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
 
 Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
 Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
 """For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
+
+
+Facts = Callable[..., dict[str, str]]
+"""Finds what a rank has, by what an error calls it."""
 
 
 class Sharers(NamedTuple):
@@ -37,23 +52,70 @@ class Sharers(NamedTuple):
     """The process group of fp8 weights, or None."""
 
 
+class Terms:
+    """What this rank has of all that ranks must have alike; an error says it where they differ.
+
+    Args:
+        peers: whom it meets.
+        counted: the least that an error shows.
+        facts: finds all of it, of the request and the groups.
+    """
+
+    def __init__(self, peers: Sequence[Peers], counted: str, facts: Facts) -> None:
+        self._peers, self._counted, self._facts = peers, counted, facts
+        self._asked: tuple[Any, ...] = ()
+        self.met = 0
+        """How many peers were met in this step."""
+
+    def begin(self, request: Request, groups: Sequence[Mapping[str, Any]]) -> None:
+        """A step begins."""
+        self._asked, self.met = (request, groups), 0
+
+    def refusal(self, patience: float = PATIENCE) -> str:
+        """The message for ranks that do not step the same, when they hear of it.
+
+        patience: in seconds, for what others tell.
+        """
+        told, own = "", dist.get_rank()
+        met = [each.kind for each in self._peers if each.measures]
+        facts = {"who is met": repr(met), **self._facts(*self._asked)}
+        heard = [each for each in self._peers[: self.met] if each.heard()[:FOUND_INF].any()]
+        for each in heard:
+            told = told or differences(each.event, each.ranks, facts, patience)
+        for each in heard:
+            told = passed_on(each.event, each.ranks, told, patience)
+        if told:
+            return (
+                "ranks that hold parts of the same parameters must step the same, got "
+                f"{told} (this is rank {own})"
+            )
+        return (
+            "ranks that hold parts of the same parameters must step the same (order, groups, "
+            "names, shapes, dtypes, placements and recipes of the parameters, also where a rank's "
+            "part is empty; which have a gradient, formats of masters and moments, clip_norm, "
+            "nonfinite, update_proj_gap where matrices go to owners; with DTensors all numbers of "
+            "groups; with rules for matrices also all options at a first step), got "
+            f"{self._counted} on rank {own}, and something else, or an error, on another"
+        )
+
+
 class Meeting:
     """One rank's side of what ranks that hold parts of the same parameters do in each step.
 
     Args:
         peers: those of DTensors, which measure a norm, then those of fp8 weights.
         whole: the batches of parameters that each rank has whole.
-        refusal: the error where ranks do not step the same.
+        terms: what this rank has, for the error where ranks do not step the same.
         last: the meeting before, whose answer may not have been heard yet.
     """
 
     def __init__(
-        self, peers: Sequence[Peers], whole: Sequence[Any], refusal: str, last: Meeting | None
+        self, peers: Sequence[Peers], whole: Sequence[Any], terms: Terms, last: Meeting | None
     ) -> None:
-        self._peers, self._whole = peers, whole
-        self._met = 0  # in this step
+        self._peers, self._whole, self._terms = peers, whole, terms
         self._were_alike = False
-        self._notice = Notice(peers[-1].device, refusal)
+        self._wait = Wait(sorted({rank for each in peers for rank in each.ranks}))
+        self._notice = Notice(peers[-1].device, terms.refusal)
         self._unheard: list[Notice] = [] if last is None else last._unheard
         self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
         with torch.inference_mode(False):
@@ -69,7 +131,13 @@ class Meeting:
         self.meet(Request(), False, lambda device: torch.zeros(1, dtype=torch.int64, device=device))
 
     def meet(
-        self, request: Request, waits: bool, look: Look, turns: Sequence[int] = ()
+        self,
+        request: Request,
+        waits: bool,
+        look: Look,
+        groups: Sequence[Mapping[str, Any]] = (),
+        rows: Sequence[tuple[float, ...]] | None = None,
+        turns: Sequence[int] = (),
     ) -> Request | None:
         """Compares what ranks are going to step, and measures the gradients of all.
 
@@ -81,18 +149,37 @@ class Meeting:
             request: this rank's.
             waits: whether the host waits to know if there is a step, as on all ranks or on none.
             look: for gradients of which no norm over ranks is measured.
+            groups: the optimizer's, to be told where ranks differ.
+            rows: their scalars in this step, which ranks of DTensors must have alike; None where
+                they are on the device.
             turns: the steps that each group has taken, and what says which of them are the turn of
                 matrices, where ranks must have them alike.
 
         Returns None where the host knows that there is no step, else the request of all ranks.
         Raises ValueError where ranks do not step the same or one raises an error, on all of them.
         """
-        self._met = 0
+        self._terms.begin(request, groups)
+        if groups:
+            self._wait.step = groups[0].get("step")
         at_once = all(each.is_read_at_once for each in self._peers)
         reads = at_once or waits or not self._were_alike
         reads = reads and not any(is_capturing(each.device) for each in self._peers)
+        # floats have one hash in every process
+        numbers = None if rows is None else hash(tuple(rows))
+        with self._wait:
+            return self._answer(request, waits, at_once, reads, look, (numbers, *turns))
+
+    def _answer(
+        self,
+        request: Request,
+        waits: bool,
+        at_once: bool,
+        reads: bool,
+        look: Look,
+        numbers: Sequence[int | None],
+    ) -> Request | None:
         try:
-            heard = self._heard(request, reads, look, turns)
+            heard = self._heard(request, reads, look, numbers)
             differ, skip = heard[:FOUND_INF].amax(), heard.amax()
             if not reads:
                 self._notice.post(differ)
@@ -103,7 +190,7 @@ class Meeting:
             raise
         if refused:
             self._stand_in(waits)
-            raise ValueError(self._notice.message)
+            raise ValueError(self._terms.refusal(PATIENCE if at_once else SHORT))
         self._were_alike = self._were_alike or reads
         if waits:
             return None if is_over else replace(request, found_inf=heard[NONFINITE])
@@ -112,7 +199,7 @@ class Meeting:
         return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
 
     def _heard(
-        self, request: Request, reads: bool, look: Look, turns: Sequence[int]
+        self, request: Request, reads: bool, look: Look, numbers: Sequence[int | None]
     ) -> torch.Tensor:
         """The sum of all ranks' words: each meeting passes on what was heard in those before."""
         heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
@@ -121,9 +208,12 @@ class Meeting:
         if request.skip_nonfinite and not all(each.measures for each in self._peers):
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._peers:
-            asked = request.clip_norm, request.skip_nonfinite, *turns
-            each.write(asked, heard, request.needs_norm)
-            self._met += 1
+            # ranks that share fp8 weights may have other groups beside
+            alike = numbers if each.measures else numbers[1:]
+            each.write(
+                (request.clip_norm, request.skip_nonfinite, *alike), heard, request.needs_norm
+            )
+            self._terms.met += 1
             each.meet()
             heard = each.heard()
             if reads and each.measures and bool(heard[0]):
@@ -136,17 +226,20 @@ class Meeting:
         waits: as for `meet`.
         """
         if not any(is_capturing(each.device) for each in self._peers):
-            self._met = 0
-            self._leave(waits)
+            self._terms.met = 0
+            with self._wait:
+                self._leave(waits)
 
     def _leave(self, waits: bool) -> None:
         """Meets the ranks, wherever they wait for this one, which raises an error."""
-        if self._met == len(self._peers):
+        if self._terms.met == len(self._peers):
             self._has_failed(True)
             return
-        for each in self._peers[self._met :]:
+        for each in self._peers[self._terms.met :]:
             each.write()
             each.meet()
+            if not is_capturing(each.device):
+                tell_failure(each.event, sys.exc_info()[1])
             if each.measures and bool(each.heard()[0]):
                 return  # who reads that comes no further
         self._stand_in(waits)
@@ -165,10 +258,12 @@ class Meeting:
         """
         unheard, self._unheard = self._unheard, []
         for notice in unheard:
-            if notice.is_set():
+            with self._wait:
+                is_set = notice.is_set()
+            if is_set:
                 for each in counts:
                     each["step"] -= 1
-                raise ValueError(notice.message)
+                raise ValueError(notice.message())
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -191,8 +286,9 @@ class Meeting:
     def _has_failed(self, own: bool) -> bool:
         """Whether this rank failed, or another of those that have met."""
         vote = self._vote.fill_(own)  # a rank without memory has it already
-        for each in self._peers:
-            reduced(vote, each.all_groups if each.is_read_at_once else ())
+        with self._wait:
+            for each in self._peers:
+                reduced(vote, each.all_groups if each.is_read_at_once else ())
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
@@ -219,20 +315,24 @@ def sharers_of(views: Iterable[ParamView]) -> list[Sharers]:
     return [*dict.fromkeys(Sharers(each.param.device, each.split, each.group) for each in shared)]
 
 
-def agreement_of(met: Iterable[Sharers], alike: object, got: str = "") -> Meeting | None:
+def agreement_of(
+    met: Iterable[Sharers], alike: object, got: str = "", facts: Facts = dict
+) -> Meeting | None:
     """With all ranks that have a part or a copy, before a first step; None if there are none.
 
     Args:
         met: whom to meet, in an order that all ranks have.
         alike: what they must have alike.
-        got: what an error shows of it.
+        got: what an error shows of it, where it is not known what others have.
+        facts: finds all of it, by what an error calls it.
     """
     meshes = dict.fromkeys((each.device, each.split[0]) for each in met if each.split is not None)
     if not meshes:
         return None
     digest = digest_of(alike)
     peers = [_peers(device, mesh, range(mesh.ndim), digest, [], True) for device, mesh in meshes]
-    return Meeting(_in_order(peers), [], _refusal(got), None)
+    peers = _in_order(peers)
+    return Meeting(peers, [], Terms(peers, got, lambda *_: facts()), None)
 
 
 def meeting_of(
@@ -282,7 +382,8 @@ def meeting_of(
         if split is None:
             places.sort(key=lambda place: views[place].number(place))
             alike = digest_of([described[place] for place in places if place in formats])
-            shares.append(Peers(device, [group], alike))
+            ranks = dist.get_process_group_ranks(group)
+            shares.append(Peers(device, [group], alike, ranks=ranks))
         else:
             plans = [each.plan for each in batches if each.positions[0] in places]
             mesh, dims = split
@@ -290,7 +391,9 @@ def meeting_of(
     splits = _in_order(splits)
     shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
     whole = [each for each in batches if views[each.positions[0]].split is None]
-    return Meeting([*splits, *shares], whole, _refusal(_counted(len(views), formats)), last)
+    peers, params = [*splits, *shares], [*zip(labels, described, strict=False)]
+    terms = Terms(peers, _counted(len(views), formats), partial(_facts, params))
+    return Meeting(peers, whole, terms, last)
 
 
 def _peers(
@@ -300,7 +403,11 @@ def _peers(
     groups = [mesh.get_group(dim) for dim in dims]
     copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if all_ and dim not in dims]
     kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(dims))
-    return Peers(device, groups, alike, plans, kind, copies)
+    chosen = (
+        slice(None) if all_ or dim in dims else own for dim, own in enumerate(mesh.get_coordinate())
+    )
+    ranks = mesh.mesh[tuple(chosen)].flatten().tolist()
+    return Peers(device, groups, alike, plans, kind, copies, ranks)
 
 
 def _in_order(splits: Iterable[Peers]) -> list[Peers]:
@@ -325,16 +432,25 @@ def _counted(params: int, formats: Mapping[int, Formats]) -> str:
     return f"{params} parameters, {len(formats)} gradients and {masters} masters"
 
 
-def _refusal(got: str) -> str:
-    """The message for ranks that do not step the same; got: what this one has."""
-    return (
-        "ranks that hold parts of the same parameters must step the same (order, groups, names, "
-        "shapes, dtypes, placements and recipes of the parameters, also where a rank's part is "
-        "empty; which have a gradient, formats of masters and moments, clip_norm, nonfinite, and "
-        "the steps taken and update_proj_gap where matrices go to owners; with rules for matrices "
-        "also all options and numbers of groups at a first step), got "
-        f"{got} on rank {dist.get_rank()}, and something else, or an error, on another"
-    )
+def _facts(
+    params: Sequence[tuple[str, tuple[Any, ...]]],
+    request: Request,
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, str]:
+    """What a step's ranks must have alike; params: names, and what `_described` gives."""
+    facts = {
+        "clip_norm": repr(request.clip_norm),
+        "whether an infinity or NaN leaves the step out": repr(request.skip_nonfinite),
+        "the number of groups": repr(len(groups)),
+        "the number of parameters": repr(len(params)),
+        **of_groups(groups),
+    }
+    names = ("shape", "dtype", "placements and mesh", "fp8 recipe")
+    for place, (label, (*view, kept)) in enumerate(params):
+        facts[f"the parameter at place {place}"] = label
+        facts |= {f"{name} of {label}": str(value) for name, value in zip(names, view, strict=True)}
+        facts[f"gradient of {label}"] = "none" if kept is None else f"one, formats {kept}"
+    return facts
 
 
 def _check_not_flattened(views: Sequence[ParamView], labels: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -57,6 +57,7 @@ class Peers:
         plans: of those that are measured; None where no step measures them here.
         kind: what the ranks know the meeting by, and have in common.
         copies: who has copies of the same parts, and hears the words alone.
+        ranks: all of them, by their numbers in the default group.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Peers:
         plans: list[Plan] | None = None,
         kind: object = None,
         copies: Sequence[dist.ProcessGroup] = (),
+        ranks: Sequence[int] = (),
     ) -> None:
         self.device, self.groups, self.plans = device, groups, plans
+        self.ranks = ranks
         self._copies = copies
         self.alike, self.kind = alike, kind
         self.meetings = 0
@@ -87,6 +90,11 @@ class Peers:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Those of parts, then those of copies."""
         return [*self.groups, *self._copies]
+
+    @property
+    def event(self) -> str:
+        """A name of what was heard last, which these ranks alone have in common; waits for it."""
+        return "/".join(("megaopt", "differ", *map(str, (*self.ranks, *self._words.tolist()))))
 
     @property
     def is_read_at_once(self) -> bool:
@@ -132,10 +140,10 @@ class Peers:
 class Notice:
     """A flag on the device that the host reads a step later, so that it waits for nothing.
 
-    message: of the error that it stands for.
+    message: finds that of the error that it stands for.
     """
 
-    def __init__(self, device: torch.device, message: str) -> None:
+    def __init__(self, device: torch.device, message: Callable[[], str]) -> None:
         self.message = message
         with torch.inference_mode(False):
             pinned = device.type == "cuda"

@@ -70,7 +70,11 @@ def pretend_cuda() -> None:
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *_, **__: None
     cuda.current_stream = cuda.default_stream = lambda *_, **__: NoStream()
-    random = import_module("megatron.core.tensor_parallel.random")
+    # model_parallel_cuda_manual_seed keeps the states of a generator, which is the CPU's
+    random: Any = import_module("megatron.core.tensor_parallel.random")
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     distributed: Any = dist
     distributed.all_gather = gather_padded(dist.all_gather)
     experts: Any = import_module("megatron.core.transformer.moe.moe_utils")

@@ -1,0 +1,238 @@
+"""What ranks tell each other beside their collectives, through the store of the process group.
+
+Only where they differ, or wait for long: nobody has to answer, and nothing is asked in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+logger = logging.getLogger("megaopt")
+
+PATIENCE, SHORT = 10.0, 1.0
+"""Seconds in which ranks that differ tell what they have; SHORT where others may hear of it in the
+next step alone, as on GPUs."""
+LONG = 60.0
+"""Seconds after which a rank says for whom it waits."""
+MOST_SHOWN, MOST_KINDS, MOST_CHARACTERS = 3, 4, 120
+"""Differences that a message shows, ranks that differ from one another whose facts are read, and
+characters of each value."""
+PLAIN = (int, float, str, bool, tuple, type(None))
+LONGEST = 300
+"""Characters of an error that other ranks show."""
+FAILED = "!"
+"""Begins what a rank tells that raises an error of its own."""
+
+
+# --- ranks that differ
+
+
+def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The plain options of each group, by the names that a message gives them."""
+    return {
+        f"{name} of group {index}": repr(value)
+        for index, group in enumerate(groups)
+        for name, value in group.items()
+        if isinstance(value, PLAIN)
+    }
+
+
+def tell_failure(key: str, error: BaseException | None) -> None:
+    """What a rank tells in the place of its facts that raises an error of its own.
+
+    Args: as for `differences`; error: None where it is not known.
+    """
+    text = "an error" if error is None else f"{type(error).__name__}: {error}"
+    tell(key, FAILED + text[:LONGEST])
+    tell(f"{key}/found", "")
+
+
+def tell(key: str, told: str) -> None:
+    """Leaves a text for ranks that ask for it under the same key."""
+    with contextlib.suppress(Exception):  # it is on the way to an error: the store may be gone
+        _store().set(f"{key}/{dist.get_rank()}", told)
+
+
+def differences(key: str, ranks: Sequence[int], facts: Mapping[str, str], patience: float) -> str:
+    """What these ranks have that is not alike, of the facts of each; "" where that is not known.
+
+    Args:
+        key: the same on all of them, and of this event alone.
+        ranks: of the default group.
+        facts: this rank's, by what they are called, in an order that all have.
+        patience: in seconds, for what others tell.
+    """
+    try:
+        return "; ".join(_differences(key, ranks, facts, patience))
+    except Exception:  # the store is gone with its process: the error is raised without more
+        return ""
+
+
+def passed_on(key: str, ranks: Sequence[int], found: str, patience: float) -> str:
+    """What this rank found, or another that has met ranks which this one has not; it is told.
+
+    Args: as for `differences`; found: by those.
+    """
+    tell(f"{key}/found", found)
+    with contextlib.suppress(Exception):
+        others = () if found else _read([f"{key}/found/{rank}" for rank in ranks], patience)
+        return next((each for each in others if each), found)
+    return found
+
+
+def _differences(
+    key: str, ranks: Sequence[int], facts: Mapping[str, str], patience: float
+) -> list[str]:
+    """Ranks tell digests of their facts; one of each kind tells the facts."""
+    own, text = dist.get_rank(), json.dumps(facts)
+    tell(key, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    told = _read([f"{key}/{rank}" for rank in ranks], patience)
+    kinds: dict[str, list[int]] = {}
+    for rank, each in zip(ranks, told, strict=True):
+        if each is not None:
+            kinds.setdefault(each, []).append(rank)
+    found = [f"{each[1:]} on {_ranks(who)}" for each, who in kinds.items() if each[:1] == FAILED]
+    kinds = {each: who for each, who in kinds.items() if each[:1] != FAILED}
+    firsts = [who[0] for who in kinds.values()]
+    if own in firsts:
+        tell(f"{key}/facts", text)
+    shown = firsts[:MOST_KINDS]
+    texts = _read([f"{key}/facts/{rank}" for rank in shown], patience)
+    known = {rank: json.loads(each) for rank, each in zip(shown, texts, strict=True) if each}
+    names = list(dict.fromkeys(name for each in known.values() for name in each))
+    unlike = [name for name in names if len({each.get(name) for each in known.values()}) > 1]
+    for name in unlike[:MOST_SHOWN]:
+        values: dict[str, list[int]] = {}
+        for who in kinds.values():
+            if who[0] in known:
+                values.setdefault(known[who[0]].get(name, "not there"), []).extend(who)
+        pairs = (f"{value[:MOST_CHARACTERS]} on {_ranks(who)}" for value, who in values.items())
+        found.append(f"{name}: {', '.join(pairs)}")
+    if len(unlike) > MOST_SHOWN:
+        found.append(f"and {len(unlike) - MOST_SHOWN} more")
+    silent = [rank for rank, each in zip(ranks, told, strict=True) if each is None]
+    return [*found, f"{_ranks(silent)} did not answer"] if silent and found else found
+
+
+def _store() -> Any:
+    return dist.group.WORLD.get_group_store()  # type: ignore[union-attr]  # there is one
+
+
+def _read(keys: Sequence[str], patience: float) -> list[str | None]:
+    """What is told under each key, once all are there, or after so many seconds."""
+    store = _store()
+    with contextlib.suppress(Exception):
+        store.wait(list(keys), timedelta(seconds=patience))
+        return [store.get(key).decode() for key in keys]
+    return [store.get(key).decode() if store.check([key]) else None for key in keys]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """In words: rank 3, ranks 0 to 2, ranks 0 to 2, 5."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if is_one else 'ranks'} {', '.join(parts)}"
+
+
+# --- ranks that wait
+
+
+class Wait:
+    """While it is entered, this rank may wait for others; after a minute it says for whom.
+
+    One thread looks at all of them, four times a minute.
+
+    Args:
+        ranks: those that are met, of the default group.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._since: float | None = None
+        self._said: float | None = None
+        self.step: Any = None
+        """The number of steps taken before."""
+        _WAITS.add(self)
+
+    def __enter__(self) -> None:
+        self._since = time.monotonic()
+        if _Watch.thread is None or not _Watch.thread.is_alive():  # as in a process that was forked
+            _Watch.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def look(self) -> None:
+        """Tells that this rank waits, if it does for long, and, once, for whom."""
+        since = self._since
+        waited = 0.0 if since is None else time.monotonic() - since
+        if waited < LONG / 2:
+            return
+        where = f"megaopt/waits/{'-'.join(map(str, self._ranks))}"
+        with contextlib.suppress(Exception):
+            tell(where, str(time.time()))
+        if waited >= LONG and self._said != since:
+            self._said = since
+            step = f" in step {self.step + 1}" if type(self.step) is int else ""
+            logger.warning(
+                "rank %d has waited %d s for %s%s, which hold parts of the same parameters: %s",
+                *(dist.get_rank(), waited, _ranks(self._others), step, self._who_comes(where)),
+            )
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in self._ranks if rank != dist.get_rank()]
+
+    def _who_comes(self, where: str) -> str:
+        """Who waits as well, and who has said nothing of that."""
+        waiting: list[int] = []
+        with contextlib.suppress(Exception):
+            store = _store()
+            for rank in self._others:
+                key = f"{where}/{rank}"
+                if store.check([key]) and time.time() - float(store.get(key)) < LONG:
+                    waiting.append(rank)
+        missing = [rank for rank in self._others if rank not in waiting]
+        too = f"{_ranks(waiting)} waiting too; " if waiting else ""
+        if not missing:
+            return f"{too}all are there, so a collective hangs"
+        return f"{too}not there yet: {_ranks(missing)}"
+
+
+_WAITS: weakref.WeakSet[Wait] = weakref.WeakSet()
+
+
+class _Watch:
+    """The thread that looks at waits; it begins with the first."""
+
+    thread: threading.Thread | None = None
+
+    @classmethod
+    def start(cls) -> None:
+        cls.thread = threading.Thread(target=cls.run, name="megaopt waits", daemon=True)
+        cls.thread.start()
+
+    @staticmethod
+    def run() -> None:
+        while True:
+            time.sleep(LONG / 4)
+            for wait in list(_WAITS):
+                with contextlib.suppress(Exception):
+                    wait.look()

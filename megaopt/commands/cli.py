@@ -129,7 +129,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        print(f"megaopt needs {names}: pip install 'megaopt[cli]'", file=sys.stderr)
+        print(f"megaopt needs {names}: {exits.how_to_install('cli')}", file=sys.stderr)
         return exits.REFUSED
     import tyro
 

@@ -49,6 +49,8 @@ NOT_SKIPPED = "not skipped"
 NOT_CAST = "the weight is not its master's cast"
 OTHER_BITS = "other bits, within rounding"
 UNEXPLAINED = "unexplained"
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a law makes of options and samples that do not belong together."""
 TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
@@ -174,8 +176,11 @@ class Audit:
             tensors = {name: own for name, own in found.items() if name in self._owners}
             self._begin(step, tensors)
             for name, own in tensors.items():
-                self._outside(step, name, own)
-                self._tensor(step, name, self._with_old(step, name, own))
+                try:
+                    self._outside(step, name, own)
+                    self._tensor(step, name, self._with_old(step, name, own))
+                except UNFIT as error:
+                    self._skip(f"its law cannot take what is recorded ({error})", name)
             if tensors:
                 self._last, self._last_step = tensors, step
             self.report.steps += 1
@@ -292,6 +297,8 @@ class Audit:
     def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
         """Updates of a parameter after one step, up to another; None: some are not recorded."""
         own = self._owners[name]
+        if last - first > len(self.recording.steps):
+            return None
         between = [step for step in range(first + 1, last + 1) if self._line(step, own)]
         if len(between) != last - first:
             return None

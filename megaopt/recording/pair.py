@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy
 
+from megaopt.recording.checks import is_float
 from megaopt.recording.files import Key, Recording, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
 
@@ -77,7 +78,7 @@ def shown(value: Any) -> str:
         return "unset"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(shown, value))})"
-    if isinstance(value, str) and value.lstrip("-").startswith("0x") and "p" in value:
+    if isinstance(value, str) and value.lstrip("-").startswith("0x") and is_float(value):
         return repr(float.fromhex(value))
     return str(value)
 

@@ -201,7 +201,7 @@ def main(
     make_folder(out)
     skipped = [name for name in only if not SUBJECTS[name].is_installed]
     for name in skipped:
-        console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed", markup=False)
+        console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed")
     names = [name for name in only if name not in skipped]
     turns = list(itertools.product(sets, range(rounds), names))
     cases = _in_turn(names, turns, patience, seconds or math.inf, repetitions, console)
@@ -241,11 +241,11 @@ def _in_turn(
                 problems[key] = str(error)
                 if workers[name].is_over:
                     gone[name] = f"its process ended with set {tensors}"
-                console.print(f"{tensors}, {name}: {error}", style="red", markup=False)
+                console.print(f"{tensors}, {name}: {error}", style="red")
                 continue
             found[key].append(own)
             words = f"{tensors}, {name}: {own['step_ms']:.3f} ms"
-            console.print(words, markup=False, highlight=False)
+            console.print(words, highlight=False)
     finally:
         for worker in workers.values():
             worker.end()

@@ -1,6 +1,7 @@
 """A recorder learns what each step of any torch optimizer did, and changes nothing in it."""
 
 import copy
+import errno
 import pickle
 import weakref
 
@@ -487,15 +488,66 @@ def test_gradients_and_outputs_are_not_kept_alive(tmp_path):
         assert [each() for each in alive] == [None] * len(alive)
 
 
-def test_an_error_in_writing_ends_the_step(tmp_path):
+def test_what_cannot_be_written_ends_the_recording_and_not_the_training(tmp_path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
         steps(model, optimizer, 1)
         (tmp_path / "a/rank-0/kept").write_text("a file in the folder's place")
-        with pytest.raises(FileExistsError):
+        with pytest.warns(RuntimeWarning, match="nothing more is recorded in .*: .*File exists"):
             steps(model, optimizer, 1)
+        steps(model, optimizer, 1)
     assert Recording(tmp_path / "a").steps == [1]
+    assert optimizer.state[next(model.parameters())]["step"] == 3
+
+
+def test_a_full_disk_ends_the_recording_at_any_write_and_not_the_training(tmp_path, monkeypatch):
+    class Full:
+        left = 0
+
+        def write(self, data):
+            if self.left < len(data):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.left -= len(data)
+            return len(data)
+
+        def close(self):
+            pass
+
+    full = Full()
+    first = Writer.__init__
+
+    def begin(writer, *args):
+        first(writer, *args)
+        for file in writer._files.values():
+            file.close()
+        writer._files = dict.fromkeys(writer._files, full)
+
+    monkeypatch.setattr(Writer, "__init__", begin)
+    for room in (0, 300, 5000, 20_000):
+        full.left, model = room, network()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.warns(RuntimeWarning) as told:
+            with Recorder(model, optimizer, tmp_path / str(room)):
+                steps(model, optimizer, 4)
+        assert ["No space left on device" in str(each.message) for each in told] == [True]
+        assert optimizer.state[next(model.parameters())]["step"] == 4
+
+
+def test_names_with_lone_surrogates_are_recorded_and_kept(tmp_path):
+    model = torch.nn.Module()
+    model.add_module("a\ud800b", torch.nn.Linear(300, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[1]):
+        for _ in range(2):
+            model.get_submodule("a\ud800b")(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+    found = Recording(tmp_path / "a")
+    assert found.steps == [1, 2]
+    bits, held = found.kept(1, ("a\ud800b.weight", "weight"))
+    assert len(bits) == 600
+    assert held.all()
+    assert replay(found.ranks[0], 1) == []
 
 
 @pytest.mark.parametrize(

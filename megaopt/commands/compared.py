@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,7 +175,7 @@ def replay(
         ConfigError: safetensors, which reads what was kept, is not installed.
         RecordingError: the step was not kept, or its optimizer cannot be made here.
     """
-    if find_spec("safetensors") is None:
+    if importlib.util.find_spec("safetensors") is None:
         raise ConfigError(f"replay needs safetensors: {how_to_install('record')}")
     from megaopt.recording.replay import replay as take  # which needs torch
 

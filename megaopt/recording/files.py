@@ -242,10 +242,10 @@ class Rank:
         """The first line, without what it does not know."""
         schema = self.run.get("schema")
         require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
-        check(self.run, RUN, str(manifest))
+        check(self.run, RUN, f"lines of {str(manifest)!r}")
         own = [without_none(line) for line in lines if line.get("is") == "optimizer"]
         for line in own:
-            check(line, OPTIMIZER, str(manifest))
+            check(line, OPTIMIZER, f"lines of {str(manifest)!r}")
         numbered = {line.get("source", index): line for index, line in enumerate(own)}
         self.optimizers = [{"options": {}, **numbered[source]} for source in sorted(numbered)]
         self.values = [_value(line, manifest) for line in lines if line.get("is") == "value"]
@@ -256,7 +256,7 @@ class Rank:
         self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE, known)
         self._check_samples()
         for line in map(without_none, _lines(scalars)):
-            check(line, {**STEP, **SCALARS}, str(scalars))
+            check(line, {**STEP, **SCALARS}, f"lines of {str(scalars)!r}")
             key = line["step"], line["source"]
             found = len(self._rows.get(key, ())), len(self._samples.get(key, ()))
             if found == (line.pop("rows"), line.pop("samples")):  # a machine may lose writes
@@ -358,12 +358,12 @@ def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(line: Mapping[str, Any], path: Path) -> Value:
-    check(line, VALUE, str(path))
+    check(line, VALUE, f"lines of {str(path)!r}")
     place = line.get("place")
     own = {**line, "shape": tuple(line["shape"]), "place": None if place is None else tuple(place)}
     value = Value(*(own[name] for name in Value._fields))
     fits = value.place is None or end_of(value.place) <= math.prod(value.shape)
-    require(fits, f"place in {str(path)!r}", f"within the shape {value.shape}", place)
+    require(fits, f"place in lines of {str(path)!r}", f"within the shape {value.shape}", place)
     return value
 
 

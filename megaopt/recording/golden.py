@@ -149,12 +149,17 @@ class _Together(_Summary):
         }
 
 
+def _whole_steps(recording: Recording) -> list[int]:
+    """A recording's steps; RecordingError where it has none."""
+    if not recording.steps:
+        where = str(recording.folder)
+        raise RecordingError(f"recording must have a step that is whole on all ranks, got {where!r}")
+    return recording.steps
+
+
 def entry_of(recording: Recording) -> dict[str, Any]:
     """What a file keeps of a recording; RecordingError where that is too much."""
-    steps = recording.steps
-    require(
-        bool(steps), f"steps of {str(recording.folder)!r}", "whole on all ranks", "no such step"
-    )
+    steps = _whole_steps(recording)
     kept = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
     together = _Together(recording)
     for run, chosen in ((recording, kept), (recording, [steps[0], steps[-1]]), (together, kept)):
@@ -410,9 +415,9 @@ DIGITS = 5
 
 def megatron_values(recording: Recording) -> dict[str, dict[str, Any]]:
     """The numbers of a run as Megatron-LM's functional tests keep them, in full precision."""
-    found = {}
+    found, whole = {}, _whole_steps(recording)
     for metric, number in METRICS.items():
-        texts = {step: number(recording.scalars(step)) for step in recording.steps}
+        texts = {step: number(recording.scalars(step)) for step in whole}
         values = {str(step): float.fromhex(t) for step, t in texts.items() if is_float(t)}
         if values:
             steps = [int(step) for step in values]

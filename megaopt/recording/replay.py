@@ -112,7 +112,7 @@ def _differences(
     params = {name: _param(name, kept[name]) for group in names for name in group}
     lost = [name for name in kept if "grad" in kept[name] and name not in params]
     if lost:
-        raise RecordingError(f"groups at the run's end must have the step's, got no {lost[0]!r}")
+        raise RecordingError(f"groups at the run's end must have the step's, got no {lost[0]}")
     told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
     options = [{name: _option(value) for name, value in group} for group in told]
     counts = [own.pop("step") for own in options]
@@ -144,7 +144,7 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 
 def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
     if "old weight" not in tensors:
-        words = f"step must have been kept with the weights before it, got no {name!r}"
+        words = f"step must have been kept with the weights before it, got no {name}"
         raise RecordingError(words)
     weight = tensors["old weight"].clone()
     param = torch.nn.Parameter(weight)

@@ -267,6 +267,7 @@ class Rank:
         widths = numpy.array([WIDTHS.get(value.dtype, 0) for value in self.values], "u4")
         numels = [min(math.prod(value.shape), SAMPLES) for value in self.values]
         elements = numpy.array(numels, "i8")
+        shared = numpy.array([value.place is not None for value in self.values], bool)
         for rows in self._samples.values():
             number, width = rows["value"], rows["width"]
             known = widths[number]
@@ -274,7 +275,7 @@ class Rank:
             beyond = rows["held"] >> numpy.minimum(most, SAMPLES - 1).astype("u8")
             held_fits = (most == SAMPLES) | (beyond == 0)
             width_fits = numpy.isin(width, (1, 2, 4, 8)) & ((known == 0) | (known == width))
-            if not (held_fits & width_fits).all():
+            if not (held_fits & width_fits & shared[number]).all():
                 where = f"samples in {str(self.folder / 'samples.bin')!r}"
                 raise RecordingError(f"{where} must be of the tensors that the manifest names")
 

@@ -153,7 +153,9 @@ def _whole_steps(recording: Recording) -> list[int]:
     """A recording's steps; RecordingError where it has none."""
     if not recording.steps:
         where = str(recording.folder)
-        raise RecordingError(f"recording must have a step that is whole on all ranks, got {where!r}")
+        raise RecordingError(
+            f"recording must have a step that is whole on all ranks, got {where!r}"
+        )
     return recording.steps
 
 

@@ -21,7 +21,7 @@ NAMES = (
     "\u202egnp.exe",
     "\u200b\u2066x\u2069",
     "\ud800",
-    "=HYPERLINK(\"https://example.com\")",
+    '=HYPERLINK("https://example.com")',
     "@SUM(1)",
     "../../up",
     "/etc/passwd",
@@ -80,7 +80,10 @@ def rename(folder, names, others):
         known = dict.fromkeys(line["name"] for line in lines if line["is"] == "value")
         several = -(-len(names) // len(known))
         parts = [names[i * several : (i + 1) * several] for i in range(len(known))]
-        new = {name: ".".join([*own, str(i)]) for i, (name, own) in enumerate(zip(known, parts))}
+        new = {
+            name: ".".join([*own, str(i)])
+            for i, (name, own) in enumerate(zip(known, parts, strict=True))
+        }
         for line in lines:
             if line["is"] == "value":
                 line["name"] = new[line["name"]]
@@ -113,7 +116,18 @@ def rename(folder, names, others):
 OTHERS = (
     *(None, True, 0, -1, 1, 7, 64, 2**31, 2**53, 2**63, 2**64, 10**40, 1.5, float("nan")),
     *("", "x", "0x", "0x1p99999", "nan", "-inf", "../../x", "\x1b[2J", "\ud800", "1" * 5000),
-    *([], [[]], [None], [1, 2, 3, 4], ["x"], [0, 0, 0, 1], [0, 1, 5, 2**62], {}, {"x": 1}, {"": {}}),
+    *(
+        [],
+        [[]],
+        [None],
+        [1, 2, 3, 4],
+        ["x"],
+        [0, 0, 0, 1],
+        [0, 1, 5, 2**62],
+        {},
+        {"x": 1},
+        {"": {}},
+    ),
     *("float64", "float32", "bfloat16", "int8", "Tensor", "optim", "old weight", "grad", "master"),
 )
 

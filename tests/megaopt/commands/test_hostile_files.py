@@ -1,7 +1,6 @@
 """Files that came from somebody else run no code, move no cursor, and are refused in words."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from megaopt.commands import bisect, cli, exits
 
 STATUSES = {exits.DONE, exits.DIFFERENT, exits.REFUSED, exits.STOP, bisect.SKIP}
 """Those that docs and exits name."""
+RAW = {"Cc", "Cf", "Cs"}
+"""Characters that control, that direct or hide, and halves of some."""
 NO_FILES = "it reads no file that somebody else may have written"
 
 
@@ -23,7 +24,6 @@ def recordings(folder):
     """Two runs that part at step 2, and their file of golden values."""
     recorded("adamw foreach", folder / "a", level="blocks", keep=[1, 2])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hostile.__dict__, "x", None)
         patch.setattr(torch.optim.AdamW, "__init__", slower(torch.optim.AdamW.__init__))
         recorded("adamw foreach", folder / "b", level="blocks", keep=[1, 2])
 
@@ -42,9 +42,10 @@ def runs(tmp_path_factory):
         patch.chdir(folder)
         recordings(folder)
     assert cli.main(["golden", "make", str(folder / "golden.json"), str(folder / "a")]) == 0
-    assert cli.main(
-        ["golden", "make", str(folder / "megatron.json"), str(folder / "a"), "--megatron"]
-    ) == 0
+    assert (
+        cli.main(["golden", "make", str(folder / "megatron.json"), str(folder / "a"), "--megatron"])
+        == 0
+    )
     return folder
 
 
@@ -120,7 +121,7 @@ def attacked(tmp_path, monkeypatch, capsys):
             assert status in STATUSES, where
             assert "internal error" not in err, where
             assert "Traceback" not in err, where
-            assert not [c for c in out + err if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c != "\n"], where
+            assert not {unicodedata.category(c) for c in out + err if c != "\n"} & RAW, where
             assert not marker.exists(), where
             new = {path.parts[1] for path in files_in(tmp_path) - before}
             assert new <= ASKED_FOR, where
@@ -250,7 +251,9 @@ def test_python_m_takes_nothing_from_the_working_directory(runs, tmp_path, modul
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("file", ["checkpoint.pt", "golden.json", "map.json", "megatron.json", "kept", "config.toml"])
+@pytest.mark.parametrize(
+    "file", ["checkpoint.pt", "golden.json", "map.json", "megatron.json", "kept", "config.toml"]
+)
 def test_no_pickle_is_read(runs, tmp_path, attacked, file):
     folder = tmp_path / "files"
     shutil.copytree(runs, folder)
@@ -295,7 +298,8 @@ def test_names_are_text_whatever_they_are(runs, tmp_path, attacked):
     assert cli.main(["golden", "make", str(folder / "golden.json"), str(folder / "a")]) in (0, 2)
     texts = dict(zip(hostile.NAMES, reversed(hostile.NAMES), strict=True))
     (folder / "map.json").write_text(json.dumps(texts))
-    words = "".join(f"[[variant]]\nname = {json.dumps(n)}\n" for n in hostile.NAMES if n != "\ud800")
+    texts = [json.dumps(name) for name in hostile.NAMES if name != "\ud800"]
+    words = "".join(f"[[variant]]\nname = {text}\n" for text in texts)
     (folder / "config.toml").write_text(f'"\\u001b[2J" = 1\n{words}')
     (folder / "checkpoint.pt").write_bytes(b"\x1b[2J")
     found = {name: attacked(name) for name in READERS}

@@ -38,22 +38,20 @@ def test_a_step_is_written_when_the_device_is_done(tmp_path, event):
     assert found[1][0]["losses"] == [(2.0).hex()]
 
 
-def put_many(sink, first):
-    for number in range(first, 1000):
-        sink.put(Step(number=number), CUDA)
+def put_all(sink, devices):
+    sink.put(Step(number=2, losses=["no number"]), devices)
+    for number in range(3, 1000):
+        sink.put(Step(number=number), devices)
+    sink.close()
 
 
 @pytest.mark.parametrize("devices", [CUDA, set()], ids=["thread", "at once"])
 def test_what_cannot_be_written_is_told_once_and_raises_nothing(tmp_path, event, devices):
     event.set()
-    writer = Writer(tmp_path, 0, {})
-    sink = Sink(writer)
+    sink = Sink(Writer(tmp_path, 0, {}))
     sink.put(Step(number=1), devices)
     with pytest.warns(RuntimeWarning) as told:
-        sink.put(Step(number=2, losses=["no number"]), devices)
-        for number in range(3, 1000):
-            sink.put(Step(number=number), devices)
-        sink.close()
+        put_all(sink, devices)
     (warning,) = told
     assert str(warning.message).startswith(f"nothing more is recorded in '{tmp_path}/rank-0': ")
     assert "no number" in str(warning.message)

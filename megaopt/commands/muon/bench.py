@@ -38,7 +38,7 @@ from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.console import make_console
-from megaopt.commands.regression.group import deaf
+from megaopt.commands.regression.group import apart, deaf
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import require
@@ -391,7 +391,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # CUDA allows no copies
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(work, theirs))
-        with deaf():
+        with apart(), deaf():
             self._process.start()
         theirs.close()
 

@@ -10,6 +10,7 @@ import hostile
 import pytest
 import torch
 from recorded import recorded
+from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import bisect, cli, exits
 
@@ -241,14 +242,31 @@ def test_an_installed_optimizer_is_taken_where_nothing_stands_before_it(
     assert statuses == [0, 2, 2, 2], capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["safetensors", "evil", "rich", "pydantic", "numpy"])
-def test_python_m_takes_nothing_from_the_working_directory(runs, tmp_path, module):
+def run_beside_modules(tmp_path, names, *arguments):
+    """Runs `python -m megaopt` in a folder that has modules of these names; what it printed."""
     marker = tmp_path / "marker"
-    (tmp_path / f"{module}.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    command = [sys.executable, "-m", "megaopt", "diff", str(runs / "a"), str(runs / "a")]
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})\n")
+    command = [sys.executable, "-m", "megaopt", *map(str, arguments)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not marker.exists()
+    assert done.returncode == 0, done.stderr
+    assert not marker.exists(), marker.read_text()
+    return done.stdout
+
+
+def test_python_m_takes_nothing_from_the_working_directory(runs, tmp_path):
+    names = ("safetensors", "rich", "tyro", "numpy", "json", "torch", "sitecustomize")
+    run_beside_modules(tmp_path, names, "diff", runs / "a", runs / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no PYTHONSAFEPATH")
+def test_ranks_of_a_regression_take_nothing_from_the_working_directory(tmp_path):
+    """The configuration may have come with modules; a started Python looks there first."""
+    (tmp_path / "run.toml").write_text(tiny_run() + UNFUSED + fused())
+    names = ("multiprocessing", "pickle", "signal", "numpy", "torch", "megatron")
+    out = run_beside_modules(tmp_path, names, "regress", "run.toml", "--out", tmp_path / "out")
+    assert "identical: " in out
 
 
 @pytest.mark.parametrize(

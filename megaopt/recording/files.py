@@ -239,7 +239,7 @@ class Rank:
                 f"recording must be a folder with manifest.jsonl, got {str(folder)!r}"
             )
         self.run: dict[str, Any] = {"environment": {}, **without_none(lines[0])}
-        """The first line, without what it does not know."""
+        """The first line of the manifest."""
         schema = self.run.get("schema")
         require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
         check(self.run, RUN, f"lines of {str(manifest)!r}")
@@ -353,9 +353,15 @@ def encodable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
+DEFAULTED = ("environment", "options", "steps_as", "source", "losses", "groups", "rng", "batch")
+"""Keys for which readers have something else where they are not there, as an empty list."""
+
+
 def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line without the keys that say nothing."""
-    return {name: value for name, value in line.items() if value is not None}
+    """A line without those of these keys that are null."""
+    return {
+        name: value for name, value in line.items() if value is not None or name not in DEFAULTED
+    }
 
 
 def _value(line: Mapping[str, Any], path: Path) -> Value:

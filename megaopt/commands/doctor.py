@@ -47,7 +47,11 @@ INTERPRETER = (
     "on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before it "
     "imports megaopt"
 )
-WORKS = {True: coloured("green", "yes"), False: coloured("red", "NO"), None: "not here"}
+WORKS: dict[bool | None, str | Text] = {
+    True: coloured("green", "yes"),
+    False: coloured("red", "NO"),
+    None: "not here",
+}
 
 # below, at and above a program's chunk, one that is unaligned in 16 bytes, and many chunks
 VECTORS = TensorSet(

@@ -359,9 +359,8 @@ DEFAULTED = ("environment", "options", "steps_as", "source", "losses", "groups",
 
 def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
     """A line without those of these keys that are null."""
-    return {
-        name: value for name, value in line.items() if value is not None or name not in DEFAULTED
-    }
+    nothing = {name for name in DEFAULTED if line.get(name) is None}
+    return {name: value for name, value in line.items() if name not in nothing}
 
 
 def _value(line: Mapping[str, Any], path: Path) -> Value:

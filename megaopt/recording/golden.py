@@ -272,8 +272,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     content = read_json(path.read_bytes(), f"golden values {str(path)!r}")
     if not isinstance(content, dict) or content.get("is") != "golden values":
         raise RecordingError(f"golden values must be a file that make wrote, got {str(path)!r}")
-    schema, entries = content.get("schema"), content.get("entries")
+    schema = content.get("schema")
     require(schema == SCHEMA, f"schema of {str(path)!r}", str(SCHEMA), schema)
+    entries: Any = content.get("entries")
     is_list = isinstance(entries, list) and bool(entries)
     require(is_list, f"entries of {str(path)!r}", "a list of one at least", entries)
     for entry in entries:
@@ -420,7 +421,8 @@ def megatron_values(recording: Recording) -> dict[str, dict[str, Any]]:
     found, whole = {}, _whole_steps(recording)
     for metric, number in METRICS.items():
         texts = {step: number(recording.scalars(step)) for step in whole}
-        values = {str(step): float.fromhex(t) for step, t in texts.items() if is_float(t)}
+        known = {step: text for step, text in texts.items() if text and is_float(text)}
+        values = {str(step): float.fromhex(text) for step, text in known.items()}
         if values:
             steps = [int(step) for step in values]
             found[metric] = {

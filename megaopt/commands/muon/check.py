@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch.nn import Parameter
 
 from megaopt import FusedMuon
@@ -242,7 +243,11 @@ def table_of(findings: Sequence[Finding]) -> Table:
     headings = ("matrix", "spectrum", "method", "precision", ">error", ">torch's error",
                 ">error / torch's", ">in the mean", ">above", "twin's bits", "")  # fmt: skip
     table = make_table("against fp64, by norm", headings)
-    bits = {None: "", True: "the same", False: coloured("red", "OTHERS")}
+    bits: dict[bool | None, str | Text] = {
+        None: "",
+        True: "the same",
+        False: coloured("red", "OTHERS"),
+    }
     for each in findings:
         case, part = each.case, each.error / each.torchs if each.torchs else math.nan
         numbers = f"{each.error:.3g}", f"{each.torchs:.3g}", f"{part:.3f}", f"<= {case.part:g}"

@@ -78,7 +78,7 @@ class _Lines(Progress):
         self._told = now
         task = next(each for each in self.tasks if each.id == task_id)
         line = f"{now - self._began:5.0f} s  {task.description}: {task.completed:.0f}"
-        self.console.print(f"{line} of {task.total:.0f}", highlight=False)
+        self.console.print(f"{line} of {task.total:.0f}", highlight=False, markup=False)
 
 
 def step_progress(console: Console) -> Progress:

@@ -89,12 +89,15 @@ class Writer:
         folder: of the run.
         rank: of this process.
         run: what is to be known of the run; JSON can hold it.
+        raises: whether what cannot be written, as on a full disk, is an OSError. Else a warning says
+            so, once, and nothing more is written: a training goes on.
 
-    Raises FileExistsError where the rank has a recording there already. Training never ends by what
-    cannot be written, as on a full disk: a warning says where the recording ends.
+    Raises FileExistsError where the rank has a recording there already.
     """
 
-    def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, run: Mapping[str, Any], raises: bool = True
+    ) -> None:
         self.folder = folder / f"rank-{rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -109,7 +112,7 @@ class Writer:
                 " processes train, start each by a `megaopt record` of its own, or make a Recorder"
                 " with its own out in each instead"
             ) from None
-        self.is_stopped = False
+        self._raises, self.is_stopped = raises, False
         """Whether nothing more is written, as nothing behind a torn block could be read."""
         self._numbers: dict[Value, int] = {}
         self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
@@ -175,6 +178,8 @@ class Writer:
             while view and not self.is_stopped:  # a raw file may take a part
                 view = view[self._files[name].write(view) :]
         except OSError as error:
+            if self._raises:
+                raise
             self.stop(error)
 
 

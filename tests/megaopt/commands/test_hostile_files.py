@@ -361,12 +361,12 @@ def check_damaged(runs, tmp_path, attacked, seeds):
 
 
 def test_damaged_files_are_refused_in_words(runs, tmp_path, attacked):
-    check_damaged(runs, tmp_path, attacked, range(20))
+    check_damaged(runs, tmp_path, attacked, range(10))
 
 
 @pytest.mark.slow
-def test_a_thousand_damaged_files_are_refused_in_words(runs, tmp_path, attacked):
-    check_damaged(runs, tmp_path, attacked, range(1000, 2000))
+def test_two_hundred_damaged_recordings_are_refused_in_words(runs, tmp_path, attacked):
+    check_damaged(runs, tmp_path, attacked, range(1000, 1200))
 
 
 def test_the_verdict_stands_before_what_is_said_of_a_damaged_file(runs, tmp_path, capsys):

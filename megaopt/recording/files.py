@@ -89,8 +89,8 @@ class Writer:
         folder: of the run.
         rank: of this process.
         run: what is to be known of the run; JSON can hold it.
-        raises: whether what cannot be written, as on a full disk, is an OSError. Else a warning says
-            so, once, and nothing more is written: a training goes on.
+        raises: whether what cannot be written, as on a full disk, is an OSError. Else a warning
+            says so, once, and nothing more is written: a training goes on.
 
     Raises FileExistsError where the rank has a recording there already.
     """

@@ -80,8 +80,8 @@ class Recorder:
         vocabulary: rows of Megatron's embedding that are not padding; None: all.
 
     Raises ValueError for an argument out of range, and for RANK or WORLD_SIZE in the environment
-    that is no number, and FileExistsError where a rank has a recording in the folder. What cannot be
-    written, as on a full disk, ends the recording with a RuntimeWarning, and never the training.
+    that is no number, and FileExistsError where a rank has a recording in the folder. What cannot
+    be written, as on a full disk, ends the recording with a RuntimeWarning, never the training.
     """
 
     def __init__(

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megaopt.recording.blame import Blame
+from megaopt.recording.checks import RecordingError
 from megaopt.recording.compare import compare
-from megaopt.recording.files import Recording, RecordingError
+from megaopt.recording.files import Recording
+from megaopt.recording.printable import short
 
 GOOD, BAD, SKIP = 0, 1, 125
 """The statuses of a commit to `git bisect run`, which takes all but 125 from 1 to 127 for bad."""
@@ -57,7 +59,7 @@ def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
     found = _parting(right, run, step)
     if found is not None:
         like = "as bad does" if _parting(wrong, run, step) is None else "otherwise than bad"
-        print(f"bad: step {found.step}: {found.text} ({like})")
+        print(short(f"bad: step {found.step}: {found.text} ({like})"))
         return BAD
     if step not in run.steps:
         print(f"skip: the command ended before step {step}")

@@ -23,7 +23,6 @@ from megaopt.commands import exits
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
 PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
 # no package index has it yet
-INSTALL = "'megaopt[cli] @ git+https://github.com/megaopt/megaopt'"
 
 DESCRIPTION = (
     "Fused optimizers with the same bits everywhere. --version shows the version; COMMAND --help "
@@ -131,7 +130,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         names = ", ".join(missing)
-        print(f"megaopt needs {names}: pip install {INSTALL}", file=sys.stderr)
+        print(f"megaopt needs {names}: {exits.how_to_install('cli')}", file=sys.stderr)
         return exits.REFUSED
     import tyro
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
-from json import loads
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.markup import escape
 
-from megaopt.commands.console import make_console, make_table
-from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
+from megaopt.commands.console import coloured, make_console, make_table
+from megaopt.commands.exits import DIFFERENT, DONE, REFUSED, how_to_install
+from megaopt.commands.toml_tables import ConfigError
 from megaopt.recording import golden as values
 from megaopt.recording.blame import Blame
+from megaopt.recording.checks import RecordingError, read_json
 from megaopt.recording.compare import Comparison, Growth, Repeats, compare
-from megaopt.recording.files import Rank, Recording, RecordingError
+from megaopt.recording.files import Rank, Recording
 from megaopt.recording.pair import shown
+from megaopt.recording.printable import short
 from megaopt.saving.files import replacing, write_json
 
 STATUS = {
@@ -136,7 +138,7 @@ def _check(file: Path, recording: Recording, github: bool) -> int:
 
 
 def _tell_drift(found: values.Checked, console: Console) -> None:
-    console.print(found.line, highlight=False, markup=False)
+    console.print(found.line, highlight=False)
     rows = [
         (what, str(step), repr(mine), repr(theirs), f"{abs(theirs - mine) / (abs(mine) or 1):.2g}")
         for what, step, mine, theirs in found.drift
@@ -150,7 +152,13 @@ BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
 
 
 def replay(
-    run: Path, /, *, step: int, rank: int = 0, backend: Literal["triton", "cpu", "torch"] = "torch"
+    run: Path,
+    /,
+    *,
+    step: int,
+    rank: int = 0,
+    backend: Literal["triton", "cpu", "torch"] = "torch",
+    optimizer: tuple[str, ...] = (),
 ) -> int:
     """Take a step that a recording kept again, here, and compare the bits.
 
@@ -160,26 +168,31 @@ def replay(
         rank: Whose tensors.
         backend: torch: the recorded optimizer, on the CPU; cpu, triton: megaopt's own, by that
             backend.
+        optimizer: Full names of optimizers' classes of your own, as my.module.Adam: their code
+            runs. Others are taken from installed packages alone.
+
+    Raises:
+        ConfigError: safetensors, which reads what was kept, is not installed.
+        RecordingError: the step was not kept, or its optimizer cannot be made here.
     """
+    if importlib.util.find_spec("safetensors") is None:
+        raise ConfigError(f"replay needs safetensors: {how_to_install('record')}")
     from megaopt.recording.replay import replay as take  # which needs torch
 
-    lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend])
+    lines = take(Rank(run / f"rank-{rank}"), step, BACKENDS[backend], optimizer)
     return _tell_lines(lines, f"step {step} of rank {rank}, bit for bit")
 
 
 def _tell_lines(different: Sequence[str], same: str) -> int:
     """Prints what differs, a line each."""
     for line in different or [same]:
-        print(f"{'different' if different else 'same'}: {line}")
+        print(short(f"{'different' if different else 'same'}: {line}"))
     return DIFFERENT if different else DONE
 
 
 def read_names(path: Path) -> dict[str, str]:
     """A map of names: a JSON file of one dict of texts; RecordingError for another."""
-    try:
-        found = loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RecordingError(f"map must be a file of JSON, got {str(path)!r}: {error}") from None
+    found = read_json(path.read_bytes(), f"map {str(path)!r}")
     if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
         raise RecordingError(f"map must be a dict of texts, as {{'b': 'a'}}, got {str(path)!r}")
     return found
@@ -188,23 +201,21 @@ def read_names(path: Path) -> dict[str, str]:
 def annotation(command: str, line: str, status: int) -> str:
     """A line that GitHub shows beside a pull request."""
     kind = {DONE: "notice", DIFFERENT: "error", REFUSED: "warning"}[status]
-    text = line.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-    return f"::{kind} title=megaopt {command}::{text}"
+    return f"::{kind} title=megaopt {command}::{short(line).replace('%', '%25')}"
 
 
 def tell(found: Comparison, console: Console) -> None:
     """Prints the verdict, then what belongs to it."""
     colour = COLOURS.get(found.verdict, "red")
     verdict, colon, rest = found.line.partition(":")
-    line = f"[{colour}]{escape(verdict)}[/]{colon}{escape(rest)}"
-    console.print(line, highlight=False, soft_wrap=True)
+    console.print(coloured(colour, verdict, colon + rest), highlight=False, soft_wrap=True)
     for line in found.remarks():
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
     for title, differences in (("environment", found.environment), ("options", found.options)):
         rows = [(each.name, shown(each.a), shown(each.b)) for each in differences]
         print_table(console, title, ("", "A", "B"), rows)
     if found.blame is not None and found.blame.tensors:
-        console.print(escape(_tensors(found.blame)), highlight=False)
+        console.print(_tensors(found.blame), highlight=False)
     print_table(console, "how it grows", GROWTH, growth_rows(found.growth))
     print_table(console, "B against repeats of A", NOISE, noise_rows(found.noise))
 
@@ -220,7 +231,7 @@ def print_table(
     console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> None:
     """Prints a table; nothing where it has no rows."""
-    table = make_table(title, columns, (map(escape, row) for row in rows))
+    table = make_table(title, columns, rows)
     if table.row_count:
         console.print(table, highlight=False)
 

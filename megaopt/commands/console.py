@@ -1,4 +1,8 @@
-"""Where the commands print: a terminal, or a pipe or file, where no line is cut or folded."""
+"""Where the commands print: a terminal, or a pipe or file, where no line is cut or folded.
+
+A text is shown as it is: names in square brackets are no markup, `:cat:` is no picture, and what is
+no printable character is shown as its escape. Only `coloured` makes colours.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
+
+from megaopt.recording.printable import short
 
 UNLIMITED = 10_000
 """Columns of what is no terminal: more than any line has."""
@@ -27,6 +34,10 @@ EVERY = 15.0
 
 
 class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A text on its way to the terminal, in cells of tables too."""
+        return super().render_str(short(text), **{**options, "markup": False, "emoji": False})
+
     def on_broken_pipe(self) -> None:
         """Let the error through: rich would end the process with 1, which means a difference."""
         raise
@@ -37,7 +48,7 @@ def make_console() -> Console:
 
     The environment's COLUMNS goes first.
     """
-    console = _Console()
+    console = _Console(markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = UNLIMITED
     return console
@@ -77,14 +88,19 @@ def step_progress(console: Console) -> Progress:
     """
     if not console.is_terminal:
         return _Lines(console)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     # steps may take seconds: the estimate is of the last five minutes, not of thirty seconds
     return Progress(*columns, *times, console=console, speed_estimate_period=300)
 
 
+def coloured(colour: str, text: str, rest: str = "") -> Text:
+    """A text in a colour, and what follows it without one."""
+    return Text.assemble((short(text), colour), short(rest))
+
+
 def make_table(
-    title: str | None, headings: Sequence[str], rows: Iterable[Iterable[str]] = ()
+    title: str | None, headings: Sequence[str], rows: Iterable[Iterable[str | Text]] = ()
 ) -> Table:
     """A table whose long cells fold, without a head where all headings are empty.
 

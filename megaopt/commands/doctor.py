@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from rich.markup import escape
+from rich.text import Text
 
 from megaopt.commands import environment, exits
 from megaopt.commands.bench import equality
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import PEERS
-from megaopt.commands.console import make_console, make_table
+from megaopt.commands.console import coloured, make_console, make_table
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
 from megaopt.commands.golden.check import outcome, why_not_compared
@@ -47,7 +47,11 @@ INTERPRETER = (
     "on Triton's interpreter, which is slow: another program must set TRITON_INTERPRET=1 before it "
     "imports megaopt"
 )
-WORKS = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "not here"}
+WORKS: dict[bool | None, str | Text] = {
+    True: coloured("green", "yes"),
+    False: coloured("red", "NO"),
+    None: "not here",
+}
 
 # below, at and above a program's chunk, one that is unaligned in 16 bytes, and many chunks
 VECTORS = TensorSet(
@@ -90,9 +94,7 @@ def main(*, check: bool = False) -> int:
         findings += [each for device in devices()[1:] for each in examine_products(device)]
     peers = examine_peers(MODES) if check else None
     verdict, healthy = judge(findings, peers)
-    console.print(
-        verdict, soft_wrap=True, highlight=False, markup=False, style="green" if healthy else "red"
-    )
+    console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     here = environment.describe()
     here["megatron-core"] = installed("megatron-core")
     here |= {"extension": native.status(), **host_memory()}
@@ -243,5 +245,5 @@ def libraries() -> dict[str, str]:
     }
 
 
-def _rows(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
-    return [(*each.of, WORKS[each.works], escape(each.note)) for each in findings]
+def _rows(findings: Sequence[Finding]) -> list[tuple[str | Text, ...]]:
+    return [(*each.of, WORKS[each.works], each.note) for each in findings]

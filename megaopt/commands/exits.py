@@ -11,6 +11,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 
+from megaopt.recording.printable import short
+
 DONE = 0
 """Done; nothing differs."""
 DIFFERENT = 1
@@ -27,10 +29,12 @@ DEBUG = "MEGAOPT_DEBUG"
 USERS_ERRORS = {
     "megaopt.commands.source": "SourceError",
     "megaopt.commands.toml_tables": "ConfigError",
-    "megaopt.recording.files": "RecordingError",
+    "megaopt.recording.checks": "RecordingError",
     "megaopt.saving.checkpoint": "CheckpointError",
 }
 """The error of each module whose message is for users."""
+REPOSITORY = "https://github.com/megaopt/megaopt"
+"""Where releases come from until an index of packages has them; pyproject.toml names it too."""
 MEMORY_ERRORS = {"torch": "OutOfMemoryError"}
 
 
@@ -57,6 +61,11 @@ def run(command: Callable[[], int]) -> int:
         _say(describe_error(error))
         _drop_output_that_cannot_be_written()
         return REFUSED
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs one of megaopt's extras."""
+    return f"pip install 'megaopt[{extra}] @ git+{REPOSITORY}'"
 
 
 def describe_error(error: Exception) -> str:
@@ -103,7 +112,7 @@ def _has_a_class_of(error: Exception, names: Mapping[str, str]) -> bool:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # of a closed stderr
-        print(f"megaopt: {text}", file=sys.stderr, flush=True)
+        print("megaopt: " + "\n".join(map(short, text.split("\n"))), file=sys.stderr, flush=True)
 
 
 def _drop_output_that_cannot_be_written() -> None:

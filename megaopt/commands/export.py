@@ -13,8 +13,11 @@ from megaopt.commands.exits import DONE
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.recording.files import Recording
 from megaopt.recording.pair import flat, shown
+from megaopt.recording.printable import printable
 from megaopt.saving.files import replacing
 
+FORMULAS = ("=", "+", "-", "@")
+"""Beginnings of what programs that open tables take for formulas, which may run commands."""
 COLUMNS = ("step", "rank", "optimizer", "name", "quantity", "value", "digest")
 Row = dict[str, Any]
 
@@ -41,9 +44,19 @@ def export(run: Path, to: Path, /) -> int:
         else:
             writer = csv.DictWriter(text, COLUMNS)
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
         text.detach()  # not closed: the file is put in its place first
     return DONE
+
+
+def cell(value: Any) -> str:
+    """A value as a cell of a table: printable, and no formula to programs that reckon."""
+    text = printable(str(value))
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}" if text.startswith(FORMULAS) else text
+    return text
 
 
 def rows_of(recording: Recording, step: int) -> Iterator[Row]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from io import StringIO
 from typing import Any
 
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from megaopt.commands.regression.picture import COLOURS
 from megaopt.recording.compare import Comparison, Growth
 from megaopt.recording.pair import shown
+from megaopt.recording.printable import printable, short
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 62rem;
@@ -35,6 +36,13 @@ EQUAL, LITTLE, MUCH = "#dfe9df", "#f6c9a8", "#c0392b"
 """Colours of a quantity at a step: nothing differs, less than half of its tensors, half or more."""
 MOST = 12
 """Tensors that are listed."""
+WIDEST = 60
+"""Characters of a label in a picture."""
+
+
+def escape(text: str) -> str:
+    """A text as HTML has it."""
+    return html.escape(short(text))
 
 
 def page(found: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Sequence[str]]) -> str:
@@ -75,6 +83,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f"<table><tr>{head}</tr>{''.join(body)}</table>" if body else ""
 
 
+def _label(name: str) -> str:
+    """A name as matplotlib takes it for text: neither a formula, nor one that legends leave out."""
+    text = printable(name).replace("$", r"\$")
+    return (" " * text.startswith("_") + text)[:WIDEST]
+
+
 def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
     """What a function draws, as SVG that stands in a page; its text stays text."""
     settings: Any = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "megaopt"}
@@ -99,7 +113,7 @@ def draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
         axes.add_patch(matplotlib.patches.Rectangle(place, 0.92, 0.8, color=colour))
     axes.set_xlim(-0.5, max(len(steps), 8) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), map(_label, names))
     shown_steps = range(0, len(steps), -(-len(steps) // 16))
     axes.set_xticks(shown_steps, [steps[i] for i in shown_steps])
     axes.set_xlabel("step")
@@ -114,7 +128,9 @@ def draw_growth(axes: Any, growth: Sequence[Growth]) -> None:
     for i, name in enumerate(names):
         curve = [(e.step, e.relative) for e in growth if e.quantity == name and e.relative]
         colour = COLOURS[i % len(COLOURS)]
-        axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, color=colour, label=name)
+        axes.plot(
+            *zip(*curve, strict=True), marker="o", markersize=3, color=colour, label=_label(name)
+        )
     if names:
         axes.set_yscale("log")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
@@ -132,7 +148,7 @@ def _draw_histogram(axes: Any, histogram: dict[str, dict[int, int]]) -> None:
         total = sum(counts.values()) or 1
         places = [each - 0.4 + width * (i + 0.5) for each in bins]
         shares = [100 * counts.get(each, 0) / total for each in bins]
-        axes.bar(places, shares, width, color=COLOURS[i % len(COLOURS)], label=name)
+        axes.bar(places, shares, width, color=COLOURS[i % len(COLOURS)], label=_label(name))
     words = ["0", *(f"$2^{{{i}}}$" for i in range(len(bins)))]
     every = -(-len(bins) // 12)
     axes.set_xticks(bins[::every], words[: len(bins) : every])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaopt.commands.compared import read_names
+from megaopt.commands.exits import INTERRUPTED, how_to_install
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.recording.preload import VARIABLE
 
@@ -55,7 +57,8 @@ def record(
         audit: Hold the recording to the optimizers' laws afterwards; then the status is audit's.
 
     Raises:
-        ConfigError: a recording is there already, a number is out of range, or keep has no steps.
+        ConfigError: a recording is there already, a number is out of range, keep has no steps, or
+            safetensors, which keeps them, is not installed.
         RecordingError: map has no names.
         OSError: the folder cannot be made.
     """
@@ -63,9 +66,13 @@ def record(
         require(value is None or value >= 1, name, value, "a whole number >= 1")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
+    kept = list(steps_of(keep))
+    if kept and importlib.util.find_spec("safetensors") is None:
+        where = f"where safetensors is not installed ({how_to_install('record')})"
+        raise ConfigError(f"keep must be left out {where}, got {keep!r}")
     given = {
         "out": str(out.absolute()), "level": level, "every": every, "samples": samples,
-        "keep": list(steps_of(keep)), "names": map and read_names(map), "vocabulary": vocabulary,
+        "keep": kept, "names": map and read_names(map), "vocabulary": vocabulary,
     }  # fmt: skip
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
@@ -76,6 +83,8 @@ def record(
     status = child.wait()
     if not any(out.glob("rank-*")):
         print(f"megaopt: nothing was recorded: {NOTHING}", file=sys.stderr)
+    elif status in (-signal.SIGINT, INTERRUPTED):
+        print(f"megaopt: interrupted; {out} has the steps before", file=sys.stderr)
     if audit and not status:
         from megaopt.commands.audit import audit as hold
 

@@ -57,6 +57,8 @@ NO_GRADIENT = "it was stepped without a gradient that is recorded, as where grad
 APART = "elements of 8 bytes and shorter ones are sampled at other places"
 WEIGHTS = ("weight", "codes", "scale_inv")
 """Quantities that are no optimizer's own."""
+UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a law makes of options and samples that do not belong together."""
 TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
@@ -212,10 +214,13 @@ class Audit:
             tensors = self._owned(step)
             self._begin(step, tensors)
             for name, own in tensors.items():
-                before = self._before(step, name, own)
-                self._outside(step, name, own, before)
-                has_all_old = self._line(step, self._owners[name]).get("has_all_old")
-                self._tensor(step, name, with_old(own, {} if has_all_old else before))
+                try:
+                    before = self._before(step, name, own)
+                    self._outside(step, name, own, before)
+                    has_all_old = self._line(step, self._owners[name]).get("has_all_old")
+                    self._tensor(step, name, with_old(own, {} if has_all_old else before))
+                except UNFIT as error:
+                    self._skip(f"its law cannot take what is recorded ({error})", name)
             if tensors:
                 self._last_step = step
                 self._last = {n: Last(self._owners[n], own) for n, own in tensors.items()}
@@ -362,6 +367,8 @@ class Audit:
     def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
         """Updates of a parameter after one step, up to another; None: some are not recorded."""
         own = self._owners[name]
+        if last - first > len(self.recording.steps):
+            return None
         lines, together = self.recording.ranks[own.rank].scalars, self._together[own.rank]
         between = range(first + 1, last + 1)
         if any(together[own.source].isdisjoint(lines.get(step, ())) for step in between):

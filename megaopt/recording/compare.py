@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy
 
 from megaopt.recording.blame import BEGIN, Blame, first_blame
-from megaopt.recording.files import RecordingError, hexadecimal
+from megaopt.recording.checks import RecordingError
+from megaopt.recording.files import hexadecimal
 from megaopt.recording.measure import NEAR, as_numbers, farthest
 from megaopt.recording.pair import (
     Difference,
@@ -282,7 +283,10 @@ def compare(
     else:
         known = pair.dtypes(found.blame.step)
         found.reasons += [reason for reason in known if reason not in found.reasons]
-        found.elements = _elements(pair, found.blame)
+        try:
+            found.elements = _elements(pair, found.blame)
+        except RecordingError as error:  # which is no reason to keep the verdict back
+            found.notes.append(str(error))
         found.growth = list(_growth(pair, found.blame.step))
         found.histogram = _histogram(pair)
         _look_at_repeats(found, a, b, names, noise)
@@ -308,7 +312,8 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
     kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
     (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
-    if mine is None or theirs is None or dtype != other:
+    shapes = {side.values_at(blame.step)[key].shape for side in pair.both}
+    if mine is None or theirs is None or dtype != other or len(shapes) > 1:
         return None
     held = mine[1] & theirs[1]
     unlike = numpy.flatnonzero(held & (mine[0] != theirs[0]))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,19 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy
+
+from megaopt.recording.checks import (
+    OPTIMIZER,
+    RUN,
+    SCALARS,
+    STEP,
+    TENSOR,
+    VALUE,
+    RecordingError,
+    check,
+    read_json,
+    require,
+)
 
 SCHEMA = 1
 SAMPLES = 64
@@ -42,10 +56,13 @@ SAMPLE = numpy.dtype(
 )
 MAGIC = {"rows": b"ROWS", "samples": b"SAMP"}
 CHECK = numpy.dtype("<u4")
-
-
-class RecordingError(ValueError):
-    """A folder that holds no recording, or recordings that cannot be compared."""
+WIDTHS = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+"""Bytes of an element, by dtype; of others a row says it alone."""
 
 
 class Value(NamedTuple):
@@ -72,11 +89,15 @@ class Writer:
         folder: of the run.
         rank: of this process.
         run: what is to be known of the run; JSON can hold it.
+        raises: whether what cannot be written, as on a full disk, is an OSError. Else a warning
+            says so, once, and nothing more is written: a training goes on.
 
     Raises FileExistsError where the rank has a recording there already.
     """
 
-    def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, run: Mapping[str, Any], raises: bool = True
+    ) -> None:
         self.folder = folder / f"rank-{rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -91,6 +112,8 @@ class Writer:
                 " processes train, start each by a `megaopt record` of its own, or make a Recorder"
                 " with its own out in each instead"
             ) from None
+        self._raises, self.is_stopped = raises, False
+        """Whether nothing more is written, as nothing behind a torn block could be read."""
         self._numbers: dict[Value, int] = {}
         self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
 
@@ -141,10 +164,23 @@ class Writer:
         for file in self._files.values():
             file.close()
 
+    def stop(self, error: BaseException) -> None:
+        """Writes nothing more, and warns of it once; training goes on."""
+        if not self.is_stopped:
+            self.is_stopped = True
+            why = str(error) or type(error).__name__
+            words = f"nothing more is recorded in {str(self.folder)!r}: {why}"
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
+
     def _append(self, name: str, data: bytes) -> None:
         view = memoryview(data)
-        while view:  # a raw file may take a part
-            view = view[self._files[name].write(view) :]
+        try:
+            while view and not self.is_stopped:  # a raw file may take a part
+                view = view[self._files[name].write(view) :]
+        except OSError as error:
+            if self._raises:
+                raise
+            self.stop(error)
 
 
 def hexadecimal(number: float) -> str:
@@ -201,43 +237,56 @@ class Rank:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self._read(folder)
-        except (AttributeError, KeyError, TypeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise RecordingError(
-                f"lines of {str(folder)!r} must have the keys of a recording's, got {what}"
-            ) from error
-
-    def _read(self, folder: Path) -> None:
-        lines = list(_lines(folder / "manifest.jsonl"))
+        manifest, scalars = folder / "manifest.jsonl", folder / "scalars.jsonl"
+        lines = list(_lines(manifest))
         if not lines or lines[0].get("is") != "run":
             raise RecordingError(
                 f"recording must be a folder with manifest.jsonl, got {str(folder)!r}"
             )
-        self.run: dict[str, Any] = lines[0]
-        if self.run["schema"] != SCHEMA:
-            raise RecordingError(
-                f"schema of {str(folder)!r} must be {SCHEMA}, got {self.run['schema']!r}"
-            )
-        own = [line for line in lines if line["is"] == "optimizer"]
+        self.run: dict[str, Any] = {"environment": {}, **without_none(lines[0])}
+        """The first line of the manifest."""
+        schema = self.run.get("schema")
+        require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
+        check(self.run, RUN, f"lines of {str(manifest)!r}")
+        own = [without_none(line) for line in lines if line.get("is") == "optimizer"]
+        for line in own:
+            check(line, OPTIMIZER, f"lines of {str(manifest)!r}")
         numbered = {line.get("source", index): line for index, line in enumerate(own)}
-        self.optimizers = [numbered[source] for source in sorted(numbered)]
+        self.optimizers = [{"options": {}, **numbered[source]} for source in sorted(numbered)]
         self.descriptions: dict[int, list[dict[str, Any]]] = defaultdict(list)
         """All that is said of each optimizer, in the order of writing."""
         for index, line in enumerate(own):
             self.descriptions[line.get("source", index)].append(line)
-        self.values = [_value(line) for line in lines if line["is"] == "value"]
+        self.values = [_value(line, manifest) for line in lines if line.get("is") == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Lines by step and source."""
         known = len(self.values)
         self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW, known)
         self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE, known)
-        for line in _lines(folder / "scalars.jsonl"):
+        self._check_samples()
+        for line in map(without_none, _lines(scalars)):
+            check(line, {**STEP, **SCALARS}, f"lines of {str(scalars)!r}")
             key = line["step"], line["source"]
             found = len(self._rows.get(key, ())), len(self._samples.get(key, ()))
             if found == (line.pop("rows"), line.pop("samples")):  # a machine may lose writes
                 self.scalars[line["step"]][line["source"]] = line
+
+    def _check_samples(self) -> None:
+        """Raises RecordingError for samples that are not of the manifest's tensors."""
+        widths = numpy.array([WIDTHS.get(value.dtype, 0) for value in self.values], "u4")
+        numels = [min(math.prod(value.shape), SAMPLES) for value in self.values]
+        elements = numpy.array(numels, "i8")
+        shared = numpy.array([value.place is not None for value in self.values], bool)
+        for rows in self._samples.values():
+            number, width = rows["value"], rows["width"]
+            known = widths[number]
+            most = numpy.minimum(elements[number], numpy.where(width == 8, SAMPLES // 2, SAMPLES))
+            beyond = rows["held"] >> numpy.minimum(most, SAMPLES - 1).astype("u8")
+            held_fits = (most == SAMPLES) | (beyond == 0)
+            width_fits = numpy.isin(width, (1, 2, 4, 8)) & ((known == 0) | (known == width))
+            if not (held_fits & width_fits & shared[number]).all():
+                where = f"samples in {str(self.folder / 'samples.bin')!r}"
+                raise RecordingError(f"{where} must be of the tensors that the manifest names")
 
     @property
     def number(self) -> int:
@@ -335,10 +384,37 @@ def path_of_kept(folder: Path, step: int, source: int) -> Path:
     return folder / "kept" / f"{name}.safetensors"
 
 
-def _value(line: Mapping[str, Any]) -> Value:
-    place = line["place"]
+def encodable(name: str) -> str:
+    """A name as files of kept tensors have it: lone surrogates, which UTF-8 lacks, as escapes."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+DEFAULTED = ("environment", "options", "steps_as", "source", "losses", "groups", "rng", "batch")
+"""Keys for which readers have something else where they are not there, as an empty list."""
+
+
+def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line without those of these keys that are null."""
+    nothing = {name for name in DEFAULTED if line.get(name) is None}
+    return {name: value for name, value in line.items() if name not in nothing}
+
+
+def _value(line: Mapping[str, Any], path: Path) -> Value:
+    check(line, VALUE, f"lines of {str(path)!r}")
+    place = line.get("place")
     own = {**line, "shape": tuple(line["shape"]), "place": None if place is None else tuple(place)}
-    return Value(*(own[name] for name in Value._fields))
+    value = Value(*(own[name] for name in Value._fields))
+    fits = value.place is None or end_of(value.place) <= math.prod(value.shape)
+    require(fits, f"place in lines of {str(path)!r}", f"within the shape {value.shape}", place)
+    return value
+
+
+def end_of(place: tuple[int, int, int, int]) -> int:
+    """The index behind the last element at a place."""
+    first, run, stride, numel = place
+    if not numel:
+        return 0
+    return first + ((numel - 1) // run * stride + (numel - 1) % run + 1 if stride else numel)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -350,12 +426,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if line.endswith(b"\n"):
-            try:
-                content = json.loads(line)
-            except ValueError:
-                content = None
+            where = f"line {number} of {str(path)!r}"
+            content = read_json(line, where)
             if not isinstance(content, dict):
-                where = f"line {number} of {str(path)!r}"
                 raise RecordingError(f"{where} must be a JSON object, got {line[:40]!r}")
             yield content
 
@@ -364,12 +437,20 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
     """The bits of each tensor in a file of safetensors: a length, JSON of that length, bytes."""
     if not path.is_file():
         return
+    where, size = f"the file of kept tensors {str(path)!r}", path.stat().st_size
+    require(size >= 8, where, "whole", f"{size} bytes")
     data = numpy.memmap(path, "u1", "r")
     start = 8 + int(data[:8].view("<u8")[0])
-    for name, each in json.loads(data[8:start].tobytes()).items():
-        begin, end = each.get("data_offsets", (0, 0))  # metadata has none
-        width = (end - begin) // max(math.prod(each.get("shape", ())), 1)
-        if width in (1, 2, 4, 8):
+    content = read_json(data[8:start].tobytes(), where)
+    require(isinstance(content, dict), where, "an object for each tensor", content)
+    for name, each in content.items():
+        if name == "__metadata__":
+            continue
+        check(each if isinstance(each, dict) else {}, TENSOR, where)
+        begin, end = each["data_offsets"]
+        require(begin <= end <= size - start, where, f"{start + end} bytes long", size)
+        width = (end - begin) // max(math.prod(each["shape"]), 1)
+        if width in (1, 2, 4, 8) and (end - begin) % width == 0:
             yield name, data[start + begin : start + end].view(f"<u{width}")
 
 
@@ -419,6 +500,9 @@ class Recording:
             raise RecordingError(
                 f"recording must be a folder with rank-0, got {str(self.folder)!r}"
             )
+        numbers = [rank.number for rank in self.ranks]
+        once = len(set(numbers)) == len(numbers)
+        require(once, f"ranks in {str(self.folder)!r}", "there once each", numbers)
 
     @property
     def run(self) -> dict[str, Any]:
@@ -511,10 +595,15 @@ class Recording:
         numel = 0 if value is None else math.prod(value.shape)
         found, held = None, numpy.zeros(numel, bool)
         for rank in self.ranks:
-            own, places, begin = rank.kept(step).get(key), rank.places(step, plain), 0
+            whole, places, begin = rank.kept(step), rank.places(step, plain), 0
+            own = whole.get((encodable(key[0]), encodable(key[1])))
             if own is None or len(own) < sum(place[3] for place in places):
                 continue
-            found = numpy.zeros(numel, own.dtype) if found is None else found
+            width = own.itemsize if value is None else WIDTHS.get(value.dtype, own.itemsize)
+            if own.itemsize != width or (found is not None and found.itemsize != width):
+                continue
+            if found is None:
+                found, held = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
             for place in places:
                 where, end = _indices(place), begin + place[3]
                 found[where], held[where], begin = own[begin:end], True, end
@@ -530,6 +619,8 @@ class Recording:
             for value, held, bits in rank.samples(step):
                 key = value.name, value.quantity
                 before, known = found.get(key, (0, numpy.zeros_like(bits)))
+                where = f"samples of {value.quantity} of {value.name} on rank {rank.number}"
+                require(len(bits) == len(known), where, f"{len(known)} as on others", len(bits))
                 own = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
                 found[key] = before | held, numpy.where(own, bits, known)
         return found
@@ -580,7 +671,9 @@ def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:
     if numel <= count:
         return range(numel)
     # one of each of `count` equal stretches
-    draws = [zlib.crc32(f"{name} {numel} {i}".encode()) for i in range(count)]
+    draws = [
+        zlib.crc32(f"{name} {numel} {i}".encode("utf-8", "surrogatepass")) for i in range(count)
+    ]
     bounds = [numel * i // count for i in range(count + 1)]
     return [
         low + draw * (high - low) // 2**32

@@ -19,15 +19,17 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from megaopt.recording import checks
+from megaopt.recording.checks import RecordingError, dict_of, is_float, list_of, read_json, require
 from megaopt.recording.compare import Comparison, compare
 from megaopt.recording.files import (
     Digest,
     Key,
     Recording,
-    RecordingError,
     Summed,
     Value,
     hexadecimal,
+    without_none,
 )
 from megaopt.recording.measure import Array, as_numbers
 from megaopt.recording.pair import family, flat, shown
@@ -39,6 +41,23 @@ LARGEST = 200_000
 RUN = ("world", "level", "every", "argv", "environment", "layout")
 TOGETHER = "all tensors"
 """The name under which one digest stands for all tensors, where those of each are too many."""
+
+
+METRIC = checks.Kind(
+    "an object with values, an object of numbers by step",
+    lambda metric: isinstance(metric, dict) and checks.OBJECT.holds(metric.get("values")),
+)
+ENTRY: checks.Kinds = {
+    "family": checks.OBJECT,
+    "because": list_of(checks.OBJECT),
+    "run": checks.OBJECT,
+    "optimizers": list_of(checks.TEXT),
+    "tensors": dict_of(checks.SHAPE),
+    "steps": dict_of(checks.OBJECT),
+    "digests": dict_of(dict_of(list_of(checks.DIGEST.or_none()))),
+    "norms": dict_of(dict_of(checks.FLOAT)),
+}
+"""What an entry has."""
 
 
 class Checked(NamedTuple):
@@ -81,7 +100,7 @@ class Golden(_Summary):
     """
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
-        self.run = entry["run"]
+        self.run = {"environment": {}, **without_none(entry["run"])}
         self.optimizers = [{"class": name, "groups": []} for name in entry["optimizers"]]
         self.norms: dict[str, dict[str, str]] = entry["norms"]
         self._names = list(entry["tensors"])
@@ -127,7 +146,7 @@ class _Together(_Summary):
         hashes: dict[str, Any] = {}
         for (name, quantity), each in sorted(self._recording.digests(step).items()):
             own = hashes.setdefault(quantity, hashlib.blake2b(digest_size=16))
-            own.update(f"{name} {each.digest}\n".encode())
+            own.update(f"{name} {each.digest}\n".encode("utf-8", "surrogatepass"))
         found = {q: int(own.hexdigest(), 16) for q, own in hashes.items()}
         return {
             (TOGETHER, q): Summed(Digest(each % 2**64, each >> 64, None), 0, ())
@@ -135,9 +154,19 @@ class _Together(_Summary):
         }
 
 
+def _whole_steps(recording: Recording) -> list[int]:
+    """A recording's steps; RecordingError where it has none."""
+    if not recording.steps:
+        where = str(recording.folder)
+        raise RecordingError(
+            f"recording must have a step that is whole on all ranks, got {where!r}"
+        )
+    return recording.steps
+
+
 def entry_of(recording: Recording) -> dict[str, Any]:
     """What a file keeps of a recording; RecordingError where that is too much."""
-    steps = recording.steps
+    steps = _whole_steps(recording)
     kept = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
     together = _Together(recording)
     for run, chosen in ((recording, kept), (recording, [steps[0], steps[-1]]), (together, kept)):
@@ -246,16 +275,41 @@ def _text(entries: Sequence[Mapping[str, Any]]) -> str:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The entries of a file; RecordingError for one of something else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RecordingError(f"golden values must be JSON, got {str(path)!r}: {error}") from None
+    content = read_json(path.read_bytes(), f"golden values {str(path)!r}")
     if not isinstance(content, dict) or content.get("is") != "golden values":
         raise RecordingError(f"golden values must be a file that make wrote, got {str(path)!r}")
-    if content["schema"] != SCHEMA:
-        raise RecordingError(f"schema of {str(path)!r} must be {SCHEMA}, got {content['schema']!r}")
-    entries: list[dict[str, Any]] = content["entries"]
-    return entries
+    schema = content.get("schema")
+    require(schema == SCHEMA, f"schema of {str(path)!r}", str(SCHEMA), schema)
+    entries: Any = content.get("entries")
+    is_list = isinstance(entries, list) and bool(entries)
+    require(is_list, f"entries of {str(path)!r}", "a list of one at least", entries)
+    for entry in entries:
+        _check_entry(entry, str(path))
+    found: list[dict[str, Any]] = entries
+    return found
+
+
+def _check_entry(entry: Any, where: str) -> None:
+    """Raises RecordingError for what is no entry."""
+    require(isinstance(entry, dict), f"each entry in {where}", "an object", entry)
+    checks.check(entry, ENTRY, where)
+    own = {**checks.RUN, "rank": checks.ANYTHING}
+    checks.check(entry["run"], own, where)
+    for name in ("steps", "digests", "norms"):
+        for step in entry[name]:
+            is_step = step.isdecimal() and len(step) < 19 and int(step) >= 1
+            require(is_step, f"{name} in {where}", "by step, from 1 on", step)
+    count = len(entry["tensors"])
+    for quantity, texts in (pair for found in entry["digests"].values() for pair in found.items()):
+        words = f"digests of {quantity!r} in {where}"
+        require(len(texts) == count, words, f"of all {count} tensors", len(texts))
+    try:
+        steps = [ranks for _, ranks in _unfolded(entry["steps"])]
+        lines = [line for ranks in steps for rank in ranks for line in rank.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RecordingError(f"steps in {where} must be those of ranks: {error}") from None
+    for line in lines:
+        checks.check(line, checks.SCALARS, where)
 
 
 def _write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -303,7 +357,9 @@ def refuse_changes(path: Path, recording: Recording | None = None) -> None:
     """
     if recording is not None and recording.run.get("environment", {}).get("diff hash"):
         raise RecordingError("run must be recorded where git has no changes, got one with some")
-    command = ["git", "-C", str(path.resolve().parent), "status", "--porcelain", "-uno"]
+    # a monitor is a command that the repository's configuration names
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(path.resolve().parent)]
+    command += ["status", "--porcelain", "-uno"]
     exclude = ["--", ":/", f":(exclude){path.name}"]
     done = subprocess.run([*command, *exclude], capture_output=True, text=True, check=False)
     changed = done.stdout.splitlines() if done.returncode == 0 else []
@@ -332,7 +388,7 @@ def _drift(golden: Golden, recording: Recording) -> Iterator[tuple[str, int, flo
     """The losses and norms of the golden run, and the run's."""
     for text, norms in golden.norms.items():
         step = int(text)
-        if step not in recording.steps:
+        if step not in recording.steps or step not in golden.steps:
             continue
         losses = (_loss(run.scalars(step)) for run in (golden, recording))
         both = {"loss": tuple(losses)}
@@ -358,8 +414,8 @@ def _loss(ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> str | None:
 
 METRICS: dict[str, Callable[[Sequence[Mapping[int, Mapping[str, Any]]]], str | None]] = {
     "lm loss": _loss,
-    "grad-norm": lambda ranks: ranks[0][0].get("grad_norm"),
-    "learning-rate": lambda ranks: (ranks[0][0].get("groups") or [{}])[0].get("lr"),
+    "grad-norm": lambda ranks: ranks[0].get(0, {}).get("grad_norm"),
+    "learning-rate": lambda ranks: (ranks[0].get(0, {}).get("groups") or [{}])[0].get("lr"),
 }
 """Megatron's names of what a recording has, and where."""
 DIGITS = 5
@@ -368,10 +424,11 @@ DIGITS = 5
 
 def megatron_values(recording: Recording) -> dict[str, dict[str, Any]]:
     """The numbers of a run as Megatron-LM's functional tests keep them, in full precision."""
-    found = {}
+    found, whole = {}, _whole_steps(recording)
     for metric, number in METRICS.items():
-        texts = {step: number(recording.scalars(step)) for step in recording.steps}
-        values = {str(step): float.fromhex(text) for step, text in texts.items() if text}
+        texts = {step: number(recording.scalars(step)) for step in whole}
+        known = {step: text for step, text in texts.items() if text and is_float(text)}
+        values = {str(step): float.fromhex(text) for step, text in known.items()}
         if values:
             steps = [int(step) for step in values]
             found[metric] = {
@@ -392,12 +449,15 @@ def check_megatron(path: Path, recording: Recording) -> list[str]:
 
     Raises RecordingError where the file and the run have no metric and step in common.
     """
-    golden, now = json.loads(path.read_text(encoding="utf-8")), megatron_values(recording)
+    golden = read_json(path.read_bytes(), f"golden values {str(path)!r}")
+    words = "an object of metrics, each with its values"
+    require(dict_of(METRIC).holds(golden), f"golden values {str(path)!r}", words, golden)
+    now = megatron_values(recording)
     lines, compared = [], 0
     for metric in (name for name in golden if name in now):
         is_full = golden[metric].get("value_precision") == "full"
         mine, theirs = golden[metric]["values"], now[metric]["values"]
-        both = [step for step in mine if step in theirs and not isinstance(mine[step], str)]
+        both = [step for step in mine if step in theirs and isinstance(mine[step], int | float)]
         compared += len(both)
         unlike = [
             s for s in both if mine[s] != (theirs[s] if is_full else round(theirs[s], DIGITS))

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy
 
-from megaopt.recording.files import Key, Recording, RecordingError, Summed, Value
+from megaopt.recording.checks import RecordingError, is_float
+from megaopt.recording.files import Key, Recording, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
 
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
@@ -80,7 +81,7 @@ def shown(value: Any) -> str:
         return "unset"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(shown, value))})"
-    if isinstance(value, str) and value.lstrip("-").startswith("0x") and "p" in value:
+    if isinstance(value, str) and value.lstrip("-").startswith("0x") and is_float(value):
         return repr(float.fromhex(value))
     return str(value)
 

@@ -46,11 +46,12 @@ def assert_same_run(
         names: what a tensor of b is called in a, by its name in b.
     """
     from megaopt.recording.compare import compare
+    from megaopt.recording.printable import short
 
     __tracebackhide__ = True
     found = compare(_recording(a), _recording(b), names)
     if found.verdict != "same":
-        raise AssertionError("\n".join(found.report()))
+        raise AssertionError("\n".join(map(short, found.report())))
 
 
 def _recording(run: str | os.PathLike[str] | Recorder) -> Recording:
@@ -102,7 +103,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 
 def _hold(item: pytest.Function, file: Path) -> None:
-    from megaopt.recording.files import RecordingError
+    from megaopt.recording.checks import RecordingError
 
     made = item.funcargs.get("recorded_run")
     if not isinstance(made, RecordedRun) or not made.recorders:
@@ -115,6 +116,7 @@ def _hold(item: pytest.Function, file: Path) -> None:
 
 def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> None:
     from megaopt.recording import golden
+    from megaopt.recording.printable import short
 
     if item.config.getoption(UPDATE):
         _update(item, file, runs[0])
@@ -123,7 +125,8 @@ def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> No
     for run in runs:
         found = golden.check(file, run)
         if found.comparison.verdict != "same":
-            pytest.fail("\n".join([found.line, *found.comparison.report()[1:]]), pytrace=False)
+            lines = found.line, *found.comparison.report()[1:]
+            pytest.fail("\n".join(map(short, lines)), pytrace=False)
 
 
 def _update(item: pytest.Function, file: Path, run: Recording) -> None:

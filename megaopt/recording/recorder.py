@@ -80,8 +80,8 @@ class Recorder:
         vocabulary: rows of Megatron's embedding that are not padding; None: all.
 
     Raises ValueError for an argument out of range, and for RANK or WORLD_SIZE in the environment
-    that is no number, and FileExistsError where a rank has a recording in the folder. An error in
-    writing is raised by the step it belongs to or a later one, or by `close`.
+    that is no number, and FileExistsError where a rank has a recording in the folder. What cannot
+    be written, as on a full disk, ends the recording with a RuntimeWarning, never the training.
     """
 
     def __init__(
@@ -594,7 +594,7 @@ class Recorder:
             sharded = {"meshes": sorted(self._meshes)} if self._meshes else {}
             layout = {**megatron.layout(), **sharded}
             run = {**process(), **self._run, "layout": layout, "environment": describe()}
-            writer = Writer(self.folder, run["rank"], run)
+            writer = Writer(self.folder, run["rank"], run, raises=False)
             self._files = writer, Sink(writer)
         return self._files
 

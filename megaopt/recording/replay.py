@@ -1,16 +1,27 @@
-"""A step that a recording kept, taken again here."""
+"""A step that a recording kept, taken again here.
+
+A recording is data of anybody's. It names the class of its optimizer, and never makes Python run
+what came with it: a class is taken from what this process has imported already, from megaopt, or
+from an installed distribution, and only where its file has a class of that name; from elsewhere
+where the user names it.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt.recording.files import Rank, RecordingError, path_of_kept
+from megaopt.recording.checks import RecordingError, is_float
+from megaopt.recording.files import Rank, encodable, path_of_kept
 
 RENAMED = {"master": "master_param"}
 """The state's names of quantities, where recordings have others."""
@@ -18,40 +29,70 @@ RENAMED = {"master": "master_param"}
 Kept = dict[str, dict[str, torch.Tensor]]
 """Tensors of a step by parameter, then by quantity."""
 
+NAME = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)+")
+"""A class's full name."""
+INSTALLED = ("site-packages", "dist-packages")
+"""How folders of installed distributions are called."""
 
-def replay(recorded: Rank, step: int, backend: str | None = None) -> list[str]:
+
+def replay(
+    recorded: Rank, step: int, backend: str | None = None, trusted: Sequence[str] = ()
+) -> list[str]:
     """Takes a kept step again, and compares every bit that it wrote.
 
     Args:
         recorded: of the rank whose tensors are meant.
         step: a step that was kept.
         backend: of megaopt's own optimizers, "reference" or "triton"; the default one by default.
+        trusted: full names of classes that may be imported from where Python finds them, each for
+            recorded classes of the same last name: their code runs.
 
     Returns:
         A line for each tensor that differs.
 
-    Raises RecordingError where the step was not kept, or the optimizer cannot be made again, or
-    steps by a closure.
+    Raises RecordingError where the step was not kept, what was kept is damaged, the optimizer is
+    neither installed nor trusted, cannot be made again, or steps by a closure.
     """
     numbers = recorded.scalars.get(step, {})
     paths = {source: path_of_kept(recorded.folder, step, source) for source in (0, *numbers)}
     kept = [source for source in sorted(numbers) if paths[source].is_file()]
     if not kept:
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
-    kinds = {source: _kind(recorded.optimizers[source]["class"], backend) for source in kept}
+    if kept[-1] >= len(recorded.optimizers):
+        raise RecordingError(f"manifest of {str(recorded.folder)!r} must have optimizer {kept[-1]}")
+    classes = {source: recorded.optimizers[source]["class"] for source in kept}
+    kinds = {source: _kind(each, recorded, backend, trusted) for source, each in classes.items()}
     found: list[str] = []
     for source, kind in kinds.items():
         described = recorded.described(source, step) or [recorded.optimizers[source]]
         own = (described[0]["groups"], numbers[source], backend)
-        found += _differences(kind, _read(paths[source]), *own)
+        tensors = _read(paths[source])
+        try:
+            found += _differences(kind, tensors, *own)
+        except RecordingError:
+            raise
+        except Exception as error:  # whatever an optimizer makes of such options and tensors
+            words = f"{type(error).__name__}: {error}"
+            raise RecordingError(
+                f"step {step} in {str(recorded.folder)!r} must be one that {classes[source]} can"
+                f" take, got {words}"
+            ) from error
     return found
 
 
 def _read(path: Path) -> Kept:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     kept: Kept = {}
-    for key, tensor in load_file(path).items():
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordingError(
+            f"the file of kept tensors {str(path)!r} must be whole, got one that cannot be read:"
+            f" {error}"
+        ) from error
+    for key, tensor in tensors.items():
         name, _, quantity = key.rpartition("|")
         kept.setdefault(name, {})[quantity] = tensor
     return kept
@@ -68,7 +109,8 @@ def _differences(
 
     described: the names of each group's parameters.
     """
-    names = [[n for n in group if "grad" in kept.get(n, {})] for group in described]
+    encoded = [[encodable(name) for name in group] for group in described]
+    names = [[n for n in group if "grad" in kept.get(n, {})] for group in encoded]
     params = {name: _param(name, kept[name]) for group in names for name in group}
     lost = [name for name in kept if "grad" in kept[name] and name not in params]
     if lost:
@@ -104,7 +146,8 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
 
 def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
     if "old weight" not in tensors:
-        raise RecordingError(f"step must have been kept with the weights before it, got no {name}")
+        words = f"step must have been kept with the weights before it, got no {name}"
+        raise RecordingError(words)
     weight = tensors["old weight"].clone()
     param = torch.nn.Parameter(weight)
     param.grad = tensors["grad"].clone()
@@ -114,28 +157,97 @@ def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter
 def _option(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_option(each) for each in value)
-    return float.fromhex(value) if isinstance(value, str) and "0x" in value else value
+    return float.fromhex(value) if is_float(value) and "0x" in value else value
 
 
-def _kind(path: str, backend: str | None) -> type[torch.optim.Optimizer]:
+def _kind(
+    path: str, recorded: Rank, backend: str | None, trusted: Sequence[str]
+) -> type[torch.optim.Optimizer]:
     """The recorded class; RecordingError where it is not here, or its step wants a closure.
 
     Also where it is not ours, and a backend is asked for.
     """
-    module, _, name = path.rpartition(".")
-    if backend is not None and not module.startswith("megaopt."):
+    if backend is not None and not path.startswith("megaopt."):
         raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
+    named = next((e for e in trusted if e.rpartition(".")[2] == path.rpartition(".")[2]), None)
+    if named is None and not _is_ours_to_import(path, recorded.folder):
+        raise RecordingError(
+            "optimizer must be a class of an installed package, or one that --optimizer names, as"
+            f" its code runs, got {path!r}"
+        )
+    module, _, name = (named or path).rpartition(".")
     try:
-        kind: type[torch.optim.Optimizer] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found = inspect.getattr_static(importlib.import_module(module), name)
+    except Exception as error:  # whatever a package's own code makes of this machine
         raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise RecordingError(f"optimizer must be a torch.optim.Optimizer, got {path!r}")
+    closure = inspect.signature(found.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise RecordingError(
             f"optimizer must be one that steps without a closure, got {path}: its step calls the"
             " script's closure, which a recording does not have"
         )
-    return kind
+    return found
+
+
+def _is_ours_to_import(path: str, folder: Path) -> bool:
+    """Whether a class can be imported without running what may have come with a recording.
+
+    path: the class's full name, which the recording says.
+    folder: of the recording.
+    """
+    module, _, name = path.rpartition(".")
+    if not NAME.fullmatch(path) or module == "__main__":
+        return False
+    if module in sys.modules:
+        return True
+    file = _file_of(module)
+    if file is None or file.resolve().is_relative_to(folder.resolve().parent):
+        return False
+    return re.search(rf"^class {name}\b", file.read_text("utf-8", "replace"), re.M) is not None
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module of megaopt's or of an installed distribution's; nothing is imported.
+
+    None where there is none, or where an import would find another package of its name first.
+    """
+    first, *rest = module.split(".")
+    if first == "megaopt":
+        return _our_file(rest)
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # of a module that something else than an import has made
+        return None
+    origin = "" if spec is None else str(spec.origin)
+    for folder in (Path(each) for each in sys.path if Path(each).name in INSTALLED):
+        if Path(origin).is_relative_to(folder):
+            files = _files(folder, [first, *rest])
+            return next((file for file in files if _is_installed(folder, file)), None)
+    return None
+
+
+def _our_file(names: Sequence[str]) -> Path | None:
+    """The file of a module of megaopt's own; those of optimizers lie in these two folders."""
+    is_outside = names[0] == "integration"
+    spec = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
+    folders = (spec and spec.submodule_search_locations) or ()
+    return next((file for each in folders for file in _files(Path(each), names[is_outside:])), None)
+
+
+def _files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """The file or files that a module's names stand for."""
+    place = folder.joinpath(*names)
+    both = place.with_suffix(".py"), place / "__init__.py"
+    yield from (file for file in both if file.is_file())
+
+
+def _is_installed(folder: Path, file: Path) -> bool:
+    """Whether a distribution in a folder says that it has brought a file."""
+    line = f"{file.relative_to(folder).as_posix()},"
+    records = (each.read_text("RECORD") or "" for each in distributions(path=[str(folder)]))
+    return any(record.startswith(line) or f"\n{line}" in record for record in records)
 
 
 def _made(
@@ -160,11 +272,17 @@ def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
     formats = dict(each.split("=") for each in group["state_formats"].split(", "))
     formats.pop("blocks", None)
     master = formats.pop("master")
-    dtypes = {f"{moment}_dtype": getattr(torch, each, each) for moment, each in formats.items()}
+    dtypes = {f"{moment}_dtype": _dtype(each) for moment, each in formats.items()}
     if has_masters:
-        dtypes |= {"master_weights": True, "master_weight_dtype": getattr(torch, master, master)}
+        dtypes |= {"master_weights": True, "master_weight_dtype": _dtype(master)}
     marks = ("contract", "adam_w_mode", "seed")
     return dtypes | {name: group[name] for name in marks if name in group}
+
+
+def _dtype(name: str) -> Any:
+    """Torch's dtype of a name; a format of ours that torch has not as its name."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else name
 
 
 def _load(

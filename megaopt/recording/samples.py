@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from megaopt.recording.checks import is_float
 from megaopt.recording.files import Recording, Value, places_of_samples
 from megaopt.recording.rounded import Array
 
@@ -156,7 +157,8 @@ def number(option: Any) -> Any:
     """An option as Python has it, of what a recording has."""
     if isinstance(option, list):
         return tuple(map(number, option))
-    if isinstance(option, str) and option.lstrip("-").startswith(("0x", "inf", "nan")):
+    is_number = isinstance(option, str) and option.lstrip("-").startswith(("0x", "inf", "nan"))
+    if is_number and is_float(option):
         return float.fromhex(option)
     return option
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 from megaopt.recording.digest import hexadecimal as digits
-from megaopt.recording.files import Writer, hexadecimal, path_of_kept
+from megaopt.recording.files import Writer, encodable, hexadecimal, path_of_kept
 from megaopt.recording.inputs import RandomStates, random_digests
 from megaopt.recording.table import Rows, Samples
 
@@ -69,7 +69,7 @@ class Step:
 
         path = path_of_kept(writer.folder, self.number, self.source)
         path.parent.mkdir(exist_ok=True)
-        save_file(self.kept, path)
+        save_file({encodable(name): tensor for name, tensor in self.kept.items()}, path)
 
     def _scalars(self) -> dict[str, Any]:
         return {
@@ -106,8 +106,8 @@ def option(value: Any) -> Any:
 class Sink:
     """Takes steps and writes them in their order.
 
-    An error is raised once, a thread's by the next `put` or by `close`; nothing is written after
-    it, as no step behind a torn one could be read.
+    What cannot be written ends the recording with a warning, and never the training; nothing is
+    written after it, as no step behind a torn one could be read.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -116,21 +116,14 @@ class Sink:
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
         """Set where somebody waits for what is on its way."""
-        self._error: BaseException | None = None
-        self._is_told = False
 
     def put(self, step: Step, devices: set[torch.device]) -> None:
         """Writes a step, when the devices have done what they were asked for up to now."""
-        self._raise()
-        if self._error is not None:
+        if self._writer.is_stopped:
             return
         waits = [torch.cuda.current_stream(d).record_event() for d in devices if d.type == "cuda"]
         if not waits and self._thread is None:
-            try:
-                step.write(self._writer)
-            except BaseException as error:
-                self._error, self._is_told = error, True
-                raise
+            self._write(step)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="megaopt-recorder", daemon=True)
@@ -139,7 +132,7 @@ class Sink:
         def write() -> None:
             for event in waits:
                 event.synchronize()
-            step.write(self._writer)
+            self._write(step)
 
         self._queue.put(write)
 
@@ -156,21 +149,26 @@ class Sink:
             self._queue.put(None)
             self._thread.join()
         self._writer.close()
-        self._raise()
 
     def _run(self) -> None:
         while (write := self._queue.get()) is not None:
             if self._queue.empty():
                 self._hurry.wait(LATE)
             try:
-                if self._error is None:  # whole steps alone, without one left out
-                    write()
-            except BaseException as error:
-                self._error = error
+                write()
+            except Exception as error:
+                self._writer.stop(error)
             finally:
                 self._queue.task_done()
 
-    def _raise(self) -> None:
-        if self._error is not None and not self._is_told:
-            self._is_told = True
-            raise self._error
+    def _write(self, step: Step) -> None:
+        """Writes a step, if all before it are: whole steps alone, without one left out."""
+        if self._writer.is_stopped:
+            return
+        try:
+            step.write(self._writer)
+        except Exception as error:
+            self._writer.stop(error)
+        except BaseException as interrupt:  # Ctrl-C, which left a part of it
+            self._writer.stop(interrupt)
+            raise

@@ -123,7 +123,9 @@ class Twin:
         if quantity not in self.found:
             raise Unknown(f"{quantity} is not recorded")
         own = self.found[quantity]
-        dtype = getattr(torch, own.value.dtype)
+        dtype = getattr(torch, own.value.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise Unknown(f"{quantity} is of {own.value.dtype}")
         bits = own.bits[own.held].astype(f"<u{dtype.itemsize}")
         return torch.from_numpy(bits).view(dtype)
 

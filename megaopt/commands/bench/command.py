@@ -73,7 +73,7 @@ def main(
     subjects = [case.subject for case in wanted]
     skipped = {each.package: reason for each in subjects if (reason := each.why_not())}
     for reason in skipped.values():
-        console.print(f"skipped: {reason}", markup=False)
+        console.print(f"skipped: {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     copy = Copy(device)
     cases = [case for case in wanted if case.subject.package not in skipped]

@@ -13,16 +13,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from megaopt.commands.bench.measure import Record
-from megaopt.commands.console import make_table, print_table
+from megaopt.commands.console import coloured, make_table, print_table
 from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
 from megaopt.saving.files import write_json
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
-Columns = Mapping[str, Callable[[Record], str]]
+Columns = Mapping[str, Callable[[Record], str | Text]]
 """Headings, and what makes the cells beneath."""
 KINDS = (Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries"))
 """Bars' colours in a legend."""
@@ -40,11 +41,11 @@ def require_gpu(command: str) -> None:
 def told(console: Console, name: str, what: str, run: Callable[[], Record]) -> Record:
     """The record that `run` makes of a case; the console hears of it, and why it has no speed."""
     # a line and no spinner: its thread would stand in the way of the host's times
-    console.print(f"{name}: {what}", markup=False, highlight=False)
+    console.print(f"{name}: {what}", highlight=False)
     case = run()
     free_memory()
     if case["problem"]:
-        console.print(f"{name}: no speed: {case['problem']}", style="red", markup=False)
+        console.print(f"{name}: no speed: {case['problem']}", style="red")
     return case
 
 
@@ -69,7 +70,7 @@ def write(
     for name, draw in pictures.items():
         save(out / name, draw())
     files = [out / name for name in ("record.json", *pictures)]
-    console.print(", ".join(map(str, files)), markup=False)
+    console.print(", ".join(map(str, files)))
 
 
 def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns) -> Table:
@@ -87,7 +88,7 @@ def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns
         if previous not in (None, case.get("set", cells[:2])):
             table.add_section()
         previous = case.get("set", cells[:2])
-        without = ["[red]no speed[/red]", *[""] * (len(timed) - 1)]
+        without = [coloured("red", "no speed"), *[""] * (len(timed) - 1)]
         found = [cell(case) for cell in timed.values()] if is_timed(case) else without
         table.add_row(*cells, *found)
     return table

@@ -6,6 +6,7 @@ from functools import partial
 from operator import itemgetter
 
 from matplotlib.figure import Figure
+from rich.text import Text
 
 from megaopt.commands.bench import report
 from megaopt.commands.bench.equality import Check
@@ -14,6 +15,7 @@ from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import HOST, SETS, TensorSet
 from megaopt.commands.bench.subjects import PEERS, Subject
+from megaopt.commands.console import coloured
 from megaopt.commands.toml_tables import require
 
 TITLE = (
@@ -129,11 +131,11 @@ def add_ratios(cases: Sequence[Record]) -> None:
             ]
 
 
-def _bits(case: Record) -> str:
+def _bits(case: Record) -> str | Text:
     if "peer" in case:
         return ""
     if case["equal"] is False:
-        return "[red]differ[/red]"
+        return coloured("red", "differ")
     if case["checked_against"] is None:
         return "unchecked"
     return "✓ reference" if case["checked_against"] == "reference" else "✓ peer"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megaopt.commands import exits
-from megaopt.commands.console import make_console, make_table, print_table
+from megaopt.commands.console import coloured, make_console, make_table, print_table
 from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
 from megaopt.commands.toml_tables import ConfigError, require
 
@@ -78,10 +78,10 @@ def main(
     print_table(console, _table(findings))
     console.print("relative err: the largest error, by the mean magnitude in fp64", highlight=False)
     for finding in findings:
-        console.print(largest_error(finding), markup=False, highlight=False)
+        console.print(largest_error(finding), highlight=False)
     for finding in findings if verbose else ():
         for line in largest(finding):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, highlight=False)
     return _verdict(findings, console)
 
 
@@ -105,7 +105,7 @@ def _table(findings: Sequence[Finding]) -> Table:
     table = make_table(None, headings)
     for each in findings:
         shares = [f"{part / each.norm:.3g}" for part in (each.error, each.torchs, each.bound)]
-        verdict = "within" if each.holds else "[red]BEYOND[/red]"
+        verdict = "within" if each.holds else coloured("red", "BEYOND")
         table.add_row(each.name, *shares, f"{_part_of_bound(each):.3f}", verdict)
     return table
 

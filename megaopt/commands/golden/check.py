@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from megaopt.commands import environment, exits
-from megaopt.commands.console import make_console, make_table, print_table, step_progress
+from megaopt.commands.console import coloured, make_console, make_table, print_table, step_progress
 from megaopt.commands.golden.case import Case
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, covering
 from megaopt.commands.golden.record import Record, packaged, render
@@ -130,13 +129,13 @@ def verify(
     for task in tasks:
         if task.reason is not None:
             line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
+            console.print(line, soft_wrap=True, highlight=False)
     _tell_left_out(tasks, console)
     status = _report(tasks, console)
     if share is not None:
         with replacing(share) as file:
             file.write("\n".join(report(tasks, old)).encode())
-        console.print(f"written: {share}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"written: {share}", soft_wrap=True, highlight=False)
     return status
 
 
@@ -164,9 +163,9 @@ def _record(path: Path, old: Record, console: Console) -> int:
             cases = progress.track(CASES[part], description="stepping cases")
             digests[part] = {case.name: run(case, *place) for case in cases}
     path.write_text(render(Record(digests, made_on)), encoding="utf-8")
-    console.print(f"written: {path}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"written: {path}", soft_wrap=True, highlight=False)
     if reason is not None:
-        console.print(f"{NVIDIA_GPU}: left as it was, {reason}", soft_wrap=True, markup=False)
+        console.print(f"{NVIDIA_GPU}: left as it was, {reason}", soft_wrap=True)
     return exits.DONE
 
 
@@ -175,7 +174,7 @@ def _table(tasks: Sequence[Task]) -> Table:
     table = make_table("the golden record", headings)
     for task in tasks:
         *before, different, left_out = task.row
-        table.add_row(*before, f"[red]{different}[/]" if task.different else "0", left_out)
+        table.add_row(*before, coloured("red", different) if task.different else "0", left_out)
     return table
 
 
@@ -196,12 +195,12 @@ def _report(tasks: Sequence[Task], console: Console) -> int:
         f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
     ]
     for line in different:
-        console.print(f"[red]different[/]: {escape(line)}", soft_wrap=True, highlight=False)
+        console.print(coloured("red", "different", f": {line}"), soft_wrap=True, highlight=False)
     if different:
         return exits.DIFFERENT
     if not any(task.outcomes for task in tasks):
         raise ConfigError("nothing was checked here")
-    console.print("[green]identical[/]: all that was checked here, bit for bit")
+    console.print(coloured("green", "identical", ": all that was checked here, bit for bit"))
     return exits.DONE
 
 

@@ -38,7 +38,7 @@ from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.console import make_console
-from megaopt.commands.regression.group import deaf
+from megaopt.commands.regression.group import apart, deaf
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import require
@@ -201,7 +201,7 @@ def main(
     make_folder(out)
     skipped = [name for name in only if not SUBJECTS[name].is_installed]
     for name in skipped:
-        console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed", markup=False)
+        console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed")
     names = [name for name in only if name not in skipped]
     turns = list(itertools.product(sets, range(rounds), names))
     cases = _in_turn(names, turns, patience, seconds or math.inf, repetitions, console)
@@ -241,11 +241,11 @@ def _in_turn(
                 problems[key] = str(error)
                 if workers[name].is_over:
                     gone[name] = f"its process ended with set {tensors}"
-                console.print(f"{tensors}, {name}: {error}", style="red", markup=False)
+                console.print(f"{tensors}, {name}: {error}", style="red")
                 continue
             found[key].append(own)
             words = f"{tensors}, {name}: {own['step_ms']:.3f} ms"
-            console.print(words, markup=False, highlight=False)
+            console.print(words, highlight=False)
     finally:
         for worker in workers.values():
             worker.end()
@@ -391,7 +391,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")  # CUDA allows no copies
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(work, theirs))
-        with deaf():
+        with apart(), deaf():
             self._process.start()
         theirs.close()
 

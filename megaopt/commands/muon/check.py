@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from rich.text import Text
 from torch.nn import Parameter
 
 from megaopt import FusedMuon
 from megaopt.commands import exits
-from megaopt.commands.console import make_console, make_table, print_table
+from megaopt.commands.console import coloured, make_console, make_table, print_table
 from megaopt.commands.galore.check import current_device
 from megaopt.commands.toml_tables import require
 from megaopt.kernels.backends import BACKENDS
@@ -139,7 +140,7 @@ def main(
         require(False, "methods", methods, allowed)
     reason = BACKENDS["triton"].why_not(device) if launches else "it was not asked for"
     console = make_console()
-    console.print(f"on {device}; launches: {reason or 'by Triton'}", markup=False, highlight=False)
+    console.print(f"on {device}; launches: {reason or 'by Triton'}", highlight=False)
     findings = [measure(case, matrices, seed, device, reason is None) for case in cases]
     print_table(console, table_of(findings))
     wrong = sum(not each.holds for each in findings)
@@ -242,12 +243,16 @@ def table_of(findings: Sequence[Finding]) -> Table:
     headings = ("matrix", "spectrum", "method", "precision", ">error", ">torch's error",
                 ">error / torch's", ">in the mean", ">above", "twin's bits", "")  # fmt: skip
     table = make_table("against fp64, by norm", headings)
-    bits = {None: "", True: "the same", False: "[red]OTHERS[/red]"}
+    bits: dict[bool | None, str | Text] = {
+        None: "",
+        True: "the same",
+        False: coloured("red", "OTHERS"),
+    }
     for each in findings:
         case, part = each.case, each.error / each.torchs if each.torchs else math.nan
         numbers = f"{each.error:.3g}", f"{each.torchs:.3g}", f"{part:.3f}", f"<= {case.part:g}"
         named = f"{case.rows} x {case.columns}", case.spectrum, case.method, case.precision
-        verdict = "within" if each.holds else "[red]BEYOND[/red]"
+        verdict = "within" if each.holds else coloured("red", "BEYOND")
         above = f"{each.above} of {each.count}"
         table.add_row(*named, *numbers, above, bits[each.same_bits], verdict)
     return table

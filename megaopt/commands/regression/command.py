@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from megaopt.commands import exits
 from megaopt.commands.config import read_config
 from megaopt.commands.configs import DEFAULT, Config, find_config
-from megaopt.commands.console import make_console, make_table, print_table, step_progress
+from megaopt.commands.console import (
+    coloured,
+    make_console,
+    make_table,
+    print_table,
+    step_progress,
+)
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.outcome import Outcome
 from megaopt.commands.regression.outputs import make_folder
@@ -89,7 +95,7 @@ def _train(regression: Regression, console: Console, write: Callable[[], None]) 
         def tell(outcome: Outcome) -> None:
             seconds = f"{time.monotonic() - began:5.0f} s  "
             line = f"{seconds}{outcome.trial.name}: {_told(outcome)}"
-            console.print(escape(line), soft_wrap=True, highlight=False)
+            console.print(line, soft_wrap=True, highlight=False)
             write()
 
         regression.train(tell, lambda made: progress.update(task, completed=made))
@@ -161,12 +167,13 @@ def _compared(regression: Regression) -> Table:
     return table
 
 
-def _row(outcome: Outcome) -> dict[str, str]:
-    trial, found, identical = outcome.trial, outcome.difference, ""
+def _row(outcome: Outcome) -> dict[str, Any]:
+    trial, found = outcome.trial, outcome.difference
+    identical: str | Text = ""
     if outcome.failure is not None:
-        identical = "[red]failed[/]"
+        identical = coloured("red", "failed")
     elif trial.baseline is not None:
-        identical = "[green]yes[/]" if found is None else "[red]no[/]"
+        identical = coloured("green", "yes") if found is None else coloured("red", "no")
     return {
         "recipe": trial.recipe or "",
         "variant": trial.short_name,
@@ -174,7 +181,7 @@ def _row(outcome: Outcome) -> dict[str, str]:
         "ranks": " then ".join(dict.fromkeys(str(job.ranks) for job in trial.jobs)),
         "final loss": f"{outcome.losses[-1]:.9g}" if outcome.losses else "",
         "identical": identical,
-        "first difference": "" if found is None else escape(f"step {found.step}: {found.tensor}"),
+        "first difference": "" if found is None else f"step {found.step}: {found.tensor}",
     }
 
 
@@ -204,21 +211,25 @@ def _times(regression: Regression) -> Table:
 
 
 def _report(regression: Regression, config_path: Path, folder: Path, console: Console) -> int:
-    lines, status = [f"record and pictures: {folder}"], exits.DONE
+    lines: list[str | Text] = [f"record and pictures: {folder}"]
+    status = exits.DONE
     if (difference := regression.first_difference()) is not None:
-        lines.append(f"[red]different[/]: {escape(str(difference))}")
+        lines.append(coloured("red", "different", f": {difference}"))
         status = exits.DIFFERENT
     elif regression.failed:
         told = (f"{each.trial.name}: {each.failure}" for each in regression.failed)
-        lines += [f"[red]failed[/]: {escape(each)}" for each in told]
+        lines += [coloured("red", "failed", f": {each}") for each in told]
         status = exits.REFUSED
     else:
         final = {each.trial.name: each.losses[-1] for each in regression.outcomes}
         lines.append(describe_losses(config_path, final))
         lines.append(
-            "[green]identical[/]: every loss, weight and state, and the norm that clips, bit for "
-            "bit, to the baselines trained here; `megaopt verify` compares steps with the golden "
-            "record"
+            coloured(
+                "green",
+                "identical",
+                ": every loss, weight and state, and the norm that clips, bit for bit, to the "
+                "baselines trained here; `megaopt verify` compares steps with the golden record",
+            )
         )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False)

@@ -52,6 +52,22 @@ class RankError(RuntimeError):
 
 
 @contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Processes that are started within import nothing from the working directory (Python 3.11).
+
+    Each begins as `python -c`, which looks there first, for multiprocessing itself too.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+@contextlib.contextmanager
 def deaf() -> Iterator[None]:
     """Processes that are started within do not hear Ctrl-C, which a terminal sends to all.
 
@@ -96,7 +112,7 @@ class Group:
         for task in self.tasks:
             own = {"target": serve, "args": (task, self._own), "name": task.name}
             self.processes.append(self._context.Process(**own))
-            with deaf():
+            with apart(), deaf():
                 self.processes[-1].start()
 
     @property

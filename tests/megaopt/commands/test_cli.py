@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,7 +146,20 @@ def test_a_missing_package_names_the_extra(megaopt, monkeypatch, package):
     monkeypatch.setattr(importlib.util, "find_spec", hide)
     status, _, err = megaopt("doctor")
     assert status == 2
-    assert f"needs {package}: pip install 'megaopt[cli] @ git+https://" in err
+    # the form that works before an index has releases: a name alone would be a stranger's there
+    text = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    repository = re.search(r'^Repository = "(.+)"$', text, re.MULTILINE)[1]
+    command = f"pip install 'megaopt[cli] @ git+{repository}'"
+    assert err == f"megaopt needs {package}: {command}\n"
+
+
+def test_no_text_installs_what_an_index_may_have_under_our_name():
+    root = Path(__file__).parents[3]
+    folders = ("megaopt", "integration", "kernels", "docs", "examples")
+    files = [root / "README.md", *(path for name in folders for path in (root / name).rglob("*"))]
+    texts = {p: p.read_text(encoding="utf-8") for p in files if p.suffix in (".py", ".md")}
+    bare = re.compile(r"pip install '?megaopt(?![^'\n]* @ git)")
+    assert not [path for path, text in texts.items() if bare.search(text)]
 
 
 def run_as_a_process(folder, config):

@@ -1,5 +1,6 @@
 """`megaopt record` records scripts that know nothing of it, and ends as they end."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -166,6 +167,7 @@ def test_ctrl_c_reaches_the_script(folder, hears_interrupts):
     _, error = process.communicate(timeout=240)
     assert process.returncode == 130, error
     assert "KeyboardInterrupt" in error
+    assert error.splitlines()[-1] == "megaopt: interrupted; interrupted has the steps before"
     assert Recording(folder / "interrupted").steps == [1, 2, 3]
 
 
@@ -191,6 +193,43 @@ def test_what_cannot_be_recorded_is_refused(folder, recorded, capsys, monkeypatc
     words = "map must be a dict of texts, as {'b': 'a'}, got 'map.json'"
     assert (status, capsys.readouterr().err) == (2, f"megaopt: {words}\n")
     assert not (folder / "d").exists()
+
+
+def test_tensors_are_not_kept_without_safetensors(folder, capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    hide = lambda name, *rest: None if name == "safetensors" else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", hide)
+    monkeypatch.chdir(folder)
+    assert cli.main(["record", "--out", "d", "--keep", "2", "--", sys.executable, "train.py"]) == 2
+    words = (
+        "megaopt: keep must be left out where safetensors is not installed (pip install 'megaopt"
+        "[record] @ git+https://github.com/megaopt/megaopt'), got '2'\n"
+    )
+    assert capsys.readouterr() == ("", words)
+    assert not (folder / "d").exists()
+    assert cli.main(["replay", "d", "--step", "1"]) == 2
+    assert (
+        "replay needs safetensors: pip install 'megaopt[record] @ git+" in capsys.readouterr().err
+    )
+
+
+FULL = """
+import resource
+import train
+resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, resource.RLIM_INFINITY))
+train.main()
+"""
+
+
+def test_a_full_disk_is_told_of_and_the_script_goes_on(folder):
+    (folder / "full.py").write_text(FULL)
+    script = [sys.executable, "full.py", "0.01", "7"]
+    status, out, error = run(folder, *command("--out", "full", "--", *script))
+    assert (status, "Traceback" in error) == (7, False)
+    assert error.count("RuntimeWarning: nothing more is recorded in ") == 1
+    assert "File too large" in error
+    assert Recording(folder / "full").steps == [1]
+    assert out.startswith("[")
 
 
 def test_a_command_without_an_optimizer_is_told_of(folder):

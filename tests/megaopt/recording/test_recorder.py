@@ -7,6 +7,7 @@ import weakref
 import numpy
 import pytest
 import torch
+from checkpoints import full_disk
 from recorded import LOOPS, network, recorded, steps, trained
 from safetensors.torch import load_file, save_file
 
@@ -370,7 +371,7 @@ def test_nothing_is_written_behind_a_torn_step(tmp_path, monkeypatch):
         steps(model, optimizer, 1)
         with monkeypatch.context() as full:
             full.setattr(Writer, "step", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.warns(RuntimeWarning, match="nothing more is recorded in .*: division"):
                 steps(model, optimizer, 1)
         steps(model, optimizer, 1)
     assert Recording(tmp_path / "a").steps == [1]
@@ -487,15 +488,48 @@ def test_gradients_and_outputs_are_not_kept_alive(tmp_path):
         assert [each() for each in alive] == [None] * len(alive)
 
 
-def test_an_error_in_writing_ends_the_step(tmp_path):
+def test_what_cannot_be_written_ends_the_recording_and_not_the_training(tmp_path):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
     with Recorder(model, optimizer, tmp_path / "a", keep=[2]):
         steps(model, optimizer, 1)
         (tmp_path / "a/rank-0/kept").write_text("a file in the folder's place")
-        with pytest.raises(FileExistsError):
+        with pytest.warns(RuntimeWarning, match="nothing more is recorded in .*: .*File exists"):
             steps(model, optimizer, 1)
+        steps(model, optimizer, 1)
     assert Recording(tmp_path / "a").steps == [1]
+    assert optimizer.state[next(model.parameters())]["step"] == 3
+
+
+@pytest.mark.parametrize("room", [0, 300, 5000, 10_000])
+def test_a_full_disk_ends_the_recording_at_any_write_and_not_the_training(tmp_path, room):
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train():
+        with Recorder(model, optimizer, tmp_path / "a"):
+            steps(model, optimizer, 4)
+
+    with pytest.warns(RuntimeWarning) as told, full_disk(room):
+        train()
+    assert ["File too large" in str(each.message) for each in told] == [True]
+    assert optimizer.state[next(model.parameters())]["step"] == 4
+
+
+def test_names_with_lone_surrogates_are_recorded_and_kept(tmp_path):
+    model = torch.nn.Module()
+    model.add_module("a\ud800b", torch.nn.Linear(300, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Recorder(model, optimizer, tmp_path / "a", keep=[1]):
+        for _ in range(2):
+            model.get_submodule("a\ud800b")(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+    found = Recording(tmp_path / "a")
+    assert found.steps == [1, 2]
+    bits, held = found.kept(1, ("a\ud800b.weight", "weight"))
+    assert len(bits) == 600
+    assert held.all()
+    assert replay(found.ranks[0], 1) == []
 
 
 @pytest.mark.parametrize(

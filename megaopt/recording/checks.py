@@ -1,0 +1,197 @@
+"""What files say, checked before anybody reads it: each value is of its kind, or refused in words.
+
+Recordings and golden values come from anywhere. What is wrong in one is a RecordingError, which
+names the place, the key, what it must be and what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megaopt.recording.printable import printable
+
+DEEPEST = 8
+"""How far lists and dicts may be nested: a value of a group in a golden step is the deepest."""
+LARGEST = 2**63 - 1
+"""The largest count, and the most elements of a tensor."""
+MOST_RANKS = 2**20
+SHOWN = 80
+"""Characters of a value in a message."""
+
+
+class RecordingError(ValueError):
+    """A folder that holds no recording, or recordings that cannot be compared.
+
+    The message is one line of printable characters, whatever the names in it are.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class Kind(NamedTuple):
+    """What a value may be: in words, and as a function."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+
+    def or_none(self) -> Kind:
+        """This, or null."""
+        return Kind(f"{self.allowed} or null", lambda value: value is None or self.holds(value))
+
+
+def is_whole(value: Any, least: int = 0, most: int = LARGEST) -> bool:
+    """Whether it is a whole number in a range."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_float(value: Any) -> bool:
+    """Whether it is a float in hexadecimal."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float.fromhex(value)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def is_digest(value: Any) -> bool:
+    """Whether it is a digest: 32 hex digits."""
+    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
+
+
+def is_shape(value: Any) -> bool:
+    """Whether it is a list of sizes, of a tensor that has at most `LARGEST` elements."""
+    return list_of(WHOLE).holds(value) and math.prod(max(size, 1) for size in value) <= LARGEST
+
+
+def list_of(kind: Kind) -> Kind:
+    """A list of values of one kind."""
+    allowed = f"a list, each {kind.allowed}"
+    return Kind(allowed, lambda value: isinstance(value, list) and all(map(kind.holds, value)))
+
+
+def dict_of(kind: Kind) -> Kind:
+    """A dict of values of one kind, whose names JSON makes texts."""
+    allowed = f"an object, each value {kind.allowed}"
+    return Kind(
+        allowed, lambda value: isinstance(value, dict) and all(map(kind.holds, value.values()))
+    )
+
+
+ANYTHING = Kind("anything", lambda value: True)
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+WHOLE = Kind("a whole number >= 0", is_whole)
+COUNT = Kind("a whole number >= 1", lambda value: is_whole(value, 1))
+RANKS = Kind(f"a whole number from 1 to {MOST_RANKS}", lambda value: is_whole(value, 1, MOST_RANKS))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FLOAT = Kind("a float in hexadecimal", is_float)
+DIGEST = Kind("a digest of 32 hex digits", is_digest)
+SHAPE = Kind("the sizes of a tensor", is_shape)
+PLACE = Kind(
+    "four whole numbers >= 0, the second >= 1 where the third is",
+    lambda value: list_of(WHOLE).holds(value)
+    and len(value) == 4
+    and (value[1] > 0 or not value[2]),
+)
+OFFSETS = Kind(
+    "two whole numbers >= 0", lambda value: list_of(WHOLE).holds(value) and len(value) == 2
+)
+OBJECT = dict_of(ANYTHING)
+GROUP = Kind(
+    "an object with a whole number or null as its step",
+    lambda value: isinstance(value, dict) and WHOLE.or_none().holds(value.get("step")),
+)
+
+Kinds = Mapping[str, Kind]
+RUN: Kinds = {
+    "rank": WHOLE,
+    "world": RANKS.or_none(),
+    "every": COUNT.or_none(),
+    "level": TEXT.or_none(),
+    "argv": list_of(TEXT).or_none(),
+    "environment": OBJECT.or_none(),
+    "layout": OBJECT.or_none(),
+}
+"""The first line of a manifest; what else it has nobody reads, or is as good as any other."""
+OPTIMIZER: Kinds = {
+    "class": TEXT,
+    "options": OBJECT.or_none(),
+    "groups": list_of(list_of(TEXT)),
+    "order": list_of(TEXT).or_none(),
+    "steps_as": list_of(TEXT).or_none(),
+    "source": WHOLE.or_none(),
+}
+VALUE: Kinds = {
+    "name": TEXT,
+    "quantity": TEXT,
+    "dtype": TEXT,
+    "shape": SHAPE,
+    "place": PLACE.or_none(),
+}
+TENSOR: Kinds = {"data_offsets": OFFSETS, "shape": SHAPE}
+"""What safetensors says of one."""
+STEP: Kinds = {"step": COUNT, "source": WHOLE, "rows": WHOLE, "samples": WHOLE}
+SCALARS: Kinds = {
+    "losses": list_of(FLOAT).or_none(),
+    **dict.fromkeys(
+        ("grad_norm", "clip_norm", "clip_coefficient", "grad_scale", "loss_scale"), FLOAT.or_none()
+    ),
+    "skipped": FLAG.or_none(),
+    "groups": list_of(GROUP).or_none(),
+    "rng": dict_of(TEXT).or_none(),
+    "batch": list_of(DIGEST).or_none(),
+}
+"""What a step's line has beside its place."""
+
+
+def require(condition: bool, name: str, allowed: str, value: Any) -> None:
+    """Raises RecordingError, which says what a value must be and what it is, unless it is so."""
+    if not condition:
+        raise RecordingError(f"{name} must be {allowed}, got {shown(value)}")
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: short."""
+    begins = value[:SHOWN] if isinstance(value, (str, bytes)) else value
+    text = repr(begins)[:SHOWN]
+    return text if text == repr(value) else f"{text}..."
+
+
+def check(content: Mapping[str, Any], kinds: Kinds, where: str) -> None:
+    """Raises RecordingError for the first key whose value is of another kind.
+
+    where: of the dict, as messages have it.
+    """
+    for name, kind in kinds.items():
+        require(
+            kind.holds(content.get(name)), f"{name} in {where}", kind.allowed, content.get(name)
+        )
+
+
+def read_json(text: str | bytes, where: str) -> Any:
+    """A JSON text; RecordingError for one that is none, or nested too deeply.
+
+    where: it stands, as messages have it.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RecordingError(f"{where} must be JSON: {reason}, got {shown(text)}") from None
+    require(_depth(content) <= DEEPEST, where, f"nested {DEEPEST} times at most", "deeper lists")
+    return content
+
+
+def _depth(content: Any) -> int:
+    """How far lists and dicts are nested, without recursion."""
+    depth, level = 0, [content]
+    while level and depth <= DEEPEST:
+        found = [each for each in level if isinstance(each, (dict, list))]
+        level = [e for each in found for e in (each.values() if isinstance(each, dict) else each)]
+        depth += bool(found)
+    return depth

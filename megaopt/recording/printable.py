@@ -1,0 +1,30 @@
+"""Text of files as terminals, pages and tables may show it: names are anybody's."""
+
+from __future__ import annotations
+
+LONGEST = 4000
+"""Characters of a line that is shown; of a longer one the beginning and the end."""
+
+
+def printable(text: str) -> str:
+    r"""A text in which nothing moves a cursor, turns a line around, ends it or hides.
+
+    Control characters, line ends, marks of direction, characters of no width and lone surrogates
+    become escapes, as "\x1b" and "\u202e"; spaces stay.
+    """
+    return text if text.isprintable() else "".join(map(_character, text))
+
+
+def short(text: str) -> str:
+    """A printable line of at most some `LONGEST` characters, which says what it leaves out."""
+    found = printable(text)
+    if len(found) <= LONGEST:
+        return found
+    left = len(found) - LONGEST
+    return f"{found[: LONGEST - 500]} [{left} characters left out] {found[-500:]}"
+
+
+def _character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,392 @@
+"""Files that came from somebody else run no code, move no cursor, and are refused in words."""
+
+import json
+import shutil
+import subprocess
+import sys
+import unicodedata
+
+import hostile
+import pytest
+import torch
+from recorded import recorded
+from tiny_runs import UNFUSED, fused, tiny_run
+
+from megaopt.commands import bisect, cli, exits
+
+STATUSES = {exits.DONE, exits.DIFFERENT, exits.REFUSED, exits.STOP, bisect.SKIP}
+"""Those that docs and exits name."""
+RAW = {"Cc", "Cf", "Cs"}
+"""Characters that control, that direct or hide, and halves of some."""
+NO_FILES = "it reads no file that somebody else may have written"
+
+
+def recordings(folder):
+    """Two runs that part at step 2, and their file of golden values."""
+    recorded("adamw foreach", folder / "a", level="blocks", keep=[1, 2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "__init__", slower(torch.optim.AdamW.__init__))
+        recorded("adamw foreach", folder / "b", level="blocks", keep=[1, 2])
+
+
+def slower(init):
+    def begin(self, params, **options):
+        init(self, params, lr=2e-3, **options)
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hostile")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        recordings(folder)
+    assert cli.main(["golden", "make", str(folder / "golden.json"), str(folder / "a")]) == 0
+    assert (
+        cli.main(["golden", "make", str(folder / "megatron.json"), str(folder / "a"), "--megatron"])
+        == 0
+    )
+    return folder
+
+
+COMMANDS = {
+    "regress": lambda folder: [["regress", folder / "config.toml", "--out", folder / "out"]],
+    "train": lambda folder: [
+        ["train", folder / "config.toml"],
+        ["train", "gpt_tiny", "--steps", "1", "--resume", folder / "checkpoint.pt"],
+    ],
+    "bench": NO_FILES,
+    "doctor": NO_FILES,
+    "verify": NO_FILES,
+    "audit": lambda folder: [
+        ["audit", folder / "a", "--json", folder / "out.json"],
+        ["audit", folder / "b"],
+    ],
+    "record": lambda folder: [
+        ["record", "--out", folder / "out", "--map", folder / "map.json", "--", "true"]
+    ],
+    "diff": lambda folder: [
+        ["diff", folder / "a", folder / "b", "--json", folder / "out.json", "--github"],
+        ["diff", folder / "a", folder / "b", "--html", folder / "out.html"],
+        ["diff", folder / "b", folder / "a", "--noise", folder / "a", "--tolerance", "1e-3"],
+        ["diff", folder / "a", folder / "a", "--map", folder / "map.json"],
+    ],
+    "export": lambda folder: [
+        ["export", folder / "a", folder / "out.csv"],
+        ["export", folder / "b", folder / "out.jsonl"],
+    ],
+    "golden": lambda folder: [
+        ["golden", "check", folder / "golden.json", folder / "a", "--github"],
+        ["golden", "check", folder / "golden.json", folder / "b"],
+        ["golden", "check", folder / "megatron.json", folder / "a", "--megatron"],
+        ["golden", "make", folder / "out.json", folder / "a"],
+        ["golden", "make", folder / "out.json", folder / "b", "--megatron"],
+        ["golden", "update", folder / "golden.json", folder / "b", "--because", "x"],
+    ],
+    "bisect": lambda folder: [["bisect", folder / "a", folder / "b", "--", "true"]],
+    "replay": lambda folder: [
+        ["replay", folder / "a", "--step", "1"],
+        ["replay", folder / "b", "--step", "2", "--backend", "cpu"],
+        ["replay", folder / "b", "--step", "2"],
+    ],
+    "galore test": NO_FILES,
+    "galore bench": NO_FILES,
+    "muon test": NO_FILES,
+    "muon bench": NO_FILES,
+}
+"""For each command what it is asked to do with the files of a folder, or why it reads none."""
+ASKED_FOR = {"out", "out.json", "out.html", "out.csv", "out.jsonl", "golden.json"}
+READERS = [name for name, asks in COMMANDS.items() if not isinstance(asks, str)]
+
+
+def test_all_commands_are_attacked_here():
+    assert COMMANDS.keys() == cli.COMMANDS.keys()
+
+
+@pytest.fixture
+def attacked(tmp_path, monkeypatch, capsys):
+    """Gives a command the files of a folder: what is true of all commands, whatever files say."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(bisect, "_record", lambda out, *_: shutil.copytree("files/b", out))
+    marker = tmp_path / "marker"
+
+    def attacked(name):
+        folder, told = tmp_path / "files", []
+        for arguments in COMMANDS[name](folder):
+            before = files_in(tmp_path)
+            status = cli.main([str(each) for each in arguments])
+            out, err = capsys.readouterr()
+            where = " ".join(map(str, arguments)), status, err
+            assert status in STATUSES, where
+            assert "internal error" not in err, where
+            assert "Traceback" not in err, where
+            assert not {unicodedata.category(c) for c in out + err if c != "\n"} & RAW, where
+            assert not marker.exists(), where
+            new = {path.parts[1] for path in files_in(tmp_path) - before}
+            assert new <= ASKED_FOR, where
+            told.append((status, out, err))
+            for path in ("out.json", "out.html", "out.csv", "out.jsonl"):
+                if (folder / path).exists():
+                    text = (folder / path).read_bytes().decode("utf-8")
+                    told.append((path, text, ""))
+                    (folder / path).unlink()
+            if (folder / "out").exists():
+                shutil.rmtree(folder / "out")
+        return told
+
+    return attacked
+
+
+def files_in(folder):
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
+# --- code
+
+
+def modules(tmp_path):
+    """Where code that came with a recording may lie, and the classes that would run it."""
+    code = hostile.CODE.format(marker=str(tmp_path / "marker"))
+    places = {
+        "evil.py": "evil.Evil",
+        "files/evil.py": "files.evil.Evil",
+        "files/a/evil.py": "files.a.evil.Evil",
+        "files/a/rank-0/evil.py": "evil.Evil",
+        "evil/__init__.py": "evil.Evil",
+        "site-packages/evilpackage/__init__.py": "evilpackage.Evil",
+        "site-packages/evilpackage-1.dist-info/RECORD": "evilpackage.Evil",
+        "bitsandbytes.py": "bitsandbytes.Evil",
+        "lion_pytorch.py": "lion_pytorch.lion_pytorch.Lion",
+    }
+    for place in places:
+        path = tmp_path / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("evilpackage/__init__.py,,\n" if path.name == "RECORD" else code)
+    words = ["this.Evil", "antigravity.Evil", "os.system", "builtins.exec", "__main__.main"]
+    words += ["torch.load", "torch.hub.load", "torch.optim.AdamW.__init__", "megaopt.__main__.main"]
+    words += ["megaopt.files.evil.Evil", "megaopt..evil.Evil", "../evil.Evil", "", ".", "Evil"]
+    return [*dict.fromkeys(places.values()), *words]
+
+
+def test_no_class_that_a_recording_names_is_run(runs, tmp_path, attacked, monkeypatch):
+    for name in "ab":
+        shutil.copytree(runs / name, tmp_path / "files" / name)
+    for path in ("", "files", "files/a"):  # as -m, and PYTHONPATH, put folders there
+        monkeypatch.syspath_prepend(tmp_path / path)
+    hooks = set(sys.modules)
+    for each in modules(tmp_path):
+        for name in "ab":
+            path = tmp_path / "files" / name / "rank-0" / "manifest.jsonl"
+            lines = hostile.lines_of(path)
+            for line in lines:
+                if line["is"] == "optimizer":
+                    line["class"] = each
+            hostile.write_lines(path, lines)
+        told = attacked("replay")
+        assert [status for status, *_ in told] == [2, 2, 2], each
+        assert all("optimizer must be" in err or "backend" in err for *_, err in told), told
+        attacked("audit")
+    assert not {"evil", "this", "antigravity", "evilpackage"} & (set(sys.modules) - hooks)
+
+
+def test_a_class_that_the_user_names_is_run(runs, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(runs / "a", tmp_path / "a")
+    lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+    for line in lines:
+        if line["is"] == "optimizer":
+            line["class"] = "__main__.OwnAdam"
+    hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+    (tmp_path / "own_optimizers.py").write_text(
+        "import torch\nclass OwnAdam(torch.optim.AdamW):\n    pass\nOther = int\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["replay", str(folder), "--step", "2"]
+    assert cli.main(command) == 2
+    assert "or one that --optimizer names, as its code runs, got '__main__.OwnAdam'" in (
+        capsys.readouterr().err
+    )
+    assert cli.main([*command, "--optimizer", "own_optimizers.OwnAdam"]) == 0
+    assert capsys.readouterr().out == "same: step 2 of rank 0, bit for bit\n"
+    assert cli.main([*command, "--optimizer", "own_optimizers.OwnAdamW"]) == 2
+
+
+def test_an_installed_optimizer_is_taken_where_nothing_stands_before_it(
+    runs, tmp_path, monkeypatch, capsys
+):
+    folder = shutil.copytree(runs / "a", tmp_path / "a")
+    code = "import torch\nclass Adam(torch.optim.AdamW):\n    pass\n"
+    for number in (1, 2, 3, 4):
+        installed = tmp_path / str(number) / "site-packages"
+        (installed / f"package{number}-1.dist-info").mkdir(parents=True)
+        (installed / f"package{number}-1.dist-info/METADATA").write_text(f"Name: package{number}\n")
+        record = f"package{number}/adam.py,sha256=x,1\n" if number != 3 else "package3/other.py,,\n"
+        (installed / f"package{number}-1.dist-info/RECORD").write_text(record)
+        (installed / f"package{number}").mkdir()
+        (installed / f"package{number}/__init__.py").write_text("")
+        (installed / f"package{number}/adam.py").write_text(code if number != 4 else "Adam = 1")
+        monkeypatch.syspath_prepend(installed)
+    (tmp_path / "package2").mkdir()
+    (tmp_path / "package2/__init__.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    statuses = []
+    for number in (1, 2, 3, 4):
+        lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+        for line in lines:
+            if line["is"] == "optimizer":
+                line["class"] = f"package{number}.adam.Adam"
+        hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+        statuses.append(cli.main(["replay", str(folder), "--step", "2"]))
+    # as it should be; another stands in front; no distribution brought it; it has no such class
+    assert statuses == [0, 2, 2, 2], capsys.readouterr().err
+
+
+def run_beside_modules(tmp_path, names, *arguments):
+    """Runs `python -m megaopt` in a folder that has modules of these names; what it printed."""
+    marker = tmp_path / "marker"
+    for name in names:
+        (tmp_path / f"{name}.py").write_text(f"open({str(marker)!r}, 'a').write({name!r})\n")
+    command = [sys.executable, "-m", "megaopt", *map(str, arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not marker.exists(), marker.read_text()
+    return done.stdout
+
+
+def test_python_m_takes_nothing_from_the_working_directory(runs, tmp_path):
+    names = ("safetensors", "rich", "tyro", "numpy", "json", "torch", "sitecustomize")
+    run_beside_modules(tmp_path, names, "diff", runs / "a", runs / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no PYTHONSAFEPATH")
+def test_ranks_of_a_regression_take_nothing_from_the_working_directory(tmp_path):
+    """The configuration may have come with modules; a started Python looks there first."""
+    (tmp_path / "run.toml").write_text(tiny_run() + UNFUSED + fused())
+    names = ("multiprocessing", "pickle", "signal", "numpy", "torch", "megatron")
+    out = run_beside_modules(tmp_path, names, "regress", "run.toml", "--out", tmp_path / "out")
+    assert "identical: " in out
+
+
+@pytest.mark.parametrize(
+    "file", ["checkpoint.pt", "golden.json", "map.json", "megatron.json", "kept", "config.toml"]
+)
+def test_no_pickle_is_read(runs, tmp_path, attacked, file):
+    folder = tmp_path / "files"
+    shutil.copytree(runs, folder)
+    whole = hostile.pickled(tmp_path / "marker")
+    config(folder), (folder / "map.json").write_text("{}")
+    if file == "checkpoint.pt":
+        whole = checkpoint(tmp_path)
+    for path in folder.rglob("*.safetensors") if file == "kept" else [folder / file]:
+        path.write_bytes(whole)
+    (folder / "checkpoint.pt").touch()
+    for name in READERS:
+        if name != "regress" or file == "config.toml":
+            attacked(name)
+
+
+def checkpoint(tmp_path):
+    """A pickle behind which stands the digest that megaopt's checkpoints have."""
+    from hashlib import sha256
+
+    from megaopt.saving.checkpoint import MARK
+
+    path = tmp_path / "pickle.pt"
+    torch.save({"x": hostile.Runs(tmp_path / "marker")}, path)
+    data = path.read_bytes()
+    path.unlink()
+    return data + MARK + sha256(data).hexdigest().encode()
+
+
+def config(folder):
+    (folder / "config.toml").write_text('name = "x"\n')
+
+
+# --- names
+
+
+def test_names_are_text_whatever_they_are(runs, tmp_path, attacked):
+    folder = tmp_path / "files"
+    shutil.copytree(runs, folder)
+    for name, others in (("a", hostile.NAMES), ("b", hostile.NAMES[::-1])):
+        hostile.rename(folder / name, hostile.NAMES, others)
+    (folder / "golden.json").unlink()
+    assert cli.main(["golden", "make", str(folder / "golden.json"), str(folder / "a")]) in (0, 2)
+    texts = dict(zip(hostile.NAMES, reversed(hostile.NAMES), strict=True))
+    (folder / "map.json").write_text(json.dumps(texts))
+    texts = [json.dumps(name) for name in hostile.NAMES if name != "\ud800"]
+    words = "".join(f"[[variant]]\nname = {text}\n" for text in texts)
+    (folder / "config.toml").write_text(f'"\\u001b[2J" = 1\n{words}')
+    (folder / "checkpoint.pt").write_bytes(b"\x1b[2J")
+    found = {name: attacked(name) for name in READERS}
+    (status, out, err), *_ = found["diff"]
+    assert (status, err) == (1, "")
+    assert "a[/b]" in out
+    assert "experts[bold red]0" in out
+    assert ":cat:" in out
+    assert "\\x1b[2J" in out
+    assert "\\u202egnp.exe" in out
+    assert not any(line.startswith(("same", "::error::")) for line in out.splitlines())
+    assert max(map(len, out.splitlines())) < 100_000
+    page = next(text for path, text, _ in found["diff"] if path == "out.html")
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "$\\frac$" in page
+    table = next(text for path, text, _ in found["export"] if path == "out.csv")
+    cells = [cell for line in table.splitlines() for cell in line.split(",")]
+    assert not [cell for cell in cells if cell.strip('"').startswith(("=", "@"))]
+    assert any("'=HYPERLINK" in cell for cell in cells)
+
+
+# --- damage
+
+
+def check_damaged(runs, tmp_path, attacked, seeds):
+    folder = tmp_path / "files"
+    for seed in seeds:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(runs, folder)
+        (folder / "map.json").write_text("{}")
+        for path in ("golden.json", "megatron.json"):
+            hostile.damage_json(folder / path, hostile.random.Random(seed))
+        hostile.damage(folder / "ab"[seed % 2], seed)
+        for name in READERS:
+            if name not in ("regress", "train", "record"):
+                try:
+                    attacked(name)
+                except BaseException as error:
+                    raise AssertionError(f"seed {seed}, {name}") from error
+
+
+def test_damaged_files_are_refused_in_words(runs, tmp_path, attacked):
+    check_damaged(runs, tmp_path, attacked, range(10))
+
+
+@pytest.mark.slow
+def test_two_hundred_damaged_recordings_are_refused_in_words(runs, tmp_path, attacked):
+    check_damaged(runs, tmp_path, attacked, range(1000, 1200))
+
+
+def test_the_verdict_stands_before_what_is_said_of_a_damaged_file(runs, tmp_path, capsys):
+    shutil.copytree(runs, tmp_path / "files")
+    kept = tmp_path / "files/b/rank-0/kept/step-1.safetensors"
+    kept.write_bytes(kept.read_bytes()[:-100])
+    status = cli.main(["diff", str(tmp_path / "files/a"), str(tmp_path / "files/b")])
+    out, err = capsys.readouterr()
+    assert (status, err) == (1, "")
+    assert out.startswith("differ: step 1: ")
+    assert f"the file of kept tensors '{kept}' must be " in out
+    assert cli.main(["replay", str(tmp_path / "files/b"), "--step", "1"]) == 2
+    assert f"the file of kept tensors '{kept}' must be whole" in capsys.readouterr().err
+
+
+def test_a_recording_without_a_whole_step_gives_no_golden_values(runs, tmp_path, capsys):
+    shutil.copytree(runs / "a", tmp_path / "a")
+    (tmp_path / "a/rank-0/scalars.jsonl").write_text("")
+    for more in ([], ["--megatron"]):
+        status = cli.main(["golden", "make", str(tmp_path / "x.json"), str(tmp_path / "a"), *more])
+        assert status == 2
+        assert "must have a step that is whole on all ranks, got" in capsys.readouterr().err
+        assert not (tmp_path / "x.json").exists()

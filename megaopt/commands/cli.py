@@ -22,7 +22,6 @@ from megaopt.commands import exits
 
 TOML_PACKAGES = () if sys.version_info >= (3, 11) else ("tomli",)
 PACKAGES = ("tyro", "rich", "matplotlib", "pydantic", *TOML_PACKAGES)
-# no package index has it yet
 
 DESCRIPTION = (
     "Fused optimizers with the same bits everywhere. --version shows the version; COMMAND --help "

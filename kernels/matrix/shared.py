@@ -390,9 +390,9 @@ class SharedSteps:
                     if 0 <= place < count:
                         phase(self._ways[place], memory[place % len(memory)], run)
             self._tell(run)
-        except Exception as error:
+        except Exception as later:
             # after a fault of the device every call fails: the first error tells of the cause
-            self._error = self._error or error
+            self._error = self._error or later
         error, self._error = self._error, None
         if error is not None:
             raise error

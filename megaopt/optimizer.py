@@ -239,7 +239,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
         self.stepper.masters = masters
-        self.stepper.reset(owned)
+        self.stepper.reset(owned, self.state)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -325,7 +325,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             owned.index(param)
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         if state_name == MASTER:
-            self.stepper.writes.versions.note(param)
+            self.stepper.writes.versions.note(param, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
@@ -370,7 +370,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loaded = state_dicts.load(state_dict, owned, self.state)
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
-        self.stepper.reset(self._owned, loaded.written)
+        self.stepper.reset(self._owned, self.state, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -381,6 +381,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         value, so that a master that the first step makes afterwards starts from the codes.
         """
         self.stepper.homes.wait()
+        versions = self.stepper.writes.versions
         return {
             **super().__getstate__(),
             "state": defaultdict(dict, {p: picklable(own) for p, own in self.state.items()}),
@@ -388,7 +389,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
-            "_written": self.stepper.writes.versions.moved_anywhere(self._owned.params),
+            "_written": versions.moved_anywhere(self._owned.params, self.state),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -399,4 +400,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper = Stepper(self.options, self.rule, masters, homes)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned, written)
+        self.stepper.reset(self._owned, self.state, written)

@@ -49,7 +49,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     found = model.state_dict(keep_vars=True)
     places = _places(model, found, owned)
     writes = optimizer.stepper.writes
-    moved = writes.versions.moved_anywhere(owned.params)
+    moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
     external = owned.external_masters()
     owned.homes.wait()

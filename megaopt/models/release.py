@@ -159,7 +159,7 @@ class GradientRelease:
         with self._beside(optimizer, param):
             stepper, group = self._own(optimizer, param, spot)
             stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
-        optimizer.stepper.writes.versions.note(param)
+        optimizer.stepper.writes.versions.note(param, optimizer.state)
         self._counts[param] = count
         param.grad = None
 
@@ -201,7 +201,8 @@ class GradientRelease:
         own = self._alone.get(param)
         if own is None:
             own = Stepper(whole.options, whole.rule, masters, whole.homes, whole.writes.said)
-            own.writes.versions = Versions([param], (), whole.writes.versions)
+            versions = Versions([param], (), whole.writes.versions, optimizer.state)
+            own.writes.versions = versions
             own.was_stepped = True  # no step of it asks which states there would be
             self._alone[param] = own
         if isinstance(own.masters, list) and isinstance(masters, list):

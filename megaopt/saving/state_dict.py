@@ -101,6 +101,7 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
         for key, own in packed["state"].items()
     }
     keys = [key for group in packed["param_groups"] for key in group["params"]]
+    states = _by_param(packed["state"], keys, owned)
     not_made = {}
     for key, view in zip(keys, owned.views, strict=True):
         own, names = packed["state"].get(key, {}), (*owned.moments(view), MASTER, *view.kept)
@@ -109,12 +110,12 @@ def mark(packed: dict[str, Any], owned: Owned, versions: Versions, sized: bool) 
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
     if sized:
         marks["contract"] = sized_contract(owned, _device_of(state, owned))
-        frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
+        frozen = marked_frozen(owned, states)
     groups = [
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
     ]
-    written = [keys[place] for place in versions.moved_anywhere(owned.params)]
+    written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 

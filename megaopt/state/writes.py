@@ -29,16 +29,22 @@ class ExternalWrites:
         self.versions = Versions([])
         self.said: set[str] = set() if said is None else said
 
-    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+    def reset(
+        self,
+        params: Iterable[torch.Tensor],
+        state: Mapping[Any, Any],
+        written: Iterable[int] = (),
+    ) -> None:
         """Weights and masters are as they should be now, but at the places of written ones."""
         own = list(params)
         self.versions = Versions(own)
+        self.versions.match(own, state)
         for place in written:
             self.versions.forget(own[place])
 
-    def watch(self, owned: Owned, places: list[int]) -> None:
+    def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
         """From now on looks at the parameters at these places, which steps write."""
-        self.versions = Versions(owned.params, places, self.versions)
+        self.versions = Versions(owned.params, places, self.versions, state)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.

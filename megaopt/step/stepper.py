@@ -217,14 +217,14 @@ class Stepper:
         """Groups with the stepper's options, rule, masters and homes: what a step works on."""
         return Owned(groups, self.options, self.rule, self.masters, self.homes)
 
-    def reset(self, owned: Owned, written: Iterable[int] = ()) -> None:
+    def reset(self, owned: Owned, state: States, written: Iterable[int] = ()) -> None:
         """Weights, masters or states are others: all is made anew, and compared from now on.
 
         written: places of parameters that were written since the last step.
         """
         self._batches, self._is_elsewhere, self._meeting = None, True, None
         self._agreed = Ties(None, sharers_of(owned.usual_views))
-        self.writes.reset(owned.params, written)
+        self.writes.reset(owned.params, state, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
@@ -322,7 +322,7 @@ class Stepper:
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
                 self.writes.take_over(run.owned, state, places)
-                self.writes.versions.arrived()
+                self.writes.versions.arrived(state)
                 self._is_elsewhere = False
             if rows is not None and batches.counts.apart:
                 rows += self._numbers.made(batches.counts.groups(groups))
@@ -474,8 +474,8 @@ class Stepper:
         """Checks everything, completes the states, and makes batches and stages anew."""
         found = collect(owned, state, grads, check)
         self.writes.warn_without_masters(owned, found.states)
-        commit(state, found.states)  # now that nothing was refused
-        self.writes.watch(owned, found.places)
+        self._commit(state, found.states)  # now that nothing was refused
+        self.writes.watch(owned, found.places, state)
         batches = make_batches(owned, state, found, self.writes.versions)
         if self.quantities:
             asked = self.quantities, self.passes
@@ -528,7 +528,13 @@ class Stepper:
         owned, chosen = self.owned(groups), list(places)
         if check is not None:
             check(owned, chosen)
-        commit(state, completed_states(owned, state, chosen))
+        self._commit(state, completed_states(owned, state, chosen))
+
+    def _commit(self, state: States, completed: Mapping[torch.Tensor, Any]) -> None:
+        """Takes over completed states; masters that they lacked were made of their weights."""
+        lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
+        commit(state, completed)
+        self.writes.versions.match(lacking, state)
 
     def _makes_states(
         self,

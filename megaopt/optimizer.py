@@ -22,7 +22,8 @@ from megaopt.saving import state_dict as state_dicts
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
-from megaopt.state.tensors import MASTER, picklable
+from megaopt.state.tensors import MASTER, clear_moments, picklable
+from megaopt.step.counts import restart
 from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
@@ -236,10 +237,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
-        owned = self._owned
+        owned, versions = self._owned, self.stepper.writes.versions
         Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
+        is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
+        written = () if is_list else versions.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
-        self.stepper.reset(owned, self.state)
+        self.stepper.reset(owned, self.state, written)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -292,6 +295,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         places = range(len(self._owned.params))
         self.stepper.make_states(self.param_groups, self.state, places, self._check)
+
+    @torch.no_grad()
+    def reset_moments(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Begins anew with moments and step counts; weights and masters stay as they are.
+
+        Moments, and what is kept with them (GaLore's projections, NorMuon's second moment), become
+        what they are before a first step, in the memory that they have; other keys of a state stay.
+        The next update is a first one, as its bias correction is. A state that is deleted instead
+        (`del optimizer.state[p]`) loses its master too. On ranks that share parameters all call it.
+
+        Args:
+            params: parameters of this optimizer; None for all. Those without a state yet are left
+                as they are.
+
+        Raises ValueError for other tensors; and where parameters count the steps of their group
+        (step_counts="group"), for some of a group whose others have a state. Nothing has changed
+        then.
+        """
+        self.stepper.hear(self.param_groups)
+        owned = self._owned
+        if isinstance(params, torch.Tensor):
+            refuse("params", "a list of parameters", params)
+        chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
+        restart(owned, self.state, chosen)
+        owned.homes.wait()
+        for view in map(owned.views.__getitem__, chosen):
+            clear_moments(locals_of(self.state.get(view.param, {})), view, owned.formats(view))
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:

@@ -190,7 +190,8 @@ class StepOptions(SharedOptions, total=False):
             RuntimeError.
         step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
             of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
-            first gradient late starts with the corrections of a late step. "parameter": those that
+            first gradient late starts with the corrections of a late step: with betas (0.9, 0.999)
+            its first updates are up to 6.6 times lr. "parameter": those that
             the parameter took itself, as torch counts; state[p]["step"] has them, and state dicts.
             None: "parameter" under contract torch, else "group".
     """

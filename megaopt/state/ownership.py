@@ -138,6 +138,10 @@ class Versions:
         self._compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
         self._unmatched.difference_update(own)
 
+    def had_master(self, param: torch.Tensor) -> bool:
+        """Whether a weight was ever compared with a master."""
+        return param in self._compared
+
     def forget(self, param: torch.Tensor) -> None:
         """The weight may have been written."""
         self._unmatched.add(param)

@@ -73,6 +73,18 @@ class ExternalWrites:
                     "the old values back"
                 )
 
+    def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
+        """Once, where states were deleted with their masters, and new ones are made."""
+        lost = [param for param in params if self.versions.had_master(param)]
+        if lost and "lost masters" not in self.said:
+            self.said.add("lost masters")
+            warn_caller(
+                f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) have no "
+                "state any more, and no master: a new one starts from the weight as it is rounded, "
+                "and the group's step count goes on. optimizer.reset_moments() begins anew with "
+                "moments and counts, and keeps masters"
+            )
+
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
         """Once, where nobody said whether 16-bit weights are to have masters."""
         asked = owned.options.dtype is not None or owned.masters is not None

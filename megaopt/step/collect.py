@@ -111,8 +111,8 @@ def _check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None
     if others:
         raise ValueError(
             f"{label}: its state must have {', '.join(kept) or 'no moments'}, as it is stepped, "
-            f"got {', '.join(others)} of another rule: to go on from new moments, delete it from "
-            "optimizer.state"
+            f"got {', '.join(others)} of another rule: to go on from new moments, delete these "
+            "from optimizer.state[param], and no more, which has its master"
         )
 
 

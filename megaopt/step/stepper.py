@@ -474,7 +474,7 @@ class Stepper:
         """Checks everything, completes the states, and makes batches and stages anew."""
         found = collect(owned, state, grads, check)
         self.writes.warn_without_masters(owned, found.states)
-        self._commit(state, found.states)  # now that nothing was refused
+        self._commit(owned, state, found.states)  # now that nothing was refused
         self.writes.watch(owned, found.places, state)
         batches = make_batches(owned, state, found, self.writes.versions)
         if self.quantities:
@@ -528,11 +528,15 @@ class Stepper:
         owned, chosen = self.owned(groups), list(places)
         if check is not None:
             check(owned, chosen)
-        self._commit(state, completed_states(owned, state, chosen))
+        self._commit(owned, state, completed_states(owned, state, chosen))
 
-    def _commit(self, state: States, completed: Mapping[torch.Tensor, Any]) -> None:
+    def _commit(self, owned: Owned, state: States, completed: Mapping[torch.Tensor, Any]) -> None:
         """Takes over completed states; masters that they lacked were made of their weights."""
         lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
+        if not owned.has_external_masters:
+            self.writes.warn_of_lost_masters(
+                owned, [p for p in lacking if completed[p].get(MASTER) is not None]
+            )
         commit(state, completed)
         self.writes.versions.match(lacking, state)
 

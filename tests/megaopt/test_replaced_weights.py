@@ -402,3 +402,15 @@ def test_more_rows_at_the_address_of_the_last_weight():
     with pytest.warns(UserWarning, match="was written outside"):
         train(optimizer, 1, first=1)
     assert_same_bits(param.detach(), torch.ones(6, 4, dtype=BF16))
+
+
+def test_a_write_before_masters_are_asked_for_again_counts():
+    optimizer = of_kind("fp32_masters", lr=0.0)
+    train(optimizer, 1)
+    param = params_of(optimizer)[0]
+    with torch.no_grad():
+        param.fill_(0.75)
+    optimizer.master_weights = True
+    with pytest.warns(UserWarning, match="was written outside"):
+        train(optimizer, 1, first=1)
+    assert_same_bits(param.detach(), torch.full(param.shape, 0.75, dtype=BF16))

@@ -28,7 +28,7 @@ from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
 from megaopt.step.request import Asked
-from megaopt.step.stepper import Stepper
+from megaopt.step.stepper import NO_GRADIENTS, Stepper
 
 WHILE = "while gradients are released"
 RELEASED: weakref.WeakKeyDictionary[FusedOptimizer, GradientRelease] = weakref.WeakKeyDictionary()
@@ -117,6 +117,7 @@ class GradientRelease:
         given: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
         self._handles.append(optimizer.register_step_pre_hook(_check_step))
+        optimizer.stepper.writes.said.add(NO_GRADIENTS)  # they are gone at optimizer.step()
         RELEASED[optimizer] = self
 
     @property

@@ -24,18 +24,21 @@ from megaopt.state.numbers import Numbers, Row
 from megaopt.state.owned import Group, Owned
 from megaopt.state.ownership import commit
 from megaopt.state.watch import Grads, Seen, grads_of
-from megaopt.state.writes import ExternalWrites
+from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
 from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
-from megaopt.step.probing import is_probe
+from megaopt.step.probing import is_asked_by_torch, is_probe
 from megaopt.step.ranks.meeting import Meeting, Sharers, agreement_of, meeting_of, sharers_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
+
+NO_GRADIENTS = "no gradients"
+"""What is among the warnings said where steps without gradients are told of, or meant so."""
 
 LONGEST = 1000
 """Characters of the groups that a message shows."""
@@ -473,6 +476,8 @@ class Stepper:
     def _sort(self, owned: Owned, state: States, grads: Grads, check: Check | None) -> Batches:
         """Checks everything, completes the states, and makes batches and stages anew."""
         found = collect(owned, state, grads, check)
+        if not found.kinds:
+            self._warn_without_gradients(owned)
         self.writes.warn_without_masters(owned, found.states)
         self._commit(owned, state, found.states)  # now that nothing was refused
         self.writes.watch(owned, found.places, state)
@@ -486,6 +491,26 @@ class Stepper:
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
+
+    def _warn_without_gradients(self, owned: Owned) -> None:
+        """Once, where a step moves nothing; torch's question for states is no such step."""
+        if not owned.params or NO_GRADIENTS in self.writes.said or is_asked_by_torch():
+            return
+        self.writes.said.add(NO_GRADIENTS)
+        names = ("grad", "decoupled_grad", "main_grad")
+        elsewhere = [n for n in names if any(getattr(p, n, None) is not None for p in owned.params)]
+        where = (
+            f"there are gradients in .{elsewhere[0]}, which this optimizer does not read "
+            "(use_decoupled_grad=True reads .decoupled_grad, False .grad)"
+            if elsewhere
+            else "the backward pass must come before step(), zero_grad() after it, and the "
+            "optimizer must have the parameters that the model has now: fully_shard and the like "
+            "make new ones, so make the optimizer after them"
+        )
+        warn_caller(
+            f"none of the {len(owned.params)} parameters has a gradient: this step is counted, and "
+            f"moves no weight. Look at this: {where}"
+        )
 
     def _arranged(self, batches: Batches, asks: bool) -> list[tuple[bool, list[Stage]]]:
         """The stages of a step: what it does not need is not among them.

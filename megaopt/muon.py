@@ -118,6 +118,7 @@ class MuonOptions(Options):
     OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
     MATRIX: ClassVar[MatrixRule] = MUON
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
+    MATRIX_MARKS: ClassVar[tuple[str, ...]] = (*MARKS, SPLIT_SIZES)
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32

@@ -247,6 +247,8 @@ class Options:
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that choose how MATRIX steps their parameters: with another value they are
     sorted anew."""
+    MATRIX_MARKS: ClassVar[tuple[str, ...]] = ()
+    """Attributes of parameters that choose the same, where groups leave it to them."""
     MATRIX_TURNS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that say, with the step, when what matrices keep is made anew."""
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("", None)

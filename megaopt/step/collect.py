@@ -68,6 +68,8 @@ def collect(
     """
     if owned.options.capturable:
         owned.check_one_device()
+    if owned.options.MATRIX_MARKS:
+        owned.check_groups()  # with what parameters say now
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
@@ -164,8 +166,8 @@ def make_batches(
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, found, kind, counts) for kind in found.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    keys = owned.options.MATRIX_KEYS
-    return Batches(batches, owned.groups, state, versions, counts, masters, keys)
+    choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
+    return Batches(batches, owned.groups, state, versions, counts, masters, *choices)
 
 
 def _batch(

@@ -121,7 +121,7 @@ class Marks:
 
     def __init__(self, params: Iterable[torch.Tensor], names: Sequence[str]) -> None:
         self._names = names
-        self._attributes = [vars(param) for param in params] if names else []
+        self._attributes = [*map(vars, params)]
         self._marks = deepcopy([*map(self._read, self._attributes)])  # lists may be edited
         self._counts = [*map(len, self._attributes)]
         pairs = zip(self._attributes, self._marks, strict=True)

@@ -202,7 +202,7 @@ class Batches:
         self._matrix_keys = matrix_keys
         self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
         matrices = [param for param in params if len(whole_shape_of(param)) > 1]
-        self._marks = Marks(matrices, matrix_marks)
+        self._marks = Marks(matrices, matrix_marks) if matrix_marks else None
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._watched = [batch for batch in batches if not batch.source.sharded]
@@ -230,7 +230,7 @@ class Batches:
         """Looks at the tensors of this step; None where they do not fit these batches."""
         if self._chosen and chosen(param_groups, self._matrix_keys) != self._chosen:
             return None
-        if not self._marks.are_the_same():
+        if self._marks is not None and not self._marks.are_the_same():
             return None
         if self._draws and given_numbers(param_groups) != self._given:
             return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -154,6 +157,12 @@ class Run:
         self.is_captured = False
         """A CUDA graph captures the step."""
         self.is_left_out = False
+        self.launched: list[None] = []
+        """An entry for each batch that is stepped."""
+        self.is_counted_on_device = False
+        """There the counts have gone up, before batches are stepped."""
+        self._before: list[tuple[Group, int]] = []
+        """The groups that are counted, and their counts before that."""
         self.left_out: set[int] = set()
         """Groups that the host knows to be skipped, where others are stepped."""
 
@@ -161,6 +170,24 @@ class Run:
     def owned(self) -> Owned:
         """What is stepped."""
         return self._stepper.owned(self.groups)
+
+    def count(self) -> None:
+        """The host's counts go up: in one call, so that Ctrl-C comes before all or behind all."""
+        if self.rows is None:
+            return
+        left_out, behind = self.left_out, self.batches.counted
+        # empty groups are counted too
+        groups = [group for i, group in enumerate(self.groups) if i not in left_out]
+        counts = [each["step"] for i, each in behind if i not in left_out] if behind else ()
+        self._before = [(group, group["step"]) for group in groups]
+        steps = [step + 1 for _, step in self._before]
+        new = map(operator.setitem, groups, repeat("step"), steps)
+        deque(chain(new, map(operator.iadd, counts, repeat(1))), maxlen=0)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the host's counts have gone up."""
+        return any(group["step"] != step for group, step in self._before)
 
 
 Stage = Callable[[Run], None]
@@ -287,16 +314,29 @@ class Stepper:
                             leave_out_digests(run)
                             return batches.abandon()
                         stage(run)
-        except BaseException:
-            batches.take_back()
+            run.count()
+        except BaseException as error:
+            if isinstance(error, Exception) or not self._finish(run):
+                batches.take_back()
             batches.watch.count_up()
             raise
         batches.forget()
-        if run.rows is not None:
-            for group, each in (*enumerate(groups), *batches.counted):  # also empty groups
-                if group not in run.left_out:
-                    each["step"] += 1
         batches.watch.count_up()
+
+    def _finish(self, run: Run) -> bool:
+        """After Ctrl-C: whether a step is whole, which it is made where it cannot be taken back."""
+        if run.is_counted:
+            return True
+        batches = run.batches.batches
+        is_final = run.launched or run.is_counted_on_device
+        if not is_final or run.meeting or any(batch.plan.many_calls for batch in batches):
+            return False
+        if len(run.launched) < len(batches):
+            stages = [each for _, part in self._stages[run.request is not NOTHING] for each in part]
+            for stage in stages[stages.index(launch) :]:
+                stage(run)
+        run.count()
+        return True
 
     def _begin(
         self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None
@@ -620,6 +660,7 @@ class Stepper:
             groups = [*run.groups, *batches.counts.groups(run.groups)]
             batches.keep_counts(groups)
         run.prepared = self._preparations.make(run.owned, groups, batches, run.request)
+        run.is_counted_on_device = groups is not None
         if run.rows is not None and run.request.skip_nonfinite:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
         if run.is_captured:
@@ -661,11 +702,14 @@ def leave_out_digests(run: Run) -> None:
 def launch(run: Run) -> None:
     """Steps all batches; where one fails, those in which other ranks wait for this one as well."""
     failed: Exception | None = None
-    for batch, rows in zip(run.batches.batches, run.ready, strict=True):
+    pairs = zip(run.batches.batches, run.ready, strict=True)
+    for batch, rows in islice(pairs, len(run.launched), None):  # all, but after Ctrl-C
         scalars, controls = run.prepared.get(batch.device, (None, None))
         if failed is None or (batch.matrices is not None and batch.matrices.shared is not None):
             try:
-                batch.plan.step(rows if scalars is None else scalars, controls)
+                own = rows if scalars is None else scalars
+                # in one statement: Ctrl-C between two would leave open whether it was launched
+                run.launched.append(batch.plan.step(own, controls))  # type: ignore[func-returns-value]  # None each
             except Exception as error:
                 failed = failed or error
     if failed is not None:

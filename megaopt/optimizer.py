@@ -264,7 +264,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
         for place in chosen:
             view = owned.views[place]
-            refreshed(view, locals_of(self.state.get(view.param, {})), owned.formats(view))
+            if self.state.get(view.param):
+                refreshed(view, locals_of(self.state[view.param]), owned.formats(view))
 
     # --- states
 
@@ -291,9 +292,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def initialize_states(self) -> None:
         """Makes the state of every parameter complete, whether it has a gradient or not.
 
+        Frozen ones of a kind that nothing steps (codes of int8, say) have none.
+
         Raises ValueError, and RuntimeError, as the first step would; then no state has changed.
         """
-        places = range(len(self._owned.params))
+        places = [i for i, view in enumerate(self._owned.views) if not view.is_idle]
         self.stepper.make_states(self.param_groups, self.state, places, self._check)
 
     @torch.no_grad()
@@ -321,7 +324,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         restart(owned, self.state, chosen)
         owned.homes.wait()
         for view in map(owned.views.__getitem__, chosen):
-            clear_moments(locals_of(self.state.get(view.param, {})), view, owned.formats(view))
+            if self.state.get(view.param):
+                clear_moments(locals_of(self.state[view.param]), view, owned.formats(view))
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:

@@ -514,7 +514,8 @@ class Options:
 
         codes: the fp8 dtype in which the weight is kept; weight_dtype is what it is to everybody.
         """
-        if not wanted or (weight_dtype == torch.float32 and codes is None):
+        is_rounded = codes is not None or weight_dtype in (torch.bfloat16, torch.float16)
+        if not wanted or not is_rounded:
             return NONE
         key = self._master_key
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]

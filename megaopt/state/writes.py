@@ -12,6 +12,7 @@ import torch
 from megaopt.params.dtensor import locals_of
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions, refreshed
+from megaopt.state.tensors import MASTER
 
 
 class MissingMastersWarning(UserWarning):
@@ -57,6 +58,8 @@ class ExternalWrites:
         for place in places:
             view, label = owned.views[place], owned.labels[place]
             own = locals_of(state.get(view.param, {}))
+            if own.get(MASTER) is None:
+                continue
             with torch.no_grad():
                 found = refreshed(view, own, owned.formats(view), only_look=policy == "error")
             if policy == "error" and bool(found):

@@ -70,17 +70,25 @@ def collect(
         owned.check_one_device()
     if owned.options.MATRIX_MARKS:
         owned.check_groups()  # with what parameters say now
+    chosen = [i for i, g in enumerate(grads) if g is not None or _makes_state(owned, i)]
+    is_any = any(grad is not None for grad in grads)
+    # nothing else says that the model has other parameters than those on meta
+    on_meta = [] if is_any else [i for i, view in enumerate(owned.views) if view.local.is_meta]
+    owned.check_steppable([*chosen, *on_meta])
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
-    makes = owned.options.makes_state
-    chosen = [i for i, g in enumerate(grads) if g is not None or makes(owned.params[i])]
     with owned.room(state, chosen):
         found = _collected(owned, state, grads, external, chosen)
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
     written = [(*labels[param], made) for param, made in found.states.items()]
     check_memory([each for view, name, own in written for each in written_tensors(view, own, name)])
     return found
+
+
+def _makes_state(owned: Owned, place: int) -> bool:
+    """Whether a step makes the state of a parameter that has no gradient in it."""
+    return owned.options.makes_state(owned.params[place]) and not owned.views[place].is_idle
 
 
 def _collected(
@@ -123,6 +131,7 @@ def completed_states(
 ) -> dict[torch.Tensor, State]:
     """The completed states of parameters; their states themselves stay as they are."""
     external, chosen = owned.external_masters(), list(places)
+    owned.check_steppable(chosen)
     made = {}
     with owned.room(state, chosen):
         for place in chosen:

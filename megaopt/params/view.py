@@ -70,8 +70,12 @@ class ParamView:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is frozen, and of a kind that nothing steps: codes of int8, say."""
-        return not self.param.requires_grad and self.is_strange
+        """Whether it is frozen, and of a kind that nothing steps: codes of int8, say.
+
+        A tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says.
+        """
+        is_frozen = isinstance(self.param, torch.nn.Parameter) and not self.param.requires_grad
+        return is_frozen and self.is_strange
 
     @property
     def codes(self) -> torch.Tensor:

@@ -378,11 +378,11 @@ class FusedMuon(FusedOptimizer):
         state_device: StateDevice = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        defaults, options, masters = options_of(self, MuonOptions, locals())
+        defaults, checked, masters = options_of(self, MuonOptions, locals())
         # an optimizer whose defaults have betas is Adam to torch's schedulers, which then cycle
         # these (OneCycleLR, CyclicLR); of Muon it is the momentum
         self._betas = defaults.pop("betas")
-        super().__init__(params, defaults, options, masters)
+        super().__init__(params, defaults, checked, masters)
 
     @property
     def rule(self) -> Rule:
@@ -408,7 +408,7 @@ class FusedMuon(FusedOptimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """As FusedAdam's; with the betas that new groups take."""
+        """What FusedAdam's gives, and the betas that new groups take."""
         return {**super().__getstate__(), "_betas": self._betas}
 
     def describe(self) -> list[Stepped]:

@@ -70,7 +70,9 @@ class Versions:
             view.param: spots.get(view.param, _spot(view)) for view in views
         }
         compared = {} if before is None else before._compared
-        self._compared = {param: compared[param] for param in params if param in compared}
+        self._compared: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {
+            param: compared[param] for param in params if param in compared
+        }
         """The master that each weight was compared with last."""
         self._unmatched = set() if before is None else before._all_unmatched(params, state or {})
         """Parameters that have to be compared with their masters, whatever was written."""

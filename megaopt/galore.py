@@ -81,6 +81,7 @@ class GaLoreOptions(Options):
     OFFLOADS = False
     MATRIX = GALORE
     MATRIX_KEYS = ("rank", "proj_type")
+    MATRIX_MARKS = (EMBEDDING,)
     MATRIX_TURNS = ("update_proj_gap",)
     MATRIX_OFF = ("rank", None)
 

@@ -118,6 +118,7 @@ class MuonOptions(Options):
     OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
     MATRIX: ClassVar[MatrixRule] = MUON
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
+    MATRIX_MARKS: ClassVar[tuple[str, ...]] = (*MARKS, SPLIT_SIZES)
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32
@@ -377,7 +378,11 @@ class FusedMuon(FusedOptimizer):
         state_device: StateDevice = None,
         **options: Unpack[SharedOptions],
     ) -> None:
-        super().__init__(params, *options_of(self, MuonOptions, locals()))
+        defaults, checked, masters = options_of(self, MuonOptions, locals())
+        # an optimizer whose defaults have betas is Adam to torch's schedulers, which then cycle
+        # these (OneCycleLR, CyclicLR); of Muon it is the momentum
+        self._betas = defaults.pop("betas")
+        super().__init__(params, defaults, checked, masters)
 
     @property
     def rule(self) -> Rule:
@@ -388,16 +393,23 @@ class FusedMuon(FusedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as FusedAdam does; eps of one with use_muon=False is AdamW's."""
-        is_adams = isinstance(param_group, dict) and param_group.get("use_muon") is False
-        lacks_eps = is_adams and "eps" not in param_group
-        if lacks_eps:
-            param_group["eps"] = param_group.get("adam_eps", self.defaults["adam_eps"])
+        lacking = {}
+        if isinstance(param_group, dict):
+            own = {"betas": self._betas}
+            if param_group.get("use_muon") is False:
+                own["eps"] = param_group.get("adam_eps", self.defaults["adam_eps"])
+            lacking = {name: value for name, value in own.items() if name not in param_group}
+            param_group.update(lacking)
         try:
             super().add_param_group(param_group)
         except BaseException:
-            if lacks_eps:
-                del param_group["eps"]
+            for name in lacking:
+                del param_group[name]
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What FusedAdam's gives, and the betas that new groups take."""
+        return {**super().__getstate__(), "_betas": self._betas}
 
     def describe(self) -> list[Stepped]:
         """How each parameter is stepped, in group order; each prints as one line."""

@@ -22,7 +22,8 @@ from megaopt.saving import state_dict as state_dicts
 from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
-from megaopt.state.tensors import MASTER, picklable
+from megaopt.state.tensors import MASTER, clear_moments, picklable
+from megaopt.step.counts import restart
 from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
@@ -259,10 +260,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
-        owned = self._owned
+        owned, versions = self._owned, self.stepper.writes.versions
         Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
+        is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
+        written = () if is_list else versions.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
-        self.stepper.reset(owned)
+        self.stepper.reset(owned, self.state, written)
 
     def refresh_masters(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """Gives masters the values of weights that were written outside the optimizer.
@@ -284,7 +287,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
         for place in chosen:
             view = owned.views[place]
-            refreshed(view, locals_of(self.state.get(view.param, {})), owned.formats(view))
+            if self.state.get(view.param):
+                refreshed(view, locals_of(self.state[view.param]), owned.formats(view))
 
     # --- states
 
@@ -311,10 +315,40 @@ class FusedOptimizer(torch.optim.Optimizer):
     def initialize_states(self) -> None:
         """Makes the state of every parameter complete, whether it has a gradient or not.
 
+        Frozen ones of a kind that nothing steps (codes of int8, say) have none.
+
         Raises ValueError, and RuntimeError, as the first step would; then no state has changed.
         """
-        places = range(len(self._owned.params))
+        places = [i for i, view in enumerate(self._owned.views) if not view.is_idle]
         self.stepper.make_states(self.param_groups, self.state, places, self._check)
+
+    @torch.no_grad()
+    def reset_moments(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Begins anew with moments and step counts; weights and masters stay as they are.
+
+        Moments, and what is kept with them (GaLore's projections, NorMuon's second moment), become
+        what they are before a first step, in the memory that they have; other keys of a state stay.
+        The next update is a first one, as its bias correction is. A state that is deleted instead
+        (`del optimizer.state[p]`) loses its master too. On ranks that share parameters all call it.
+
+        Args:
+            params: parameters of this optimizer; None for all. Those without a state yet are left
+                as they are.
+
+        Raises ValueError for other tensors; and where parameters count the steps of their group
+        (step_counts="group"), for some of a group whose others have a state. Nothing has changed
+        then.
+        """
+        self.stepper.hear(self.param_groups)
+        owned = self._owned
+        if isinstance(params, torch.Tensor):
+            refuse("params", "a list of parameters", params)
+        chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
+        restart(owned, self.state, chosen)
+        owned.homes.wait()
+        for view in map(owned.views.__getitem__, chosen):
+            if self.state.get(view.param):
+                clear_moments(locals_of(self.state[view.param]), view, owned.formats(view))
 
     @torch.no_grad()
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
@@ -348,7 +382,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             owned.index(param)
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         if state_name == MASTER:
-            self.stepper.writes.versions.note(param)
+            self.stepper.writes.versions.note(param, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
@@ -443,7 +477,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         new = {"state": loaded.states, "param_groups": loaded.groups}
         overwrite(loaded.masters, lambda: vars(self).update(new))
         self.stepper.given_counts.kept.clear()  # as are the moments in state dicts of before
-        self.stepper.reset(self._owned, loaded.written)
+        self.stepper.reset(self._owned, self.state, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -454,6 +488,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         value, so that a master that the first step makes afterwards starts from the codes.
         """
         self.stepper.homes.wait()
+        versions = self.stepper.writes.versions
         return {
             **super().__getstate__(),
             "state": defaultdict(dict, {key: picklable(own) for key, own in self.state.items()}),
@@ -462,7 +497,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_homes": self.stepper.homes,
             "use_decoupled_grad": self.use_decoupled_grad,
             "step_unscales": self.step_unscales,
-            "_written": self.stepper.writes.versions.moved_anywhere(self._owned.params),
+            "_written": versions.moved_anywhere(self._owned.params, self.state),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -473,4 +508,4 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.stepper = Stepper(self.options, self.rule, masters, homes)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned, written)
+        self.stepper.reset(self._owned, self.state, written)

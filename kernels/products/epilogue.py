@@ -6,9 +6,9 @@ What is added to a diagonal, and a factor of each product, come before the round
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 
 from megaopt.kernels.optional_triton import INTERPRETED, helper, tl
@@ -65,13 +65,13 @@ def finished_reference(
 ) -> torch.Tensor:
     """Returns scale (alpha total + beta added + diagonal I), of one matrix or a stack of them.
 
-    Each operation is rounded to fp32, and the result to the dtype.
+    Each operation is rounded to fp32, as the numbers are, and the result to the dtype.
     """
-    value = total * float(numpy.float32(alpha))
+    value = total * c_float(alpha).value
     if added is not None:
-        value = value + added.float() * float(numpy.float32(beta))
+        value = value + added.float() * c_float(beta).value
     if diagonal:
-        value.diagonal(dim1=-2, dim2=-1).add_(float(numpy.float32(diagonal)))
+        value.diagonal(dim1=-2, dim2=-1).add_(c_float(diagonal).value)
     if scale is not None:
         value = value * scale
     return rounded_reference(value, dtype)

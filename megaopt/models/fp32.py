@@ -50,7 +50,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     found = model.state_dict(keep_vars=True)
     places = _places(model, found, owned)
     writes = optimizer.stepper.writes
-    moved = writes.versions.moved_anywhere(owned.params)
+    moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
     external = owned.external_masters()
     owned.homes.wait()
@@ -82,7 +82,10 @@ def _value(
 
 
 def _places(model: nn.Module, found: Mapping[str, Any], owned: Owned) -> dict[str, int]:
-    """The places among the optimizer's parameters of those that a state dict has, by name."""
+    """The places among the optimizer's parameters of those that a state dict has, by name.
+
+    But for frozen ones of a kind that nothing steps: they have no fp32 values.
+    """
     places = {id(param): place for place, param in enumerate(owned.params)}
     own = {name: places[id(value)] for name, value in found.items() if id(value) in places}
     wanted = [(n, places[id(p)]) for n, p in model.named_parameters() if id(p) in places]
@@ -94,7 +97,7 @@ def _places(model: nn.Module, found: Mapping[str, Any], owned: Owned) -> dict[st
             f"model.state_dict() must have the optimizer's parameters, got none for "
             f"{listed(missing)}: a hook leaves them out, or copies them"
         )
-    return own
+    return {name: place for name, place in own.items() if not owned.views[place].is_idle}
 
 
 # --- set

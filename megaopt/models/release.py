@@ -28,7 +28,7 @@ from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
 from megaopt.step.request import Asked
-from megaopt.step.stepper import Stepper
+from megaopt.step.stepper import NO_GRADIENTS, Stepper
 
 WHILE = "while gradients are released"
 RELEASED: weakref.WeakKeyDictionary[FusedOptimizer, GradientRelease] = weakref.WeakKeyDictionary()
@@ -117,6 +117,7 @@ class GradientRelease:
         given: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
         self._handles.append(optimizer.register_step_pre_hook(_check_step))
+        optimizer.stepper.writes.said.add(NO_GRADIENTS)  # they are gone at optimizer.step()
         RELEASED[optimizer] = self
         optimizer._is_released = True
 
@@ -161,7 +162,7 @@ class GradientRelease:
         with self._beside(optimizer, param):
             stepper, group = self._own(optimizer, param, spot)
             stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
-        optimizer.stepper.writes.versions.note(param)
+        optimizer.stepper.writes.versions.note(param, optimizer.state)
         self._counts[param] = count
         param.grad = None
 
@@ -203,7 +204,8 @@ class GradientRelease:
         own = self._alone.get(param)
         if own is None:
             own = Stepper(whole.options, whole.rule, masters, whole.homes, whole.writes.said)
-            own.writes.versions = Versions([param], (), whole.writes.versions)
+            versions = Versions([param], (), whole.writes.versions, optimizer.state)
+            own.writes.versions = versions
             own.was_stepped = True  # no step of it asks which states there would be
             self._alone[param] = own
         if isinstance(own.masters, list) and isinstance(masters, list):

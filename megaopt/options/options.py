@@ -190,9 +190,10 @@ class StepOptions(SharedOptions, total=False):
             RuntimeError.
         step_counts: whose steps an update counts, in bias corrections and random bits. "group": all
             of the parameter's group, as TransformerEngine counts, so that a parameter that gets its
-            first gradient late starts with the corrections of a late step. "parameter": those that
-            the parameter took itself, as torch counts; `state[p]["step"]` and state dicts have
-            them. None: "parameter" under contract torch, else "group".
+            first gradient late starts with the corrections of a late step: with betas (0.9, 0.999)
+            its first updates are up to 6.6 times lr. "parameter": those that the parameter took
+            itself, as torch counts; `state[p]["step"]` and state dicts have them. None: "parameter"
+            under contract torch, else "group".
     """
 
     direct_cast: bool | None
@@ -246,6 +247,8 @@ class Options:
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that choose how MATRIX steps their parameters: with another value they are
     sorted anew."""
+    MATRIX_MARKS: ClassVar[tuple[str, ...]] = ()
+    """Attributes of parameters that choose the same, where groups leave it to them."""
     MATRIX_TURNS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that say, with the step, when what matrices keep is made anew."""
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("", None)
@@ -511,7 +514,8 @@ class Options:
 
         codes: the fp8 dtype in which the weight is kept; weight_dtype is what it is to everybody.
         """
-        if not wanted or (weight_dtype == torch.float32 and codes is None):
+        is_rounded = codes is not None or weight_dtype in (torch.bfloat16, torch.float16)
+        if not wanted or not is_rounded:
             return NONE
         key = self._master_key
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.chunks.batch import Cast, Extent, Formats
-from megaopt.kernels.formats import Format
+from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options, check_weight
@@ -60,6 +60,22 @@ class ParamView:
         """What this rank steps: of a DTensor its shard, otherwise the parameter."""
         own: torch.Tensor = self.param
         return own
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether nothing steps its kind: `check` raises an error, unless it is frozen."""
+        is_wrapper = is_traceable_wrapper_subclass(self.param)
+        is_ours = self.is_sharded or self.weight is not None
+        return self.param.dtype not in WEIGHTS or (is_wrapper and not is_ours)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is frozen, and of a kind that nothing steps: codes of int8, say.
+
+        A tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says.
+        """
+        is_frozen = isinstance(self.param, torch.nn.Parameter) and not self.param.requires_grad
+        return is_frozen and self.is_strange
 
     @property
     def codes(self) -> torch.Tensor:

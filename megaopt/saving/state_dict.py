@@ -110,6 +110,7 @@ def mark(
         key: _state(own, owned, place_of[key], given) if key in place_of and own else own
         for key, own in packed["state"].items()
     }
+    states = _by_param(packed["state"], keys, owned)
     not_made = {}
     for key, view in zip(keys, owned.views, strict=True):
         lacking = _lacking(packed["state"].get(key, {}), owned, view)
@@ -121,7 +122,7 @@ def mark(
     device = _device_of(state, keys, owned) if sized else torch.device("cpu")
     if sized:
         marks["contract"] = sized_contract(owned, device)
-        frozen = marked_frozen(owned, _by_param(packed["state"], keys, owned))
+        frozen = marked_frozen(owned, states)
     groups = [
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
         for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
@@ -132,7 +133,7 @@ def mark(
             del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor
             group[STEP] = given.new(group[STEP], place, shape, device)
-    written = [keys[place] for place in versions.moved_anywhere(owned.params)]
+    written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -270,7 +270,8 @@ class Owned:
                 "dtype=torch.float32"
             )
         for view, label in zip(self.views, self.labels, strict=True):
-            view.check(label, self.options, self.moments(view), self.wants_masters)
+            if not view.is_idle:
+                self.check_kind(view, label)
         if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
             raise ValueError(
                 "store_param_remainders=True needs torch.bfloat16 weights; none of the "
@@ -400,11 +401,29 @@ class Owned:
         self.check_one_device()
         return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
 
+    def check_kind(self, view: ParamView, label: str) -> None:
+        """Raises ValueError for a parameter whose kind nothing steps."""
+        view.check(label, self.options, self.moments(view), self.wants_masters)
+
+    def check_steppable(self, places: Iterable[int]) -> None:
+        """Raises ValueError for a parameter, by its place, that can have no state."""
+        for place in places:
+            view, label = self.views[place], self.labels[place]
+            if view.local.is_meta:
+                raise ValueError(
+                    f"{label} must have elements to step, got one on meta: make the optimizer "
+                    "after the model has its memory (to_empty() makes new parameters)"
+                )
+            if view.is_strange:
+                self.check_kind(view, label)
+
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
         with errors_of(label):
             view = self.view(param)
-        view.check(label, self.options, self.moments(view), self.wants_masters)
+        if view.is_idle:
+            return
+        self.check_kind(view, label)
         reason = self.homes.why_not(param)
         if reason is not None:
             raise RuntimeError(

@@ -2,12 +2,14 @@
 
 torch counts a tensor's version up at every operation in place, those of load_state_dict, fill_ and
 clamp_ included. The optimizer notes the counters after each of its steps and looks at them before
-the next. `p.data = new` counts nothing, and is known by the address. FusedAdam.refresh_masters says
-which writes are not seen.
+the next. `p.data = new` counts nothing, and is known by the address. A state may also come to a
+parameter from another one (`state[q] = state.pop(p)`): the optimizer knows which master it compared
+with which weight last. FusedAdam.refresh_masters says which writes are not seen.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,20 +29,22 @@ from megaopt.state.watch import is_plain_class
 # reciprocal: each by at most half an ulp, 2**-24 of it. Together they are less than 2**-22 off.
 SCALE_ERROR = 2.0**-22
 
-Spot = tuple[int, torch.dtype]
-"""Where a weight lies, and its dtype."""
+Spot = tuple[int, torch.dtype, torch.Size]
+"""Where a weight lies, its dtype, and its shape."""
+States = Mapping[Any, Mapping[str, Any]]
 
 
 class Versions:
     """The version counters of the parameters that a step writes, as they were after the last one.
 
-    And where the weights lay.
+    And where the weights lay, and which masters they were compared with.
 
     Args:
         params: all parameters of the optimizer.
         stepped: places, among these, of those that the coming steps write.
         before: what this one takes the place of. Counters that it does not know are taken as they
             are now.
+        state: the optimizer's; None: no state has a master yet.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Versions:
         params: Sequence[torch.Tensor],
         stepped: Iterable[int] = (),
         before: Versions | None = None,
+        state: States | None = None,
     ) -> None:
         self._params, self._stepped = params, list(stepped)
         self._known = {} if before is None else before._noted()
@@ -64,6 +69,28 @@ class Versions:
         self._spots: dict[torch.Tensor, Spot | None] = {
             view.param: spots.get(view.param, _spot(view)) for view in views
         }
+        compared = {} if before is None else before._compared
+        self._compared: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {
+            param: compared[param] for param in params if param in compared
+        }
+        """The master that each weight was compared with last."""
+        self._unmatched = set() if before is None else before._all_unmatched(params, state or {})
+        """Parameters that have to be compared with their masters, whatever was written."""
+
+    def _all_unmatched(self, params: Iterable[torch.Tensor], state: States) -> set[torch.Tensor]:
+        """Those of the parameters that have a master, and were not compared with it.
+
+        Another master in the state of the same parameter is the user's own, and counts as it is.
+        """
+        masters = ((param, master()) for param, master in self._compared.items())
+        owners = {id(master): param for param, master in masters if master is not None}
+        found = set()
+        for param in params:
+            master = state.get(param, {}).get(MASTER)
+            is_known = param in self._compared and owners.get(id(master), param) is param
+            if param in self._unmatched or not (master is None or is_known):
+                found.add(param)
+        return found
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
@@ -80,38 +107,52 @@ class Versions:
         """
         places = {self._places[index] for index in written}
         if elsewhere:
-            places |= {i for i in self._stepped if self._is_replaced(view_of(self._params[i]))}
+            own = {place: self._params[place] for place in self._stepped}
+            places |= {i for i in own if own[i] in self._unmatched or self._is_replaced(own[i])}
         return sorted(places)
 
-    def moved_anywhere(self, params: Sequence[torch.Tensor]) -> list[int]:
+    def moved_anywhere(self, params: Sequence[torch.Tensor], state: States) -> list[int]:
         """Places, among these parameters, of all that somebody has written or replaced since."""
-        noted = self._noted()
+        noted, unmatched = self._noted(), self._all_unmatched(params, state)
         return [
             place
-            for place, view in enumerate(map(view_of, params))
-            if any(noted.get(each, each._version) != each._version for each in view.counted)
-            or self._is_replaced(view)
+            for place, param in enumerate(params)
+            if any(noted.get(t, t._version) != t._version for t in view_of(param).counted)
+            or param in unmatched
+            or self._is_replaced(param)
         ]
 
-    def _is_replaced(self, view: ParamView) -> bool:
-        """Whether the weight lies elsewhere, and is of the same dtype: model.half() is no write."""
-        now, before = _spot(view), self._spots.get(view.param)
-        return bool(now and before and now[0] != before[0] and now[1] == before[1])
+    def _is_replaced(self, param: torch.Tensor) -> bool:
+        """Whether other memory is in a weight's place, of the same dtype: half() is no write."""
+        now, before = _spot(view_of(param)), self._spots.get(param)
+        return bool(now and before and now != before and now[1] == before[1])
 
-    def arrived(self) -> None:
+    def arrived(self, state: States) -> None:
         """Masters go with the stepped weights where these lie now."""
         params = [self._params[place] for place in self._stepped]
         self._spots.update({param: _spot(view_of(param)) for param in params})
+        self.match(params, state)
+
+    def match(self, params: Iterable[torch.Tensor], state: States) -> None:
+        """The masters in the states of these parameters are those of their weights."""
+        own = list(params)
+        masters = {param: state.get(param, {}).get(MASTER) for param in own}
+        self._compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
+        self._unmatched.difference_update(own)
+
+    def had_master(self, param: torch.Tensor) -> bool:
+        """Whether a weight was ever compared with a master."""
+        return param in self._compared
 
     def forget(self, param: torch.Tensor) -> None:
         """The weight may have been written."""
-        for tensor in view_of(param).counted:
-            self._known[tensor] = -1
+        self._unmatched.add(param)
 
-    def note(self, param: torch.Tensor) -> None:
+    def note(self, param: torch.Tensor, state: States) -> None:
         """Weight and master are as they should be now, whatever was written."""
         view = view_of(param)
         self._spots[param] = _spot(view)
+        self.match([param], state)
         for tensor in view.counted:
             self._known[tensor] = tensor._version
             if tensor in self._rows:
@@ -124,7 +165,7 @@ def _spot(view: ParamView) -> Spot | None:
         return None
     own = view.codes
     is_memory = is_plain_class(type(own)) and own.layout == torch.strided
-    return (own.data_ptr(), own.dtype) if is_memory else None
+    return (own.data_ptr(), own.dtype, own.shape) if is_memory else None
 
 
 # --- which elements were written

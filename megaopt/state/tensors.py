@@ -114,6 +114,25 @@ def complete(
         state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
 
 
+def clear_moments(state: State, view: ParamView, formats: Formats) -> None:
+    """Gives moments, and what a matrix rule keeps, the values that `complete` gives new ones.
+
+    state: of this rank's tensors, which are written in place. Those that it lacks stay away.
+    """
+    for name, form in zip(formats.moment_names, formats.moments, strict=True):
+        if name in state and name in formats.from_param:
+            new, _ = encoded(name, view.initial_value(formats), form, view)
+            for key, tensor in new.items():
+                state[key].copy_(tensor)
+        elif name in state:
+            state[name].zero_()
+            if form.has_scale:
+                state[name + SCALE].fill_(1)
+    for name in view.kept:
+        if state.get(name) is not None:
+            state[name].zero_()
+
+
 def host_bytes(view: ParamView, state: State, formats: Formats, is_external: bool) -> int:
     """How much host memory `complete` takes for a parameter; is_external: has its master."""
     if view.home is None:

@@ -12,6 +12,7 @@ import torch
 from megaopt.params.dtensor import locals_of
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions, refreshed
+from megaopt.state.tensors import MASTER
 
 
 class MissingMastersWarning(UserWarning):
@@ -29,16 +30,22 @@ class ExternalWrites:
         self.versions = Versions([])
         self.said: set[str] = set() if said is None else said
 
-    def reset(self, params: Iterable[torch.Tensor], written: Iterable[int] = ()) -> None:
+    def reset(
+        self,
+        params: Iterable[torch.Tensor],
+        state: Mapping[Any, Any],
+        written: Iterable[int] = (),
+    ) -> None:
         """Weights and masters are as they should be now, but at the places of written ones."""
         own = list(params)
         self.versions = Versions(own)
+        self.versions.match(own, state)
         for place in written:
             self.versions.forget(own[place])
 
-    def watch(self, owned: Owned, places: list[int]) -> None:
+    def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
         """From now on looks at the parameters at these places, which steps write."""
-        self.versions = Versions(owned.params, places, self.versions)
+        self.versions = Versions(owned.params, places, self.versions, state)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.
@@ -51,6 +58,8 @@ class ExternalWrites:
         for place in places:
             view, label = owned.views[place], owned.labels[place]
             own = locals_of(state.get(view.param, {}))
+            if own.get(MASTER) is None:
+                continue
             with torch.no_grad():
                 found = refreshed(view, own, owned.formats(view), only_look=policy == "error")
             if policy == "error" and bool(found):
@@ -66,6 +75,18 @@ class ExternalWrites:
                     "written values. on_external_write='error' refuses such writes, 'ignore' puts "
                     "the old values back"
                 )
+
+    def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
+        """Once, where states were deleted with their masters, and new ones are made."""
+        lost = [param for param in params if self.versions.had_master(param)]
+        if lost and "lost masters" not in self.said:
+            self.said.add("lost masters")
+            warn_caller(
+                f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) have no "
+                "state any more, and no master: a new one starts from the weight as it is rounded, "
+                "and the group's step count goes on. optimizer.reset_moments() begins anew with "
+                "moments and counts, and keeps masters"
+            )
 
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
         """Once, where nobody said whether 16-bit weights are to have masters."""

@@ -15,6 +15,8 @@ from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.options.placement import STEP
+from megaopt.params.view import whole_shape_of
+from megaopt.state.looks import Marks
 from megaopt.state.numbers import chosen, given_numbers
 from megaopt.state.ownership import Versions
 from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
@@ -164,6 +166,7 @@ class Batches:
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
         matrix_keys: keys of groups that choose how matrices are stepped.
+        matrix_marks: attributes of parameters that do.
     """
 
     def __init__(
@@ -175,6 +178,7 @@ class Batches:
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
         matrix_keys: Sequence[str] = (),
+        matrix_marks: Sequence[str] = (),
     ) -> None:
         self.batches = batches
         self.meetings: dict[bool, Meeting | None] = {}
@@ -197,6 +201,8 @@ class Batches:
         self._own_counts = [own[STEP] for own in self._with_counts]
         self._matrix_keys = matrix_keys
         self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
+        matrices = [param for param in params if len(whole_shape_of(param)) > 1]
+        self._marks = Marks(matrices, matrix_marks) if matrix_marks else None
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._watched = [batch for batch in batches if not batch.source.sharded]
@@ -223,6 +229,8 @@ class Batches:
     ) -> Seen | None:
         """Looks at the tensors of this step; None where they do not fit these batches."""
         if self._chosen and chosen(param_groups, self._matrix_keys) != self._chosen:
+            return None
+        if self._marks is not None and not self._marks.are_the_same():
             return None
         if self._draws and given_numbers(param_groups) != self._given:
             return None

@@ -68,11 +68,16 @@ def collect(
     """
     if owned.options.capturable:
         owned.check_one_device()
+    if owned.options.MATRIX_MARKS:
+        owned.check_groups()  # with what parameters say now
+    chosen = [i for i, g in enumerate(grads) if g is not None or _makes_state(owned, i)]
+    is_any = any(grad is not None for grad in grads)
+    # nothing else says that the model has other parameters than those on meta
+    on_meta = [] if is_any else [i for i, view in enumerate(owned.views) if view.local.is_meta]
+    owned.check_steppable([*chosen, *on_meta])
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
-    makes = owned.options.makes_state
-    chosen = [i for i, g in enumerate(grads) if g is not None or makes(owned.params[i])]
     with owned.room(state, chosen):
         found = _collected(owned, state, grads, external, chosen)
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
@@ -85,6 +90,11 @@ def collect(
         ]
     )
     return found
+
+
+def _makes_state(owned: Owned, place: int) -> bool:
+    """Whether a step makes the state of a parameter that has no gradient in it."""
+    return owned.options.makes_state(owned.params[place]) and not owned.views[place].is_idle
 
 
 def _collected(
@@ -117,8 +127,8 @@ def check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
     if others:
         raise ValueError(
             f"{label}: its state must have {', '.join(kept) or 'no moments'}, as it is stepped, "
-            f"got {', '.join(others)} of another rule: to go on from new moments, delete it from "
-            "optimizer.state"
+            f"got {', '.join(others)} of another rule: to go on from new moments, delete these "
+            "from optimizer.state[param], and no more, which has its master"
         )
 
 
@@ -127,6 +137,7 @@ def completed_states(
 ) -> dict[torch.Tensor, State]:
     """The completed states of parameters; their states themselves stay as they are."""
     external, chosen = owned.external_masters(), list(places)
+    owned.check_steppable(chosen)
     made = {}
     with owned.room(state, chosen):
         for place in chosen:
@@ -170,8 +181,8 @@ def make_batches(
     counts = rows_of(owned, state, found.places)
     batches = [_batch(owned, state, found, kind, counts) for kind in found.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
-    keys = owned.options.MATRIX_KEYS
-    return Batches(batches, owned.groups, state, versions, counts, masters, keys)
+    choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
+    return Batches(batches, owned.groups, state, versions, counts, masters, *choices)
 
 
 def _batch(

@@ -149,6 +149,34 @@ def _new_row(
     return len(owned.groups) + len(rows.apart) - 1, tensor
 
 
+def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> None:
+    """The counts of the parameters at these places begin anew, and those of groups of them alone.
+
+    Raises ValueError, before anything changes, where others have a state and share a group's count.
+    """
+    chosen, numbers = set(places), owned.group_numbers
+    others = [i for i, p in enumerate(owned.params) if i not in chosen and state.get(p)]
+    groups, shared = {numbers[i] for i in chosen}, {numbers[i] for i in others}
+    if groups & shared and not owned.options.counts_apart:
+        index = min(groups & shared)
+        raise ValueError(
+            f"params must have all parameters of group {index} that have a state, or none, as they "
+            "share a step count, which corrects moments, got "
+            f"{sum(numbers[i] == index for i in chosen)} of {numbers.count(index)}: give them a "
+            "group of their own, or the optimizer step_counts='parameter', where it takes that"
+        )
+    rest = {id(state[owned.params[i]].get(STEP)) for i in others}
+    rest |= {id(group["step"]) for i, group in enumerate(owned.groups) if i not in groups - shared}
+    for own in [state.get(owned.params[i], {}) for i in chosen]:
+        if STEP in own and id(own[STEP]) in rest:
+            own[STEP] = new_count(owned)
+        elif STEP in own:  # which a CUDA graph may read
+            own[STEP].zero_()
+    for index in groups - shared:
+        group = owned.groups[index]
+        group["step"] = group["step"].zero_() if owned.options.capturable else 0
+
+
 def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: set[int]) -> None:
     """Parameters that rest keep their count, where the group's own tensor goes on."""
     counts = {id(group["step"]) for group in owned.groups}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -24,20 +27,23 @@ from megaopt.state.numbers import Numbers, Row
 from megaopt.state.owned import Group, Owned
 from megaopt.state.ownership import commit
 from megaopt.state.watch import Grads, Seen, grads_of
-from megaopt.state.writes import ExternalWrites
+from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
 from megaopt.step.counts import GivenCounts
 from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
-from megaopt.step.probing import is_probe
+from megaopt.step.probing import is_asked_by_torch, is_probe
 from megaopt.step.ranks.answers import of_groups
 from megaopt.step.ranks.meeting import Meeting, Sharers, agreement_of, meeting_of, sharers_of
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
+
+NO_GRADIENTS = "no gradients"
+"""What is among the warnings said where steps without gradients are told of, or meant so."""
 
 LONGEST = 1000
 """Characters of the groups that a message shows."""
@@ -168,6 +174,12 @@ class Run:
         self.is_captured = False
         """A CUDA graph captures the step."""
         self.is_left_out = False
+        self.launched: list[None] = []
+        """An entry for each batch that is stepped."""
+        self.is_counted_on_device = False
+        """There the counts have gone up, before batches are stepped."""
+        self._before: list[tuple[Group, int]] = []
+        """The groups that are counted, and their counts before that."""
         self.left_out: set[int] = set()
         """Groups that the host knows to be skipped, where others are stepped."""
 
@@ -175,6 +187,24 @@ class Run:
     def owned(self) -> Owned:
         """What is stepped."""
         return self._stepper.owned(self.groups)
+
+    def count(self) -> None:
+        """The host's counts go up: in one call, so that Ctrl-C comes before all or behind all."""
+        if self.rows is None:
+            return
+        left_out, behind = self.left_out, self.batches.counted
+        # empty groups are counted too
+        groups = [group for i, group in enumerate(self.groups) if i not in left_out]
+        counts = [each["step"] for i, each in behind if i not in left_out] if behind else ()
+        self._before = [(group, group["step"]) for group in groups]
+        steps = [step + 1 for _, step in self._before]
+        new = map(operator.setitem, groups, repeat("step"), steps)
+        deque(chain(new, map(operator.iadd, counts, repeat(1))), maxlen=0)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the host's counts have gone up."""
+        return any(group["step"] != step for group, step in self._before)
 
 
 Stage = Callable[[Run], None]
@@ -236,14 +266,14 @@ class Stepper:
         """Groups with the stepper's options, rule, masters and homes: what a step works on."""
         return Owned(groups, self.options, self.rule, self.masters, self.homes)
 
-    def reset(self, owned: Owned, written: Iterable[int] = ()) -> None:
+    def reset(self, owned: Owned, state: States, written: Iterable[int] = ()) -> None:
         """Weights, masters or states are others: all is made anew, and compared from now on.
 
         written: places of parameters that were written since the last step.
         """
         self._batches, self._is_elsewhere, self._meeting = None, True, None
         self._agreed = Ties(None, sharers_of(owned.usual_views))
-        self.writes.reset(owned.params, written)
+        self.writes.reset(owned.params, state, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
@@ -303,18 +333,33 @@ class Stepper:
                             leave_out_digests(run)
                             return batches.abandon()
                         stage(run)
-        except BaseException:
-            batches.take_back()
+            run.count()
+        except BaseException as error:
+            if isinstance(error, Exception) or not self._finish(run):
+                batches.take_back()
+            elif self.given_counts.kept:
+                self.given_counts.follow(groups, state)
             batches.watch.count_up()
             raise
         batches.forget()
-        if run.rows is not None:
-            for group, each in (*enumerate(groups), *batches.counted):  # also empty groups
-                if group not in run.left_out:
-                    each["step"] += 1
-            if self.given_counts.kept:
-                self.given_counts.follow(groups, state)
+        if self.given_counts.kept and run.rows is not None:
+            self.given_counts.follow(groups, state)
         batches.watch.count_up()
+
+    def _finish(self, run: Run) -> bool:
+        """After Ctrl-C: whether a step is whole, which it is made where it cannot be taken back."""
+        if run.is_counted:
+            return True
+        batches = run.batches.batches
+        is_final = run.launched or run.is_counted_on_device
+        if not is_final or run.meeting or any(batch.plan.many_calls for batch in batches):
+            return False
+        if len(run.launched) < len(batches):
+            stages = [each for _, part in self._stages[run.request is not NOTHING] for each in part]
+            for stage in stages[stages.index(launch) :]:
+                stage(run)
+        run.count()
+        return True
 
     def _begin(
         self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None
@@ -343,7 +388,7 @@ class Stepper:
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
                 self.writes.take_over(run.owned, state, places)
-                self.writes.versions.arrived()
+                self.writes.versions.arrived(state)
                 self._is_elsewhere = False
             if rows is not None and batches.counts.apart:
                 rows += self._numbers.made(batches.counts.groups(groups))
@@ -494,9 +539,11 @@ class Stepper:
     def _sort(self, owned: Owned, state: States, grads: Grads, check: Check | None) -> Batches:
         """Checks everything, completes the states, and makes batches and stages anew."""
         found = collect(owned, state, grads, check)
+        if not found.kinds:
+            self._warn_without_gradients(owned)
         self.writes.warn_without_masters(owned, found.states)
-        commit(state, found.states)  # now that nothing was refused
-        self.writes.watch(owned, found.places)
+        self._commit(owned, state, found.states)  # now that nothing was refused
+        self.writes.watch(owned, found.places, state)
         batches = make_batches(owned, state, found, self.writes.versions)
         if self.quantities:
             asked = self.quantities, self.passes
@@ -507,6 +554,26 @@ class Stepper:
         self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
+
+    def _warn_without_gradients(self, owned: Owned) -> None:
+        """Once, where a step moves nothing; torch's question for states is no such step."""
+        if not owned.params or NO_GRADIENTS in self.writes.said or is_asked_by_torch():
+            return
+        self.writes.said.add(NO_GRADIENTS)
+        names = ("grad", "decoupled_grad", "main_grad")
+        elsewhere = [n for n in names if any(getattr(p, n, None) is not None for p in owned.params)]
+        where = (
+            f"there are gradients in .{elsewhere[0]}, which this optimizer does not read "
+            "(use_decoupled_grad=True reads .decoupled_grad, False .grad)"
+            if elsewhere
+            else "the backward pass must come before step(), zero_grad() after it, and the "
+            "optimizer must have the parameters that the model has now: fully_shard and the like "
+            "make new ones, so make the optimizer after them"
+        )
+        warn_caller(
+            f"none of the {len(owned.params)} parameters has a gradient: this step is counted, and "
+            f"moves no weight. Look at this: {where}"
+        )
 
     def _arranged(self, batches: Batches, asks: bool) -> list[tuple[bool, list[Stage]]]:
         """The stages of a step: what it does not need is not among them.
@@ -549,7 +616,17 @@ class Stepper:
         owned, chosen = self.owned(groups), list(places)
         if check is not None:
             check(owned, chosen)
-        commit(state, completed_states(owned, state, chosen))
+        self._commit(owned, state, completed_states(owned, state, chosen))
+
+    def _commit(self, owned: Owned, state: States, completed: Mapping[torch.Tensor, Any]) -> None:
+        """Takes over completed states; masters that they lacked were made of their weights."""
+        lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
+        if not owned.has_external_masters:
+            self.writes.warn_of_lost_masters(
+                owned, [p for p in lacking if completed[p].get(MASTER) is not None]
+            )
+        commit(state, completed)
+        self.writes.versions.match(lacking, state)
 
     def _makes_states(
         self,
@@ -606,6 +683,7 @@ class Stepper:
             groups = [*run.groups, *batches.counts.groups(run.groups)]
             batches.keep_counts(groups)
         run.prepared = self._preparations.make(run.owned, groups, batches, run.request)
+        run.is_counted_on_device = groups is not None
         if run.rows is not None and run.request.skip_nonfinite:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
         if run.is_captured:
@@ -647,11 +725,14 @@ def leave_out_digests(run: Run) -> None:
 def launch(run: Run) -> None:
     """Steps all batches; where one fails, those in which other ranks wait for this one as well."""
     failed: Exception | None = None
-    for batch, rows in zip(run.batches.batches, run.ready, strict=True):
+    pairs = zip(run.batches.batches, run.ready, strict=True)
+    for batch, rows in islice(pairs, len(run.launched), None):  # all, but after Ctrl-C
         scalars, controls = run.prepared.get(batch.device, (None, None))
         if failed is None or (batch.matrices is not None and batch.matrices.shared is not None):
             try:
-                batch.plan.step(rows if scalars is None else scalars, controls)
+                own = rows if scalars is None else scalars
+                # in one statement: Ctrl-C between two would leave open whether it was launched
+                run.launched.append(batch.plan.step(own, controls))  # type: ignore[func-returns-value]  # None each
             except Exception as error:
                 failed = failed or error
     if failed is not None:

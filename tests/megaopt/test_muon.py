@@ -351,6 +351,80 @@ def test_describe_says_what_goes_where():
 # --- refusals
 
 
+# --- marks that are set between steps
+
+
+def test_a_matrix_that_is_marked_later_is_refused_until_its_momentum_is_gone():
+    """As one whose group changes; what describe() says is what a step does."""
+    optimizer = made([(6, 4), (5,)])
+    train(optimizer, 2)
+    param = params_of(optimizer)[0]
+    param.use_muon = False
+    give_gradients(params_of(optimizer), 2)
+    message = "parameter 0 of group 0: its state must have exp_avg, exp_avg_sq, .*momentum_buffer"
+    with refused(optimizer, message):
+        optimizer.step()
+    del optimizer.state[param]["momentum_buffer"]
+    optimizer.step()
+    assert {"exp_avg", "exp_avg_sq"} < optimizer.state[param].keys()
+    assert optimizer.describe()[0].rule == "adamw"
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), None], ids=["other", "none"])
+@pytest.mark.parametrize("edited", [False, True], ids=["new", "edited"])
+def test_split_sizes_that_a_parameter_gets_later_count_at_the_next_step(sizes, edited):
+    found, expected = made([(6, 4)]), made([(6, 4)])
+    (param,), (other,) = params_of(found), params_of(expected)
+    param.muon_split_sizes, other.muon_split_sizes = [3, 3], [3, 3]
+    train_all((found, expected), 2)
+    again = made([(6, 4)])
+    if edited and sizes is not None:
+        param.muon_split_sizes[:] = sizes
+    else:
+        param.muon_split_sizes = sizes
+    params_of(again)[0].muon_split_sizes = sizes
+    copy_weights(expected, again)
+    again.load_state_dict(expected.state_dict())
+    train_all((found, again), 1, first=2)
+    assert_same(snapshot(found)["weights"], snapshot(again)["weights"])
+
+
+def test_other_attributes_of_parameters_make_nothing_anew():
+    """Also where they come and go: what a step made stays."""
+    optimizer = made([(6, 4), (5,)])
+    train(optimizer, 2)
+    batches = optimizer.stepper.gather(optimizer.param_groups, optimizer.state, False)[0]
+    params_of(optimizer)[0].tensor_model_parallel = True
+    train(optimizer, 1, first=2)
+    again = optimizer.stepper.gather(optimizer.param_groups, optimizer.state, False)[0]
+    assert batches is again
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("muon_split_sizes", 4, "muon_split_sizes must be"), ("muon_split_sizes", (4,), "split_sizes"),
+     ("use_muon", "no", "use_muon must be one of")],
+)  # fmt: skip
+def test_marks_that_are_mistakes_are_refused_later_too(name, value, message):
+    optimizer = made([(6, 4), (5,)])
+    train(optimizer, 1)
+    setattr(params_of(optimizer)[0], name, value)
+    give_gradients(params_of(optimizer), 1)
+    for _ in range(2):
+        with refused(optimizer, f"group 0: .*parameter 0.*{message}"):
+            optimizer.step()
+
+
+def test_galores_mark_of_an_embedding_counts_at_the_next_step():
+    optimizer = GaLoreAdamW(parameters([(24, 10)], FP32), rank=3, backend="reference")
+    train(optimizer, 1)
+    param = params_of(optimizer)[0]
+    param.is_embedding_or_output_parameter = True
+    give_gradients([param], 1)
+    with refused(optimizer, "parameter 0 of group 0: state 'exp_avg'"):
+        optimizer.step()
+
+
 def marked(name, value):
     (param,) = parameters([(4, 6)], FP32)
     setattr(param, name, value)

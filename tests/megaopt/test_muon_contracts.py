@@ -1,6 +1,7 @@
 """FusedMuon beside torch.optim.Muon, and beside the operations of Emerging-Optimizers' Muon."""
 
 import copy
+import pickle
 import random
 
 import pytest
@@ -65,6 +66,49 @@ def test_contract_torch_has_torchs_bits(number):
             again = FusedMuon(copy.deepcopy(params_of(ours)), **contract)
             again.load_state_dict(theirs.state_dict())
             ours = again
+
+
+SCHEDULES = {
+    "OneCycleLR": {"max_lr": 0.05, "total_steps": 8},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.05, "step_size_up": 3},
+    "CyclicLR, without": {"base_lr": 0.01, "max_lr": 0.05, "step_size_up": 3,
+                          "cycle_momentum": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_cycle_the_momentum_as_torchs(name):
+    """The betas are AdamW's: an optimizer whose defaults have them gets these cycled instead."""
+    kind = getattr(torch.optim.lr_scheduler, name.split(",")[0])
+    theirs = torch.optim.Muon(parameters([(20, 12), (8, 8)], FP32))
+    ours = FusedMuon(parameters([(20, 12), (8, 8)], FP32), contract="torch")
+    both = [(each, kind(each, **SCHEDULES[name])) for each in (theirs, ours)]
+    momentums = set()
+    for step in range(7):
+        for optimizer, schedule in both:
+            train(optimizer, 1, step)
+            schedule.step()
+        (group,), (other,) = ours.param_groups, theirs.param_groups
+        assert (group["momentum"], group["lr"]) == (other["momentum"], other["lr"])
+        assert group["betas"] == (0.9, 0.95)
+        momentums.add(group["momentum"])
+        assert_same(snapshot(ours)["weights"], snapshot(theirs)["weights"])
+    assert (len(momentums) > 2) == SCHEDULES[name].get("cycle_momentum", True)
+
+
+def test_new_groups_have_the_betas_that_muon_was_made_with():
+    """In copies too."""
+    optimizer = FusedMuon(parameters([(4, 4)]), betas=(0.5, 0.75))
+    assert "betas" not in optimizer.defaults
+    for own in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        own.add_param_group({"params": parameters([(3,)]), "use_muon": False})
+        own.add_param_group({"params": parameters([(3,)]), "betas": (0.25, 0.5)})
+        assert [group["betas"] for group in own.param_groups] == [(0.5, 0.75)] * 2 + [(0.25, 0.5)]
+        group = {"params": parameters([(3,)]), "use_muon": True}
+        before = dict(group)
+        with pytest.raises(ValueError, match="use_muon"):
+            own.add_param_group(group)
+        assert group.keys() == before.keys()
 
 
 def test_contract_torch_is_not_contract_ieee():

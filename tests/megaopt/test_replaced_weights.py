@@ -1,9 +1,11 @@
-"""`p.data = new` between steps: another tensor in a weight's place, which torch does not count."""
+"""Another tensor in a weight's place, or another parameter's state: torch counts neither."""
 
 import copy
 import pickle
 import warnings
 
+import handling
+import kinds
 import pytest
 import torch
 from bits import assert_same_bits
@@ -17,11 +19,12 @@ from runs import (
     give_gradients,
     parameters,
     params_of,
+    snapshot,
     train,
     values,
 )
 
-from megaopt import FusedAdam, GaLoreAdamW, get_fp32_model_state_dict
+from megaopt import FusedAdam, GaLoreAdamW, get_fp32_model_state_dict, release_gradients
 from megaopt.float8 import RECIPES, Float8Weight
 
 SHAPES = [(3, 40), (), (0,), (50,)]
@@ -237,3 +240,177 @@ def test_fp32_weights_have_writes_of_weights_that_had_no_gradient():
         model.bias.fill_(3.0)
     found = get_fp32_model_state_dict(model, optimizer)["bias"]
     assert found.tolist() == [3.0] * 4
+
+
+# --- states that come to a parameter from another one
+
+HANDED = ("fp32_masters", "fp16_masters", "remainders", "kahan", "lion", "momentum", "muon",
+          "24 bits, drawn", "fp8 delayed, masters", "fp8 delayed, remainder8")  # fmt: skip
+
+
+def hand_over(optimizer, place, new):
+    """A new parameter in the place of one, whose state it gets."""
+    (group,) = optimizer.param_groups
+    old = group["params"][place]
+    group["params"][place] = param = torch.nn.Parameter(new)
+    optimizer.state[param] = optimizer.state.pop(old)
+    return param
+
+
+def pruned(param):
+    """The values of a weight with zeros in the first row."""
+    new = param.dequantize() if isinstance(param, Float8Weight) else param.detach().clone()
+    new[0] = 0
+    return Float8Weight.from_values(new, param.recipe) if isinstance(param, Float8Weight) else new
+
+
+def of_kind(kind, **more):
+    return kinds.made(kind, backend="reference", **more)
+
+
+@pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
+@pytest.mark.parametrize("kind", HANDED)
+def test_new_parameters_are_compared_with_the_masters_that_they_get(kind):
+    """As a write in place is; nothing is pruned here that comes back."""
+    found, expected = of_kind(kind), of_kind(kind)
+    train_all((found, expected), 2)
+    new = pruned(params_of(expected)[0])
+    hand_over(found, 0, copy.deepcopy(new))
+    with torch.no_grad():
+        params_of(expected)[0].copy_(new)
+    train_all((found, expected), 2, first=2)
+    assert_same(kinds.on_the_host(snapshot(found)), kinds.on_the_host(snapshot(expected)))
+
+
+@pytest.mark.parametrize("kind", ["fp32_masters", "fp16_masters", "kahan", "lion", "muon"])
+def test_new_parameters_are_refused_where_writes_are(kind):
+    optimizer = of_kind(kind, on_external_write="error")
+    train(optimizer, 2)
+    param = hand_over(optimizer, 0, pruned(params_of(optimizer)[0]))
+    give_gradients(params_of(optimizer), 2)
+    for _ in range(2):
+        with handling.refused(optimizer, "must not be written between steps", RuntimeError):
+            optimizer.step()
+    optimizer.refresh_masters([param])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", HANDED)
+def test_new_parameters_of_the_same_values_move_no_bit(kind):
+    found, expected = of_kind(kind, on_external_write="error"), of_kind(kind)
+    train_all((found, expected), 2)
+    hand_over(found, 0, copy.deepcopy(params_of(found)[0].data))
+    train_all((found, expected), 2, first=2)
+    assert_same(kinds.on_the_host(snapshot(found)), kinds.on_the_host(snapshot(expected)))
+
+
+def test_rows_that_are_appended_stay_where_they_were_put():
+    """With zeros in every state tensor, as libraries that grow a model append them."""
+    optimizer = of_kind("fp32_masters", lr=0.0)
+    train(optimizer, 2)
+    old = params_of(optimizer)[0]
+    param = hand_over(optimizer, 0, torch.cat([old.data, torch.ones(2, 4, dtype=BF16)]))
+    own = optimizer.state[param]
+    for name, tensor in own.items():
+        own[name] = torch.cat([tensor, tensor.new_zeros(2, 4)])
+    with pytest.warns(UserWarning, match="parameter 0 of group 0 was written outside"):
+        train(optimizer, 1, first=2)
+    assert_same_bits(param[3:].detach(), torch.ones(2, 4, dtype=BF16))
+
+
+def test_states_of_two_parameters_that_change_places():
+    optimizer = FusedAdam(parameters([(8,), (8,)]), lr=0.0, backend="reference", **MASTER)
+    train(optimizer, 1)
+    one, other = params_of(optimizer)
+    before, state = [one.detach().clone(), other.detach().clone()], optimizer.state
+    state[one], state[other] = state[other], state[one]
+    with pytest.warns(UserWarning, match="was written outside"):
+        train(optimizer, 1, first=1)
+    assert_same([one.detach(), other.detach()], before)
+
+
+def test_a_new_optimizer_with_the_states_of_an_old_one():
+    old = of_kind("fp32_masters")
+    train(old, 2)
+    params = [torch.nn.Parameter(pruned(p) if p.dim() > 1 else p.data) for p in params_of(old)]
+    new = kinds.made("fp32_masters", params, backend="reference", on_external_write="error")
+    for own, its in zip(params, params_of(old), strict=True):
+        new.state[own] = old.state[its]
+    give_gradients(params, 2)
+    with handling.refused(new, "must not be written between steps", RuntimeError):
+        new.step()
+
+
+def test_a_parameter_that_has_no_gradient_when_it_comes():
+    optimizer = of_kind("fp32_masters", makes_states="stepped", lr=0.0)
+    train(optimizer, 2)
+    param = hand_over(optimizer, 0, pruned(params_of(optimizer)[0]))
+    give_gradients(params_of(optimizer), 2)
+    param.grad = None
+    optimizer.step()
+    with pytest.warns(UserWarning, match="was written outside"):
+        train(optimizer, 1, first=3)
+    assert not param[0].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_new_parameter_before_a_copy_counts_after_it(way):
+    weight = torch.nn.Parameter(torch.randn(300).bfloat16())
+    optimizer = made(weight, PENDING["fp32"])
+    weight.grad = torch.randn(300).bfloat16()
+    optimizer.step()
+    new = weight.detach().clone()
+    new[7] = 5.0
+    weight = hand_over(optimizer, 0, new)
+    own, its = way(weight, optimizer, PENDING["fp32"])
+    own.grad = torch.randn(300).bfloat16()
+    its.step()
+    assert float(own[7].detach()) > 4
+
+
+@pytest.mark.filterwarnings("ignore:.*was written outside the optimizer")
+def test_a_released_gradient_of_a_new_parameter():
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(4).bfloat16())], lr=1e-3, **MASTER)
+    train(optimizer, 1)
+    param = hand_over(optimizer, 0, torch.zeros(4).bfloat16())
+    release = release_gradients([param], optimizer)
+    param.sum().backward()
+    optimizer.step()
+    release.remove()
+    assert float(param.detach().abs().max()) < 0.01
+
+
+def test_another_master_of_the_same_parameter_counts():
+    """The user's own: the weight becomes its cast."""
+    optimizer = of_kind("fp32_masters", lr=0.0, on_external_write="error")
+    train(optimizer, 1)
+    param = params_of(optimizer)[0]
+    optimizer.state[param]["master_param"] = torch.full(param.shape, 0.75)
+    train(optimizer, 1, first=1)
+    assert_same_bits(param.detach(), torch.full(param.shape, 0.75, dtype=BF16))
+
+
+def test_more_rows_at_the_address_of_the_last_weight():
+    memory = torch.ones(6, 4, dtype=BF16)
+    param = torch.nn.Parameter(memory[:4])
+    optimizer = FusedAdam([param], lr=0.0, backend="reference", **MASTER)
+    train(optimizer, 1)
+    param.data, param.grad = memory, None
+    own = optimizer.state[param]
+    own.update({name: torch.cat([t, t.new_zeros(2, 4)]) for name, t in own.items()})
+    with pytest.warns(UserWarning, match="was written outside"):
+        train(optimizer, 1, first=1)
+    assert_same_bits(param.detach(), torch.ones(6, 4, dtype=BF16))
+
+
+def test_a_write_before_masters_are_asked_for_again_counts():
+    optimizer = of_kind("fp32_masters", lr=0.0)
+    train(optimizer, 1)
+    param = params_of(optimizer)[0]
+    with torch.no_grad():
+        param.fill_(0.75)
+    optimizer.master_weights = True
+    with pytest.warns(UserWarning, match="was written outside"):
+        train(optimizer, 1, first=1)
+    assert_same_bits(param.detach(), torch.full(param.shape, 0.75, dtype=BF16))

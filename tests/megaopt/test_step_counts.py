@@ -138,6 +138,21 @@ def test_a_layer_unfrozen_late_has_a_first_update_of_lr(late):
     assert_same_bits(second.detach(), torch.full((4,), -1.0))
 
 
+@pytest.mark.parametrize(
+    ("late", "number", "update"), [(51, 1, 0.71), (200, 1, 1.35), (4000, 1, 3.13), (4000, 12, 6.51)]
+)
+def test_with_counts_of_the_group_late_updates_are_what_the_page_says(late, number, update):
+    """docs/how-to/torch.md; in units of lr."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = FusedAdam([weight], lr=1.0, eps=0.0)
+    optimizer.param_groups[0]["step"] = late
+    for _ in range(number):
+        before = float(weight.detach())
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    assert round(before - float(weight.detach()), 2) == update
+
+
 def test_counts_are_torchs():
     """torch.optim.AdamW on a CPU, step for step, and its state dict with unequal counts."""
     params, expected = three(), three()

@@ -1,5 +1,7 @@
 """Arguments and keys of groups that torch's users write: taken, refused by name, or let through."""
 
+import functools
+
 import pytest
 import torch
 from handling import both_backends, refused, train_all
@@ -227,6 +229,21 @@ def test_what_torch_and_its_schedulers_leave_in_groups_makes_an_optimizer(name):
         made = FusedAdam(optimizer.param_groups, adam_w_mode=is_adamw)
         assert made.param_groups[0]["swa_lr"] == 0.05
         assert made.param_groups[0]["betas"] == optimizer.param_groups[0]["betas"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(FusedAdam, "betas"), (FusedLion, "betas"), (GaLoreAdamW, "betas"), (FusedMuon, "momentum"),
+     (functools.partial(FusedSGD, momentum=0.5), "momentum")],
+)  # fmt: skip
+def test_schedulers_cycle_what_is_the_momentum(kind, name):
+    optimizer = kind(parameters(SHAPES, FP32), lr=0.1)
+    before = dict(optimizer.param_groups[0])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    train(optimizer, 1)
+    schedule.step()
+    (group,) = optimizer.param_groups
+    assert {key for key in before if group[key] != before[key]} == {"lr", "step", name}
 
 
 def test_a_group_of_torchs_adam_does_not_become_adamw_in_silence():

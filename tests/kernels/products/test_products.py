@@ -363,3 +363,12 @@ def test_subnormal_numbers_are_added(device):
     options = {"add": [added], "beta": 2.0**20, "out_dtype": torch.float32}
     (found,) = assert_kernel_is_twin(products, [own], [own.mT], **options)
     assert_same_bits(found.double(), added.double() * 2.0**20)
+
+
+@pytest.mark.parametrize("name", ["alpha", "beta", "diagonal"])
+def test_numbers_above_fp32_are_infinities(name, device):
+    """Without a warning of the host's; ns_coefficients may be any."""
+    left = [torch.ones(33, 40, dtype=torch.bfloat16, device=device)]
+    options = {"add": [torch.ones(33, 33, device=device)], "out_dtype": torch.float32, name: 1e39}
+    (found,) = assert_kernel_is_twin(symmetric_products, left, tile=SQUARE, **options)
+    assert bool(found.diagonal().isinf().all())

@@ -391,21 +391,11 @@ class FusedMuon(FusedOptimizer):
         rule: Rule = options.rules[0]
         return rule
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as FusedAdam does; eps of one with use_muon=False is AdamW's."""
-        lacking = {}
-        if isinstance(param_group, dict):
-            own = {"betas": self._betas}
-            if param_group.get("use_muon") is False:
-                own["eps"] = param_group.get("adam_eps", self.defaults["adam_eps"])
-            lacking = {name: value for name, value in own.items() if name not in param_group}
-            param_group.update(lacking)
-        try:
-            super().add_param_group(param_group)
-        except BaseException:
-            for name in lacking:
-                del param_group[name]
-            raise
+    def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
+        """AdamW's betas; and its eps for a group with use_muon=False."""
+        if group.get("use_muon") is not False:
+            return {"betas": self._betas}
+        return {"betas": self._betas, "eps": group.get("adam_eps", self.defaults["adam_eps"])}
 
     def __getstate__(self) -> dict[str, Any]:
         """What FusedAdam's gives, and the betas that new groups take."""

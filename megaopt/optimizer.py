@@ -222,6 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             placement = taken_from(group, self.options, f"group {index}")
+            group |= {k: v for k, v in self._group_defaults(group).items() if k not in group}
             torchs("add_param_group")(self, group)
             self.stepper.homes.put(group["params"], placement)
             check_new_group(group, self.options, f"group {index}")
@@ -244,6 +245,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             param_group.clear()
             param_group.update(given)
             raise
+
+    def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What a new group takes where it says nothing, beside the defaults that torch knows of."""
+        return {}
 
     @property
     def master_weights(self) -> MasterWeights:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -74,27 +74,28 @@ class Preparations:
         groups: Sequence[Mapping[str, Any]] | None,
         batches: Batches,
         asked: Request,
-    ) -> Prepared:
-        """Scalars and controls of all devices that have parameters.
+        prepared: Prepared,
+    ) -> None:
+        """Makes scalars and controls of all devices that have parameters.
 
         Args:
             owned: the optimizer's.
             groups: those of all rows of scalars; None where these come from the host.
             batches: what is stepped.
             asked: what to do with the gradients.
+            prepared: gets what is made, device by device: with it the counts on one have gone up.
         """
-        prepared: Prepared = {}
         # the first parameter's too, which may have no gradient
         devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
         if groups is None and asked.is_empty:
-            return dict.fromkeys(devices, (None, None))
+            prepared.update(dict.fromkeys(devices, (None, None)))
+            return
         behind = [group for group, _ in batches.counts.apart]
         count = len(owned.groups) + len(behind)
         for device in devices:
             plans = _measured(batches, device) if asked.needs_norm else []
             request = asked.on(device, behind)
             prepared[device] = self.on(device, owned).make(groups, count, request, plans)
-        return prepared
 
     def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
         """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
@@ -176,10 +177,8 @@ class Run:
         self.is_left_out = False
         self.launched: list[None] = []
         """An entry for each batch that is stepped."""
-        self.is_counted_on_device = False
-        """There the counts have gone up, before batches are stepped."""
-        self._before: list[tuple[Group, int]] = []
-        """The groups that are counted, and their counts before that."""
+        self._counted: tuple[Sequence[Group], list[int]] = ([], [])
+        """The groups that are counted, and their counts with this step."""
         self.left_out: set[int] = set()
         """Groups that the host knows to be skipped, where others are stepped."""
 
@@ -192,19 +191,22 @@ class Run:
         """The host's counts go up: in one call, so that Ctrl-C comes before all or behind all."""
         if self.rows is None:
             return
-        left_out, behind = self.left_out, self.batches.counted
-        # empty groups are counted too
-        groups = [group for i, group in enumerate(self.groups) if i not in left_out]
-        counts = [each["step"] for i, each in behind if i not in left_out] if behind else ()
-        self._before = [(group, group["step"]) for group in groups]
-        steps = [step + 1 for _, step in self._before]
-        new = map(operator.setitem, groups, repeat("step"), steps)
-        deque(chain(new, map(operator.iadd, counts, repeat(1))), maxlen=0)
+        groups: Sequence[Group] = self.groups  # empty ones too
+        counts: Sequence[Any] = self.batches.counted
+        if self.left_out:
+            groups = [group for i, group in enumerate(groups) if i not in self.left_out]
+            counts = [pair for pair in counts if pair[0] not in self.left_out]
+        steps = [group["step"] + 1 for group in groups]
+        self._counted = groups, steps
+        ups: Iterator[Any] = map(operator.setitem, groups, repeat("step"), steps)
+        if counts:
+            ups = chain(ups, map(operator.iadd, [each["step"] for _, each in counts], repeat(1)))
+        deque(ups, maxlen=0)
 
     @property
     def is_counted(self) -> bool:
         """Whether the host's counts have gone up."""
-        return any(group["step"] != step for group, step in self._before)
+        return any(group["step"] == step for group, step in zip(*self._counted, strict=True))
 
 
 Stage = Callable[[Run], None]
@@ -351,7 +353,7 @@ class Stepper:
         if run.is_counted:
             return True
         batches = run.batches.batches
-        is_final = run.launched or run.is_counted_on_device
+        is_final = run.launched or (self.options.capturable and run.prepared)
         if not is_final or run.meeting or any(batch.plan.many_calls for batch in batches):
             return False
         if len(run.launched) < len(batches):
@@ -682,8 +684,7 @@ class Stepper:
         if self.options.capturable:
             groups = [*run.groups, *batches.counts.groups(run.groups)]
             batches.keep_counts(groups)
-        run.prepared = self._preparations.make(run.owned, groups, batches, run.request)
-        run.is_counted_on_device = groups is not None
+        self._preparations.make(run.owned, groups, batches, run.request, run.prepared)
         if run.rows is not None and run.request.skip_nonfinite:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
         if run.is_captured:

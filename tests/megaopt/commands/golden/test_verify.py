@@ -38,6 +38,18 @@ def test_identical_cases_exit_with_0(verify):
     assert out.splitlines()[-1] == "identical: all that was checked here, bit for bit"
 
 
+def test_processes_that_share_cases_find_what_one_finds():
+    """In the order of the cases; one of another digest differs in either."""
+    names, cpu = (FP32, BF16, MASTER), torch.device("cpu")
+    digests = packaged().digests[ANY_MACHINE]
+    expected = [digests[FP32], {**digests[BF16], "weights": "0" * 16}, digests[MASTER]]
+    pairs = zip(names, expected, strict=True)
+    jobs = [check.Job(ANY_MACHINE, name, "reference", cpu, own) for name, own in pairs]
+    alone, shared = (list(check.outcomes_of(jobs, workers)) for workers in (1, 2))
+    assert [one.different for one in alone] == [None, "weights", None]
+    assert shared == alone
+
+
 # --- one operation in one rule or format changed: the case is named, and the quantity
 
 SOURCES = Path(kernels.__file__).parent

@@ -44,7 +44,7 @@ def moving_memory(chance):
 
     def run():
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
-            while not ended.wait(0.002):
+            while not ended.wait(0.01):
                 poison(chance)
 
     thread = threading.Thread(target=run)

@@ -98,14 +98,14 @@ def trained_and_resumed(name, steps, folder, behind=20):
     optimizer = kind(groups_of(kind, model), **options)
     losses = train(model, optimizer, range(steps - behind))
     weights, states = get_state_dict(model, optimizer)
-    checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "saved")
+    checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     losses += train(model, optimizer, range(steps - behind, steps))
     del model, optimizer, weights, states
     model = model_of()
     optimizer = kind(groups_of(kind, model), **options)
     weights, states = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": states}
-    checkpoint.load(saved, checkpoint_id=folder / "saved")
+    checkpoint.load(saved, checkpoint_id=folder)
     set_state_dict(
         model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
     )

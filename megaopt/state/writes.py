@@ -83,9 +83,9 @@ class ExternalWrites:
             self.said.add("lost masters")
             warn_caller(
                 f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) have no "
-                "state any more, and no master: a new one starts from the weight as it is rounded, "
-                "and the group's step count goes on. optimizer.reset_moments() begins anew with "
-                "moments and counts, and keeps masters"
+                "master any more, which was in the state: a new one starts from the weight as it "
+                "is rounded, and the group's step count goes on. optimizer.reset_moments() begins "
+                "anew with moments and counts, and keeps masters"
             )
 
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:

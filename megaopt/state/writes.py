@@ -82,10 +82,10 @@ class ExternalWrites:
         if lost and "lost masters" not in self.said:
             self.said.add("lost masters")
             warn_caller(
-                f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) "
-                "have lost their masters, as where a state is deleted: a new one starts from the "
-                "weight as it is rounded, and the group's step count goes on. "
-                "optimizer.reset_moments() begins anew with moments and counts, and keeps masters"
+                f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) have no "
+                "master any more, which was in the state: a new one starts from the weight as it "
+                "is rounded, and the group's step count goes on. optimizer.reset_moments() begins "
+                "anew with moments and counts, and keeps masters"
             )
 
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:

@@ -624,9 +624,10 @@ class Stepper:
         """Takes over completed states; masters that they lacked were made of their weights."""
         lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
         if not owned.has_external_masters:
-            self.writes.warn_of_lost_masters(
-                owned, [p for p in lacking if completed[p].get(MASTER) is not None]
-            )
+            made = [param for param in lacking if completed[param].get(MASTER) is not None]
+            # who sets one to None asks for a new one
+            lost = [param for param in made if MASTER not in state.get(param, {})]
+            self.writes.warn_of_lost_masters(owned, lost)
         commit(state, completed)
         self.writes.versions.match(lacking, state)
 

@@ -434,7 +434,7 @@ def changed(optimizer, generator):
 
 @each_kind
 @pytest.mark.filterwarnings("ignore:.*was written outside")
-@pytest.mark.filterwarnings("ignore:.*have lost their masters")
+@pytest.mark.filterwarnings("ignore:.*have no master any more")
 def test_a_load_takes_what_was_saved_whenever_that_was(kind):
     """Of every kind, between any of the things that users do."""
     for seed in range(3):

@@ -59,7 +59,7 @@ def on_two_cards(tmp_path_factory):
 
     yield run
     for pool in pools:
-        pool.close()
+        pool.close(kill=True)  # nobody needs NCCL to end its groups one after another
 
 
 @pytest.mark.parametrize("placements", ["rows", "by turns"])
@@ -91,4 +91,4 @@ def test_a_llama_goes_on_as_if_it_had_not_stopped(start, tmp_path):
             shutil.rmtree(tmp_path / "saved")  # 5 GB
             print(f"start {start}, {name}: as if it had not stopped")
     finally:
-        ranks.close()
+        ranks.close(kill=True)

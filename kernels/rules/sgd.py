@@ -60,9 +60,12 @@ def updated(
         update = update + weight_decay * param
     after = ()
     if MOMENTS > 0:
+        # as torch, a group whose momentum is 0 for a while leaves the buffer, and dampens nothing
+        rests = momentum == 0
         momentum_buffer = momentum * moments[0] + kept * update
-        update = update + momentum * momentum_buffer if NESTEROV else momentum_buffer
-        after = (momentum_buffer,)
+        with_momentum = update + momentum * momentum_buffer if NESTEROV else momentum_buffer
+        update = tl.where(rests, update, with_momentum)
+        after = (tl.where(rests, moments[0], momentum_buffer),)
     if DECOUPLED:
         update = update + weight_decay * param
     return param - lr * update, after
@@ -82,9 +85,11 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
         found = grad if decoupled else grad + param * weight_decay
         after: Moments = ()
         if moments:
+            rests = torch.as_tensor(momentum == 0, device=param.device)
             momentum_buffer = moments[0] * momentum + found * kept
-            found = found + momentum_buffer * momentum if nesterov else momentum_buffer
-            after = (momentum_buffer,)
+            mixed = found + momentum_buffer * momentum if nesterov else momentum_buffer
+            found = torch.where(rests, found, mixed)
+            after = (torch.where(rests, moments[0], momentum_buffer),)
         found = found + param * weight_decay if decoupled else found
         return param - found * lr, after
 

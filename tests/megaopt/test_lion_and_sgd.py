@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from handling import refused
+from handling import both_backends, refused
 from runs import FP32, assert_same, parameters, train
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
@@ -102,6 +102,25 @@ REFUSED = {
 def test_what_is_not_allowed_is_refused_by_name(optimizer, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         optimizer(parameters(), **options)
+
+
+@both_backends
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.25}], ids=str)
+def test_a_buffer_rests_while_momentum_is_0(backend, options):
+    """As torch.optim.SGD's; of numbers of few bits, so that neither rounds."""
+    pairs = [(FusedSGD, {"backend": backend}), (torch.optim.SGD, {})]
+    weights = []
+    for kind, more in pairs:
+        (param,) = parameters([(4,)], FP32)
+        param.data.zero_()
+        optimizer = kind([param], lr=0.5, momentum=0.5, **options, **more)
+        for step, momentum in enumerate((0.5, 0.5, 0.0, 0.0, 0.5)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            param.grad = torch.full((4,), 2.0**-step)
+            optimizer.step()
+        buffer = optimizer.state[param]["momentum_buffer"]
+        weights.append((param.detach(), buffer))
+    assert_same(*weights)
 
 
 def test_groups_may_differ_in_momentum_but_not_have_one_without_a_buffer():

@@ -93,7 +93,9 @@ def sgd(param, moments, grad, group, nesterov, decoupled):
     lr, decay = F32(group["lr"]), F32(group["weight_decay"])
     decayed = multiply(decay, param)
     update, after = grad if decoupled else add(grad, decayed), ()
-    if moments:
+    if moments and group["momentum"] == 0:
+        after = moments
+    elif moments:
         momentum = F32(group["momentum"])
         kept = F32(1.0 if group["step"] == 1 else 1.0 - group["dampening"])
         buffer = add(multiply(momentum, moments[0]), multiply(kept, update))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megaopt.options.placement import STEP
 from megaopt.params.dtensor import locals_of
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions, refreshed
@@ -50,7 +51,9 @@ class ExternalWrites:
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.
 
-        Raises RuntimeError instead with on_external_write="error".
+        Raises RuntimeError instead with on_external_write="error". Masters that no step has
+        written yet, as those that torch.distributed.checkpoint asks for, follow their weights
+        without a word.
         """
         policy = owned.options.on_external_write
         if policy == "ignore":
@@ -59,6 +62,11 @@ class ExternalWrites:
             view, label = owned.views[place], owned.labels[place]
             own = locals_of(state.get(view.param, {}))
             if own.get(MASTER) is None:
+                continue
+            count = own.get(STEP, owned.groups[owned.group_numbers[place]][STEP])
+            if not (owned.options.capturable or int(count)):
+                with torch.no_grad():
+                    refreshed(view, own, owned.formats(view))
                 continue
             with torch.no_grad():
                 found = refreshed(view, own, owned.formats(view), only_look=policy == "error")

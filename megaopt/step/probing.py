@@ -53,18 +53,18 @@ def loads_frozen() -> bool:
 def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     """Whether an optimizer's first step is such a question, on all ranks.
 
-    Only with DTensors, as ranks that do not know of one another have to agree. All ranks meet at a
-    first step with lr=0, whatever is in the state of one.
+    With DTensors ranks that do not know of one another have to agree. All of them meet at a first
+    step with lr=0, whatever is in the state of one.
 
     Args:
         owned: the optimizer's.
         state: the optimizer's.
         decoupled: whether it reads decoupled_grad.
     """
-    if not any(view.is_sharded for view in owned.views):
-        return False
     if not all(_is_number_0(group.get("lr")) for group in owned.groups):
         return False
+    if not any(view.is_sharded for view in owned.views):
+        return is_asked_by_torch() and _is_asked(owned, state, decoupled)
     found = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
     for mesh in _meshes(owned.views):
         found = _largest(found, mesh)

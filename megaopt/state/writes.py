@@ -30,6 +30,8 @@ class ExternalWrites:
     def __init__(self, said: set[str] | None = None) -> None:
         self.versions = Versions([])
         self.said: set[str] = set() if said is None else said
+        self.unstepped: set[int] = set()
+        """Ids of parameters whose masters were made here: until a step is counted, they follow."""
 
     def reset(
         self,
@@ -63,11 +65,12 @@ class ExternalWrites:
             own = locals_of(state.get(view.param, {}))
             if own.get(MASTER) is None:
                 continue
-            count = own.get(STEP, owned.groups[owned.group_numbers[place]][STEP])
-            if not (owned.options.capturable or int(count)):
-                with torch.no_grad():
-                    refreshed(view, own, owned.formats(view))
-                continue
+            if id(view.param) in self.unstepped and not owned.options.capturable:
+                count = own.get(STEP, owned.groups[owned.group_numbers[place]][STEP])
+                if not int(count):
+                    with torch.no_grad():
+                        refreshed(view, own, owned.formats(view))
+                    continue
             with torch.no_grad():
                 found = refreshed(view, own, owned.formats(view), only_look=policy == "error")
             if policy == "error" and bool(found):

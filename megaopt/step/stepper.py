@@ -628,6 +628,7 @@ class Stepper:
             # who sets one to None asks for a new one
             lost = [param for param in made if MASTER not in state.get(param, {})]
             self.writes.warn_of_lost_masters(owned, lost)
+        self.writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
         commit(state, completed)
         self.writes.versions.match(lacking, state)
 

@@ -154,8 +154,10 @@ class GradientRelease:
         spot = self._spot(optimizer, param)
         count = optimizer.param_groups[spot.group]["step"]
         if self._counts.get(param) == count:
+            is_named = optimizer.param_groups[spot.group].get("param_names")
+            label = repr(spot.name) if is_named else spot.name
             raise RuntimeError(
-                f"parameter {spot.name!r} must get one gradient between two calls of "
+                f"parameter {label} must get one gradient between two calls of "
                 f"optimizer.step() {WHILE}, got a second: several micro-batches need their sum, "
                 "and a missing optimizer.step() counts no step"
             )

@@ -564,7 +564,13 @@ def _ours(
         elif name in saved:
             state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")
         elif name.removesuffix(SCALE) not in not_made:
-            raise ValueError(f"{where}: the state dict has no {name!r}")
+            more = ""
+            if name == MASTER:
+                more = (
+                    ", as the optimizer that saved it kept no masters: load into one without, and "
+                    "set master_weights = True, which makes them of the weights"
+                )
+            raise ValueError(f"{where}: the state dict has no {name!r}{more}")
     return state
 
 

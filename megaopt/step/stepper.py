@@ -570,7 +570,8 @@ class Stepper:
             if elsewhere
             else "the backward pass must come before step(), zero_grad() after it, and the "
             "optimizer must have the parameters that the model has now: fully_shard and the like "
-            "make new ones, so make the optimizer after them"
+            "make new ones, so make the optimizer after them. Where batches are left out on "
+            "purpose, step_counts='parameter' counts only the steps that a parameter took"
         )
         warn_caller(
             f"none of the {len(owned.params)} parameters has a gradient: this step is counted, and "

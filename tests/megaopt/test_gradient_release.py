@@ -240,7 +240,7 @@ def test_it_warns_once_of_missing_masters():
 def test_a_second_backward_pass_is_refused_by_name():
     _, _, model, optimizer, _ = pair(**MASTER)
     backward(model, 0)
-    with pytest.raises(RuntimeError, match=r"parameter '1 of group 1' must get one gradient"):
+    with pytest.raises(RuntimeError, match=r"parameter 1 of group 1 must get one gradient"):
         backward(model, 1)
     model = Net()
     optimizer = FusedAdam(model.named_parameters(), **MASTER)

@@ -66,6 +66,7 @@ def test_a_step_is_taken_and_counted_or_neither(name, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.thirds
 @pytest.mark.parametrize(
     ("name", "backend"),
     [*((name, "reference") for name in CASES), *((name, "triton") for name in KERNELS)],

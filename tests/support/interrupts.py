@@ -1,5 +1,6 @@
 """Ctrl-C at each line of a step."""
 
+import linecache
 import sys
 from pathlib import Path
 
@@ -16,12 +17,13 @@ class InterruptedAt:
     """Raises KeyboardInterrupt at the line of this number that runs within it, as Ctrl-C may.
 
     number: among the lines of the package; -1: counts them. Lines that a kernel's interpreter runs
-    are passed over: a card's launch is one call.
+    are passed over: a card's launch is one call. So are ends of `with` blocks, where a tracer may
+    raise and a signal does not: Python looks for signals behind calls and jumps, within the block.
     """
 
     def __init__(self, number=-1):
         self.number, self.count, self.where = number, 0, ""
-        self._files = {}
+        self._files, self._begun = {}, set()
 
     def __enter__(self):
         sys.settrace(self._trace)
@@ -40,13 +42,22 @@ class InterruptedAt:
         name = frame.f_code.co_filename
         if event == "call" and not (self._is_ours(name) and not is_within_launch(frame)):
             return None
-        if event == "line":
+        if event == "line" and not self._ends_block(frame):
             self.count += 1
             if self.count - 1 == self.number:
                 sys.settrace(None)
                 self.where = f"{name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._trace
+
+    def _ends_block(self, frame):
+        """Whether the line is that of a `with` whose block has begun in this frame."""
+        code, line = frame.f_code, frame.f_lineno
+        if not linecache.getline(code.co_filename, line).lstrip().startswith("with "):
+            return False
+        is_again = (frame, line) in self._begun
+        self._begun.add((frame, line))
+        return is_again
 
 
 def is_within_launch(frame):

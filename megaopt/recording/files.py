@@ -637,26 +637,29 @@ class Recording:
         plain = key[0], key[1].removeprefix("old ")
         value = self.values_at(step).get(plain)
         numel = 0 if value is None else math.prod(value.shape)
-        found = held = None
+        found: tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None = None
         for rank in self.ranks:
             whole, places, begin = rank.kept(step), rank.places(step, plain), 0
             own = whole.get((encodable(key[0]), encodable(key[1])))
             if own is None or len(own) < sum(place[3] for place in places):
                 continue
             width = own.itemsize if value is None else WIDTHS.get(value.dtype, own.itemsize)
-            if own.itemsize != width or (found is not None and found.itemsize != width):
+            if own.itemsize != width or (found is not None and found[0].itemsize != width):
                 continue
             if found is None:
                 try:
-                    found, held = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
+                    found = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
                 except (MemoryError, ValueError):  # the second of more bytes than there are numbers
                     where = f"shape of {key[1]} of {key[0]} in {str(rank.folder)!r}"
-                    shape = value and value.shape
-                    require(False, where, "that of a tensor for which memory suffices", shape)
+                    raise RecordingError(
+                        f"{where} must be that of a tensor for which memory suffices, got"
+                        f" {numel} elements"
+                    ) from None
+            bits, held = found
             for place in places:
-                where, end = _indices(place), begin + place[3]
-                found[where], held[where], begin = own[begin:end], True, end
-        return None if found is None or held is None else (found, held)
+                indices, end = _indices(place), begin + place[3]
+                bits[indices], held[indices], begin = own[begin:end], True, end
+        return found
 
     def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
         """The sampled elements of each tensor: which are there (a bit each), and their bits.

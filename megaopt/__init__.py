@@ -1,8 +1,33 @@
 """The fused, sharded optimizer for Megatron-class training."""
 
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+
+def _drop_working_directory() -> None:
+    """Takes the working directory from sys.path where `python -m megaopt` has put it.
+
+    A file there, named as a module that is imported later, is no part of megaopt. It stays where
+    this package itself was found in it.
+    """
+    import os
+    import sys  # both are imported already, wherever Python starts
+
+    if sys.argv[:1] != ["-m"]:  # which stands there while Python looks for what -m names
+        return
+    before_arguments = "".join(sys.orig_argv[-len(sys.argv) :][:1])
+    is_joined = before_arguments[:1] == "-" and before_arguments.endswith("mmegaopt")
+    if before_arguments != "megaopt" and not is_joined:
+        return
+
+    first, here = os.path.realpath(sys.path[0]), os.path.realpath(os.getcwd())
+    home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    if not getattr(sys.flags, "safe_path", False) and first == here != home:
+        del sys.path[0]
+
+
+_drop_working_directory()  # before any other import, which might find a file there
+
+from importlib import import_module  # noqa: E402
+from types import ModuleType  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from megaopt.adam import FusedAdam

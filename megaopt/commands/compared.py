@@ -17,7 +17,7 @@ from megaopt.recording.blame import Blame
 from megaopt.recording.checks import RecordingError, read_json
 from megaopt.recording.compare import Comparison, Growth, Repeats, compare
 from megaopt.recording.files import Rank, Recording
-from megaopt.recording.pair import shown
+from megaopt.recording.pair import NamesError, shown
 from megaopt.recording.printable import short
 from megaopt.saving.files import replacing, write_json
 
@@ -65,7 +65,10 @@ def diff(
     """
     names = None if map is None else read_names(map)
     repeats = [Recording(each) for each in noise]
-    found = compare(Recording(a), Recording(b), names, repeats, tolerance)
+    try:
+        found = compare(Recording(a), Recording(b), names, repeats, tolerance)
+    except NamesError as error:
+        raise RecordingError(f"{error}, in {str(map)!r}") from None
     tell(found, make_console())
     for path in filter(None, (json, html)):
         path.parent.mkdir(parents=True, exist_ok=True)

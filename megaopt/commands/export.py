@@ -16,8 +16,9 @@ from megaopt.recording.pair import flat, shown
 from megaopt.recording.printable import printable
 from megaopt.saving.files import replacing
 
-FORMULAS = ("=", "+", "-", "@")
-"""Beginnings of what programs that open tables take for formulas, which may run commands."""
+FORMULAS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""Beginnings of what programs that open tables take for formulas, which may run commands; the
+last four are the same signs in full width."""
 COLUMNS = ("step", "rank", "optimizer", "name", "quantity", "value", "digest")
 Row = dict[str, Any]
 

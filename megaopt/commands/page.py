@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from typing import Any
@@ -92,7 +93,9 @@ def _label(name: str) -> str:
 def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
     """What a function draws, as SVG that stands in a page; its text stays text."""
     settings: Any = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "megaopt"}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        # the picture's text stays text: whoever shows it has the letters that the font lacks
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure = Figure(figsize=(9, 3), layout="constrained")
         axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)

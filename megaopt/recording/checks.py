@@ -126,6 +126,10 @@ OPTIMIZER: Kinds = {
     "steps_as": list_of(TEXT).or_none(),
     "source": WHOLE.or_none(),
 }
+LINE: Kinds = {
+    "is": Kind("run, optimizer or value", lambda value: value in ("run", "optimizer", "value"))
+}
+"""What each line of a manifest has."""
 VALUE: Kinds = {
     "name": TEXT,
     "quantity": TEXT,

@@ -8,8 +8,9 @@ docs/recording.md has every byte. A rank's folder holds
     scalars.jsonl   numbers of the host, a line a step
     kept/           step-N.safetensors, whole tensors of steps that were asked for
 
-A step is written in this order, its line in scalars.jsonl last, and is whole once that line is, and
-the blocks whose rows it counts. So whatever ends a process leaves all whole steps readable. Ranks
+A step is written in this order, its line in scalars.jsonl last, and is whole once that line is. So
+whatever ends a process leaves all whole steps readable, and at most one block and a cut end behind
+them in each file; a file in which something else is not as it was written is damaged. Ranks
 write without asking each other: the reader sums the digests of shards and compares those of
 replicas.
 """
@@ -30,6 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy
 
 from megaopt.recording.checks import (
+    LINE,
     OPTIMIZER,
     RUN,
     SCALARS,
@@ -55,6 +57,8 @@ SAMPLE = numpy.dtype(
     [("value", "<u4"), ("width", "<u4"), ("held", "<u8"), ("words", "<u4", SAMPLES)]
 )
 MAGIC = {"rows": b"ROWS", "samples": b"SAMP"}
+BLOCKS = ("rows.bin", "samples.bin")
+"""A step's last file first."""
 CHECK = numpy.dtype("<u4")
 WIDTHS = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
@@ -227,28 +231,36 @@ class Summed(NamedTuple):
 
 Key = tuple[str, str]
 """A tensor's name and a quantity."""
+Blocks = dict[tuple[int, int], numpy.ndarray[Any, Any]]
+"""Rows by step and source."""
 
 
 class Rank:
     """One rank's recording, its whole steps.
 
-    Raises RecordingError for a folder without one, or one of another schema, or damaged lines.
+    Raises RecordingError for a folder without one, or one of another schema, or damaged files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         manifest, scalars = folder / "manifest.jsonl", folder / "scalars.jsonl"
-        lines = list(_lines(manifest))
-        if not lines or lines[0].get("is") != "run":
+        if not manifest.exists():
             raise RecordingError(
                 f"recording must be a folder with manifest.jsonl, got {str(folder)!r}"
             )
+        # the run may go on meanwhile: what names something is read before what it names
+        written, *blocks = (_content(folder / name) for name in ("scalars.jsonl", *BLOCKS))
+        lines = list(_lines(_content(manifest), manifest))
+        for line in lines:
+            check(line, LINE, f"lines of {str(manifest)!r}")
+        whole = bool(lines) and lines[0]["is"] == "run"
+        require(whole, f"{str(manifest)!r}", "begun by the line of the run", lines[:1])
         self.run: dict[str, Any] = {"environment": {}, **without_none(lines[0])}
         """The first line of the manifest."""
         schema = self.run.get("schema")
         require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
         check(self.run, RUN, f"lines of {str(manifest)!r}")
-        own = [without_none(line) for line in lines if line.get("is") == "optimizer"]
+        own = [without_none(line) for line in lines if line["is"] == "optimizer"]
         for line in own:
             check(line, OPTIMIZER, f"lines of {str(manifest)!r}")
         numbered = {line.get("source", index): line for index, line in enumerate(own)}
@@ -257,19 +269,49 @@ class Rank:
         """All that is said of each optimizer, in the order of writing."""
         for index, line in enumerate(own):
             self.descriptions[line.get("source", index)].append(line)
-        self.values = [_value(line, manifest) for line in lines if line.get("is") == "value"]
+        self.values = [_value(line, manifest) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Lines by step and source."""
-        known = len(self.values)
-        self._rows = _blocks(folder / "rows.bin", MAGIC["rows"], ROW, known)
-        self._samples = _blocks(folder / "samples.bin", MAGIC["samples"], SAMPLE, known)
-        self._check_samples()
-        for line in map(without_none, _lines(scalars)):
+        steps = [without_none(line) for line in _lines(written, scalars)]
+        for line in steps:
             check(line, {**STEP, **SCALARS}, f"lines of {str(scalars)!r}")
-            key = line["step"], line["source"]
-            found = len(self._rows.get(key, ())), len(self._samples.get(key, ()))
-            if found == (line.pop("rows"), line.pop("samples")):  # a machine may lose writes
-                self.scalars[line["step"]][line["source"]] = line
+            self.scalars[line["step"]][line["source"]] = line
+        grows = scalars.stat().st_size != len(written)
+        self._rows, self._samples = (
+            self._blocks_of(steps, path, content, grows)
+            for path, content in zip(map(folder.joinpath, BLOCKS), blocks, strict=True)
+        )
+        self._check_samples()
+
+    def _blocks_of(
+        self,
+        steps: Sequence[dict[str, Any]],
+        path: Path,
+        content: numpy.ndarray[Any, Any],
+        grows: bool,
+    ) -> Blocks:
+        """The rows of steps' blocks in a file, by step and source; takes their counts from lines.
+
+        grows: whether the run has gone on since the lines were read.
+
+        Raises RecordingError for blocks other than the lines count, but for those of one more step,
+        whose line a kill may have prevented.
+        """
+        found: Blocks = {}
+        blocks, where = _blocks(content, path), f"blocks of {str(path)!r}"
+        for line in steps:
+            count, key = line.pop(path.stem), (line["step"], line["source"])
+            if count:
+                *told, rows = next(blocks, (None, None, ()))
+                allowed = f"those that scalars.jsonl counts: {count} rows of step {key[0]}"
+                what = f"{len(rows)} of step {told[0]}" if len(rows) else "no whole block"
+                require((*told, len(rows)) == (*key, count), where, allowed, what)
+                names_known = rows["value"].max() < len(self.values)
+                require(bool(names_known), where, "of values in manifest.jsonl", "others")
+                found[key] = rows
+        left = [step for step, *_ in blocks]
+        require(grows or len(left) < 2, where, "counted by lines of scalars.jsonl", left)
+        return found
 
     def _check_samples(self) -> None:
         """Raises RecordingError for samples that are not of the manifest's tensors."""
@@ -417,29 +459,30 @@ def end_of(place: tuple[int, int, int, int]) -> int:
     return first + ((numel - 1) // run * stride + (numel - 1) % run + 1 if stride else numel)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file, as JSON; none where there is no file.
+def _content(path: Path) -> numpy.ndarray[Any, Any]:
+    """The bytes of a file: a view of it; RecordingError where there is no regular file."""
+    kind = "a file" if path.is_file() else "another kind of file" if path.exists() else "none"
+    require(kind == "a file", f"{str(path)!r}", "a regular file", kind)
+    return numpy.memmap(path, "u1", "r") if path.stat().st_size else numpy.empty(0, "u1")
 
-    Raises RecordingError for a line that is none.
-    """
-    if not path.is_file():
-        return
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if line.endswith(b"\n"):
-            where = f"line {number} of {str(path)!r}"
-            content = read_json(line, where)
-            if not isinstance(content, dict):
-                raise RecordingError(f"{where} must be a JSON object, got {line[:40]!r}")
-            yield content
+
+def _lines(data: numpy.ndarray[Any, Any], path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file's bytes, as JSON; RecordingError for a line that is none."""
+    for number, line in enumerate(data.tobytes().split(b"\n")[:-1], 1):
+        where = f"line {number} of {str(path)!r}"
+        content = read_json(line, where)
+        if not isinstance(content, dict):
+            raise RecordingError(f"{where} must be a JSON object, got {line[:40]!r}")
+        yield content
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
     """The bits of each tensor in a file of safetensors: a length, JSON of that length, bytes."""
-    if not path.is_file():
+    if not path.exists():
         return
-    where, size = f"the file of kept tensors {str(path)!r}", path.stat().st_size
+    where, data = f"the file of kept tensors {str(path)!r}", _content(path)
+    size = len(data)
     require(size >= 8, where, "whole", f"{size} bytes")
-    data = numpy.memmap(path, "u1", "r")
     start = 8 + int(data[:8].view("<u8")[0])
     content = read_json(data[8:start].tobytes(), where)
     require(isinstance(content, dict), where, "an object for each tensor", content)
@@ -455,28 +498,29 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
 
 
 def _blocks(
-    path: Path, magic: bytes, dtype: numpy.dtype[Any], known: int
-) -> dict[tuple[int, int], numpy.ndarray[Any, Any]]:
-    """The rows of each whole block, by step and source: views of the file.
+    data: numpy.ndarray[Any, Any], path: Path
+) -> Iterator[tuple[int, int, numpy.ndarray[Any, Any]]]:
+    """The step, source and rows of each whole block in a file's bytes: views of them.
 
-    known: values in the manifest. Where a machine lost some, blocks that name them are not whole.
+    Raises RecordingError for bytes that are neither one nor, at the end, the beginning of one.
     """
-    if not path.is_file() or not path.stat().st_size:
-        return {}
-    data, place, found = numpy.memmap(path, "u1", "r"), 0, {}
-    while place + HEADER.itemsize <= len(data):
+    magic, dtype = MAGIC[path.stem], ROW if path.stem == "rows" else SAMPLE
+    place = 0
+    while place < len(data):
+        where, begins = f"byte {place} of {str(path)!r}", data[place : place + 4].tobytes()
+        require(magic.startswith(begins), where, f"the beginning of a block, {magic!r}", begins)
+        if place + HEADER.itemsize > len(data):
+            return
         header = data[place : place + HEADER.itemsize].view(HEADER)[0]
         end = place + HEADER.itemsize + int(header["rows"]) * dtype.itemsize
-        if header["magic"] != magic or end + CHECK.itemsize > len(data):
-            break
-        check = data[end : end + CHECK.itemsize].view(CHECK)[0]
-        if zlib.crc32(data[place:end].data) != check:
-            break
+        if end + CHECK.itemsize > len(data):
+            return
+        checksum = int(data[end : end + CHECK.itemsize].view(CHECK)[0])
+        where, actual = f"the block from {where}", zlib.crc32(data[place:end].data)
+        require(actual == checksum, where, f"of the checksum {checksum:08x}", f"{actual:08x}")
         rows = data[place + HEADER.itemsize : end].view(dtype)
-        if not len(rows) or rows["value"].max() < known:
-            found[int(header["step"]), int(header["source"])] = rows
+        yield int(header["step"]), int(header["source"]), rows
         place = end + CHECK.itemsize
-    return found
 
 
 @dataclass
@@ -593,21 +637,29 @@ class Recording:
         plain = key[0], key[1].removeprefix("old ")
         value = self.values_at(step).get(plain)
         numel = 0 if value is None else math.prod(value.shape)
-        found, held = None, numpy.zeros(numel, bool)
+        found: tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None = None
         for rank in self.ranks:
             whole, places, begin = rank.kept(step), rank.places(step, plain), 0
             own = whole.get((encodable(key[0]), encodable(key[1])))
             if own is None or len(own) < sum(place[3] for place in places):
                 continue
             width = own.itemsize if value is None else WIDTHS.get(value.dtype, own.itemsize)
-            if own.itemsize != width or (found is not None and found.itemsize != width):
+            if own.itemsize != width or (found is not None and found[0].itemsize != width):
                 continue
             if found is None:
-                found, held = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
+                try:
+                    found = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
+                except (MemoryError, ValueError):  # the second of more bytes than there are numbers
+                    where = f"shape of {key[1]} of {key[0]} in {str(rank.folder)!r}"
+                    raise RecordingError(
+                        f"{where} must be that of a tensor for which memory suffices, got"
+                        f" {numel} elements"
+                    ) from None
+            bits, held = found
             for place in places:
-                where, end = _indices(place), begin + place[3]
-                found[where], held[where], begin = own[begin:end], True, end
-        return None if found is None else (found, held)
+                indices, end = _indices(place), begin + place[3]
+                bits[indices], held[indices], begin = own[begin:end], True, end
+        return found
 
     def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
         """The sampled elements of each tensor: which are there (a bit each), and their bits.

@@ -116,6 +116,10 @@ def layout_of(run: Run) -> dict[str, Any]:
     return {"ranks": run.run.get("world"), **(run.run.get("layout") or {})}
 
 
+class NamesError(RecordingError):
+    """Names that make one tensor of two, or one module."""
+
+
 class Side:
     """A run with its names as the other has them."""
 
@@ -137,7 +141,7 @@ class Side:
         self._refuse_one_name([*run.values, *((name, "") for name in listed)])
 
     def _refuse_one_name(self, keys: Iterable[Key]) -> None:
-        """Raises RecordingError for a map that makes one tensor of two, or one module."""
+        """Raises NamesError for a map that makes one tensor of two, or one module."""
         if isinstance(self.run, Recording):
             values = (value for rank in self.run.ranks for value in rank.values)
             keys = [*keys, *((value.name, value.quantity) for value in values)]
@@ -145,7 +149,7 @@ class Side:
         for name, quantity in keys if self._names else ():
             other = whose.setdefault((self.name(name), quantity), name)
             if other != name:
-                raise RecordingError(
+                raise NamesError(
                     f"map must leave each tensor a name of its own, got {self.name(name)!r} for "
                     f"{other} and {name}"
                 )

@@ -11,8 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import site
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
@@ -31,8 +34,6 @@ Kept = dict[str, dict[str, torch.Tensor]]
 
 NAME = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)+")
 """A class's full name."""
-INSTALLED = ("site-packages", "dist-packages")
-"""How folders of installed distributions are called."""
 
 
 def replay(
@@ -221,11 +222,32 @@ def _file_of(module: str) -> Path | None:
     except ValueError:  # of a module that something else than an import has made
         return None
     origin = "" if spec is None else str(spec.origin)
-    for folder in (Path(each) for each in sys.path if Path(each).name in INSTALLED):
+    installed = _installed_folders()
+    for folder in (Path(each) for each in sys.path if os.path.realpath(each) in installed):
         if Path(origin).is_relative_to(folder):
             files = _files(folder, [first, *rest])
             return next((file for file in files if _is_installed(folder, file)), None)
     return None
+
+
+def _installed_folders() -> set[str]:
+    """The real paths of Python's own folders of installed packages, and of those they add.
+
+    A folder that PYTHONPATH names is none, whatever its name is, unless it is Python's own.
+    """
+    own = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if site.ENABLE_USER_SITE:
+        own.append(site.getusersitepackages())
+    lines = (
+        os.path.join(folder, line.rstrip())
+        for folder in own
+        for file in Path(folder).glob("*.pth")
+        for line in file.read_text("utf-8", "replace").splitlines()
+        if line.strip() and not line.startswith(("#", "import ", "import\t"))
+    )
+    named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    added = set(map(os.path.realpath, lines)) - set(map(os.path.realpath, named))
+    return {*map(os.path.realpath, own), *added}
 
 
 def _our_file(names: Sequence[str]) -> Path | None:

@@ -1,10 +1,13 @@
 """Files that came from somebody else run no code, move no cursor, and are refused in words."""
 
 import json
+import os
 import shutil
+import site
 import subprocess
 import sys
 import unicodedata
+import warnings
 
 import hostile
 import pytest
@@ -13,6 +16,8 @@ from recorded import recorded
 from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import bisect, cli, exits
+from megaopt.commands.export import cell
+from megaopt.recording.replay import _is_ours_to_import
 
 STATUSES = {exits.DONE, exits.DIFFERENT, exits.REFUSED, exits.STOP, bisect.SKIP}
 """Those that docs and exits name."""
@@ -217,8 +222,10 @@ def test_an_installed_optimizer_is_taken_where_nothing_stands_before_it(
 ):
     folder = shutil.copytree(runs / "a", tmp_path / "a")
     code = "import torch\nclass Adam(torch.optim.AdamW):\n    pass\n"
-    for number in (1, 2, 3, 4):
+    own, added, theirs = [], [], []
+    for number in (1, 2, 3, 4, 5, 6):
         installed = tmp_path / str(number) / "site-packages"
+        (own if number < 5 else added if number == 5 else theirs).append(str(installed))
         (installed / f"package{number}-1.dist-info").mkdir(parents=True)
         (installed / f"package{number}-1.dist-info/METADATA").write_text(f"Name: package{number}\n")
         record = f"package{number}/adam.py,sha256=x,1\n" if number != 3 else "package3/other.py,,\n"
@@ -227,19 +234,42 @@ def test_an_installed_optimizer_is_taken_where_nothing_stands_before_it(
         (installed / f"package{number}/__init__.py").write_text("")
         (installed / f"package{number}/adam.py").write_text(code if number != 4 else "Adam = 1")
         monkeypatch.syspath_prepend(installed)
+    (tmp_path / "1/site-packages/_added.pth").write_text(f"import os\n# x\n\n{added[0]}\n")
+    monkeypatch.setattr(site, "getsitepackages", lambda: own)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(theirs))
     (tmp_path / "package2").mkdir()
     (tmp_path / "package2/__init__.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     statuses = []
-    for number in (1, 2, 3, 4):
+    for number in (1, 2, 3, 4, 5, 6):
         lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
         for line in lines:
             if line["is"] == "optimizer":
                 line["class"] = f"package{number}.adam.Adam"
         hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
         statuses.append(cli.main(["replay", str(folder), "--step", "2"]))
-    # as it should be; another stands in front; no distribution brought it; it has no such class
-    assert statuses == [0, 2, 2, 2], capsys.readouterr().err
+    # as it should be; another stands in front; no distribution brought it; it has no such class;
+    # in a folder that a .pth file names; in one that PYTHONPATH alone names
+    assert statuses == [0, 2, 2, 2, 0, 2], capsys.readouterr().err
+
+
+def test_a_folder_of_pythonpath_is_not_an_installed_one(tmp_path, monkeypatch):
+    """Not by its name, not by a relative path, and not where a .pth file names it too."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/x.pth").write_text("../site-packages\n")
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path / "own")])
+    (folder / "evil.py").write_text("class Evil:\n    pass\n")
+    (folder / "evil-1.dist-info").mkdir()
+    (folder / "evil-1.dist-info/RECORD").write_text("evil.py,,\n")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert _is_ours_to_import("evil.Evil", tmp_path / "x/a")
+    for named in (str(folder), "site-packages", f"x{os.pathsep}./own/../site-packages"):
+        monkeypatch.setenv("PYTHONPATH", named)
+        assert not _is_ours_to_import("evil.Evil", tmp_path / "x/a")
 
 
 def run_beside_modules(tmp_path, names, *arguments):
@@ -256,7 +286,29 @@ def run_beside_modules(tmp_path, names, *arguments):
 
 def test_python_m_takes_nothing_from_the_working_directory(runs, tmp_path):
     names = ("safetensors", "rich", "tyro", "numpy", "json", "torch", "sitecustomize")
+    names += ("typing", "_typing", "os", "posixpath")
     run_beside_modules(tmp_path, names, "diff", runs / "a", runs / "a")
+
+
+@pytest.mark.parametrize("option", ["-m", "-Bm"])
+def test_python_m_drops_the_working_directory_before_it_imports(tmp_path, option):
+    (tmp_path / "_typing.py").write_text("open('ran', 'w'); raise ImportError\n")
+    command = [sys.executable, *(["-m", "megaopt"] if option == "-m" else ["-Bmmegaopt"]), "audit"]
+    done = subprocess.run(
+        [*command, "x"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "must be a folder with rank-0" in done.stderr) == (2, True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_import_leaves_the_paths_of_a_script(tmp_path):
+    (tmp_path / "package").mkdir()
+    code = "import sys; before = list(sys.path); import megaopt; assert sys.path == before"
+    for path in ("package/__init__.py", "package/train.py", "script.py"):
+        (tmp_path / path).write_text(code + "\n")
+    commands = ("-m", "package.train"), ("script.py", "-m", "megaopt"), ("-c", code, "megaopt")
+    for command in commands:
+        subprocess.run([sys.executable, *command], cwd=tmp_path, check=True)
 
 
 @pytest.mark.slow
@@ -340,7 +392,54 @@ def test_names_are_text_whatever_they_are(runs, tmp_path, attacked):
     assert any("'=HYPERLINK" in cell for cell in cells)
 
 
+def test_formulas_of_full_width_are_cells_of_text():
+    assert [cell(f"{sign}SUM(1)")[0] for sign in "=+-@\uff1d\uff0b\uff0d\uff20"] == ["'"] * 8
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_page_of_names_that_a_font_lacks_says_nothing(runs, tmp_path):
+    for name in "ab":
+        folder = shutil.copytree(runs / name, tmp_path / name)
+        path = folder / "rank-0/manifest.jsonl"
+        path.write_text(path.read_text().replace("exp_avg", "\\u4e00"))
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(tmp_path / "x.html")]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert cli.main(command) == 1
+    assert not [each for each in told if "Glyph" in str(each.message)]
+    assert "\u4e00" in (tmp_path / "x.html").read_text("utf-8")
+
+
 # --- damage
+
+
+def test_shapes_that_memory_does_not_hold_are_named(runs, tmp_path, capsys):
+    for name in "ab":
+        folder = shutil.copytree(runs / name, tmp_path / name)
+        lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+        for line in lines:
+            if line["is"] == "value" and line["place"]:
+                line["shape"] = [2**62]
+        hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    assert cli.main(["diff", a, b]) == 1
+    out, err = capsys.readouterr()
+    words = "must be that of a tensor for which memory suffices, got"
+    assert f"shape of weight of 0.weight in '{a}/rank-0' {words}" in out
+    table = str(tmp_path / "out.csv")
+    for command in (["audit", a], ["replay", a, "--step", "2"], ["export", a, table]):
+        assert cli.main(command) == 0
+        err += capsys.readouterr().err
+    assert not err
+
+
+def test_a_map_that_makes_one_tensor_of_two_is_named(runs, tmp_path, capsys):
+    path = tmp_path / "names.json"
+    path.write_text('{"*": "all"}')
+    assert cli.main(["diff", str(runs / "a"), str(runs / "b"), "--map", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "map must leave each tensor a name of its own" in told
+    assert str(path) in told
 
 
 def check_damaged(runs, tmp_path, attacked, seeds):
@@ -384,7 +483,8 @@ def test_the_verdict_stands_before_what_is_said_of_a_damaged_file(runs, tmp_path
 
 def test_a_recording_without_a_whole_step_gives_no_golden_values(runs, tmp_path, capsys):
     shutil.copytree(runs / "a", tmp_path / "a")
-    (tmp_path / "a/rank-0/scalars.jsonl").write_text("")
+    for name in ("samples.bin", "rows.bin", "scalars.jsonl"):
+        (tmp_path / "a/rank-0" / name).write_bytes(b"")
     for more in ([], ["--megatron"]):
         status = cli.main(["golden", "make", str(tmp_path / "x.json"), str(tmp_path / "a"), *more])
         assert status == 2

@@ -2,9 +2,11 @@
 
 import json
 import multiprocessing
+import os
 import random
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 from ranks import PRELOADED
@@ -77,24 +79,70 @@ def test_a_kill_at_any_byte_leaves_all_whole_steps(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.bin", "samples.bin"])
-def test_steps_from_a_changed_byte_on_are_not_whole(run, tmp_path, name):
+def test_a_changed_byte_of_a_block_is_refused_wherever_it_is(run, tmp_path, name):
     out = shutil.copytree(run, tmp_path / "a")
     path = out / "rank-0" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    expected, found = contents(run), contents(out)
-    assert 0 < len(found) < len(expected)
-    assert found == {step: expected[step] for step in range(1, len(found) + 1)}
+    whole = path.read_bytes()
+    draws = random.Random(0)
+    places = [*range(28), len(whole) - 1, *(draws.randrange(len(whole)) for _ in range(100))]
+    for place in places:
+        data = bytearray(whole)
+        data[place] ^= 1 << draws.randrange(8)
+        path.write_bytes(data)
+        with pytest.raises(RecordingError, match=f"rank-0/{name}' must be "):
+            Recording(out)
 
 
-def test_steps_of_values_that_the_manifest_has_lost_are_not_whole(run, tmp_path):
+CUTS = {"rows.bin": -1, "samples.bin": -1, "scalars.jsonl": 2000, "manifest.jsonl": -1}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_a_file_that_is_cut_where_no_kill_cuts_it_is_refused(run, tmp_path, name):
     """As a machine that stops may leave it: a file has its last bytes, another has not."""
     out = shutil.copytree(run, tmp_path / "a")
-    path = out / "rank-0" / "manifest.jsonl"
-    path.write_bytes(path.read_bytes()[:-1])
-    assert contents(run)
-    assert contents(out) == {}
+    path = out / "rank-0" / name
+    path.write_bytes(path.read_bytes()[: CUTS[name]])
+    with pytest.raises(RecordingError, match=r"(rows|samples)\.bin' must be .*(json|counts)"):
+        Recording(out)
+
+
+def test_a_line_that_is_lost_is_refused(run, tmp_path):
+    out = shutil.copytree(run, tmp_path / "a")
+    path = out / "rank-0/scalars.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(RecordingError, match=r"rows\.bin' must be .* step 4, got .* step 3"):
+        Recording(out)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "manifest.jsonl"])
+@pytest.mark.parametrize("kind", ["none", "folder", "pipe"])
+def test_what_is_no_regular_file_is_refused(run, tmp_path, name, kind):
+    out = shutil.copytree(run, tmp_path / "a")
+    path = out / "rank-0" / name
+    path.unlink()
+    if kind != "none":
+        (os.mkdir if kind == "folder" else os.mkfifo)(path)
+    with pytest.raises(RecordingError, match=name):
+        Recording(out)
+
+
+def test_a_recording_is_read_while_it_is_written(run, tmp_path, monkeypatch):
+    """Each file grows by all that is left as soon as the reader has opened one."""
+    out, expected = shutil.copytree(run, tmp_path / "a"), contents(run)
+    for name, size in list(ends(run / "rank-0"))[6][1].items():
+        os.truncate(out / "rank-0" / name, size)
+    is_file = Path.is_file
+
+    def grows(path):
+        found = is_file(path)
+        if path.name == "rows.bin":  # the lines have been read
+            for name in NAMES:
+                shutil.copy(run / "rank-0" / name, out / "rank-0" / name)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", grows)
+    assert contents(out) == {step: expected[step] for step in (1, 2)}
 
 
 LINES = {
@@ -102,6 +150,10 @@ LINES = {
     "no JSON": b"{\n",
     "no object": b"[1]\n",
     "without its keys": b'{"is": "value", "name": "a"}\n',
+    "of no kind": b'{"name": "a", "quantity": "grad", "dtype": "x", "shape": [1]}\n',
+    "of a kind that is no text": b'{"is": ["value"], "name": "a"}\n',
+    "of another kind": b'{"is": "valve", "name": "a"}\n',
+    "ended otherwise": b'{"is": "value", "name": "a"}\r{}\n',
     "of other kinds": b'{"is": "value", "name": "a", "quantity": "grad", "place": 1, "shape": 1}\n',
 }
 

@@ -312,7 +312,8 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
     kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
     (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
-    shapes = {side.values_at(blame.step)[key].shape for side in pair.both}
+    known = [side.values_at(blame.step).get(key, side.values[key]) for side in pair.both]
+    shapes = {value.shape for value in known}
     if mine is None or theirs is None or dtype != other or len(shapes) > 1:
         return None
     held = mine[1] & theirs[1]

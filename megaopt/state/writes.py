@@ -66,7 +66,9 @@ class ExternalWrites:
             if own.get(MASTER) is None:
                 continue
             if id(view.param) in self.unstepped and not owned.options.capturable:
-                count = own.get(STEP, owned.groups[owned.group_numbers[place]][STEP])
+                count: Any = own.get(STEP)
+                if count is None:
+                    count = owned.groups[owned.group_numbers[place]][STEP]
                 if not int(count):
                     with torch.no_grad():
                         refreshed(view, own, owned.formats(view))

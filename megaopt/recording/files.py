@@ -302,7 +302,7 @@ class Rank:
         for line in steps:
             count, key = line.pop(path.stem), (line["step"], line["source"])
             if count:
-                *told, rows = next(blocks, (None, None, ()))
+                *told, rows = next(blocks, (0, 0, numpy.empty(0, ROW)))
                 allowed = f"those that scalars.jsonl counts: {count} rows of step {key[0]}"
                 what = f"{len(rows)} of step {told[0]}" if len(rows) else "no whole block"
                 require((*told, len(rows)) == (*key, count), where, allowed, what)

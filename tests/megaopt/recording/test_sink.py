@@ -58,7 +58,9 @@ def test_what_cannot_be_written_is_told_once_and_raises_nothing(tmp_path, event,
     assert list(Rank(tmp_path / "rank-0").scalars) == [1]
 
 
-def test_an_interrupt_within_a_step_is_raised_and_nothing_follows_the_torn_step(tmp_path):
+def test_an_interrupt_within_a_step_is_raised_and_nothing_follows_the_torn_step(
+    tmp_path, hears_interrupts
+):
     sink = Sink(Writer(tmp_path, 0, {}))
     sink.put(Step(number=1), set())
     torn = Step(number=2)

@@ -463,7 +463,7 @@ def test_damaged_files_are_refused_in_words(runs, tmp_path, attacked):
     check_damaged(runs, tmp_path, attacked, range(10))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_hundred_damaged_recordings_are_refused_in_words(runs, tmp_path, attacked):
     check_damaged(runs, tmp_path, attacked, range(1000, 1200))
 

@@ -38,7 +38,7 @@ INNER = "__bnb_optimizer_quant_state__"
 """The name under which newer releases hide all of a state's tensors from FSDP."""
 TENSORS = ("state", "qmap", "absmax", "max", "new_max")
 STORED = {INNER, "gnorm_vec", "unorm_vec", *(f"{name}{i}" for name in TENSORS for i in (1, 2))}
-"""What bitsandbytes keeps in a state, beside the step count; other names are their users'."""
+"""Names that bitsandbytes keeps in a state, beside the step count; other names are their users'."""
 OTHER_KEYS = ("alpha", "t_alpha", "t_beta3")
 """Keys of AdEMAMix, which all groups have."""
 BLOCK, OLDER_BLOCK = 256, 2048

@@ -398,7 +398,7 @@ class FusedMuon(FusedOptimizer):
         return {"betas": self._betas, "eps": group.get("adam_eps", self.defaults["adam_eps"])}
 
     def __getstate__(self) -> dict[str, Any]:
-        """What FusedAdam's gives, and the betas that new groups take."""
+        """Adds the betas that new groups take to what FusedAdam pickles."""
         return {**super().__getstate__(), "_betas": self._betas}
 
     def describe(self) -> list[Stepped]:

@@ -247,7 +247,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
-        """What a new group takes where it says nothing, beside the defaults that torch knows of."""
+        """Gives what a new group lacks, beside the defaults that torch knows of."""
         return {}
 
     @property

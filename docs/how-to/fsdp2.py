@@ -39,7 +39,7 @@ def build(device: torch.device) -> tuple[torch.nn.Module, FusedAdam]:
 
 
 def contents(model: torch.nn.Module, optimizer: FusedAdam) -> dict[str, object]:
-    """What a checkpoint holds: each rank writes, and reads, its own shards."""
+    """The contents of a checkpoint: each rank writes, and reads, its own shards."""
     return {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),

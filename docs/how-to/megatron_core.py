@@ -65,7 +65,7 @@ def build() -> tuple[Any, Any]:
 
 
 def contents(ddp: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds: each rank writes, and reads, its own shards."""
+    """The contents of a checkpoint: each rank writes, and reads, its own shards."""
     model = ddp.module.sharded_state_dict()
     metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

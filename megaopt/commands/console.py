@@ -1,4 +1,4 @@
-"""Where the commands print: a terminal, or a pipe or file, where no line is cut or folded.
+"""The console of the commands: a terminal, or a pipe or file, where no line is cut or folded.
 
 A text is shown as it is: names in square brackets are no markup, `:cat:` is no picture, and what is
 no printable character is shown as its escape. Only `coloured` makes colours.

@@ -34,7 +34,7 @@ USERS_ERRORS = {
 }
 """The error of each module whose message is for users."""
 REPOSITORY = "https://github.com/megaopt/megaopt"
-"""Where releases come from until an index of packages has them; pyproject.toml names it too."""
+"""The source of releases until an index of packages has them; pyproject.toml names it too."""
 MEMORY_ERRORS = {"torch": "OutOfMemoryError"}
 
 

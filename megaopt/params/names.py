@@ -8,7 +8,7 @@ from collections.abc import Iterable
 ANYWHERE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts that torch.compile, FSDP1 and activation checkpointing put before a module's own names."""
 IN_FRONT = "module"
-"""What DDP and DataParallel put before all names; elsewhere a module may be called so."""
+"""The part that DDP and DataParallel put before all names; elsewhere a module may be called so."""
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:

@@ -312,16 +312,14 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
     kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
     (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
-    known = [side.values_at(blame.step).get(key, side.values[key]) for side in pair.both]
-    shapes = {value.shape for value in known}
-    if mine is None or theirs is None or dtype != other or len(shapes) > 1:
+    shape, other_shape = (value.shape for value in pair.values_of(blame.step, key))
+    if mine is None or theirs is None or (dtype, shape) != (other, other_shape):
         return None
     held = mine[1] & theirs[1]
     unlike = numpy.flatnonzero(held & (mine[0] != theirs[0]))
     if not len(unlike):
         return None
     a, b = mine[0][unlike], theirs[0][unlike]
-    shape = pair.a.values_at(blame.step).get(key, pair.a.values[key]).shape
     first = tuple(map(int, numpy.unravel_index(unlike[0], shape)))
     x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
     apart, ulp = farthest(a, b, dtype)

@@ -408,9 +408,13 @@ class Pair:
             return "; all sampled elements are equal"
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
+    def values_of(self, step: int, key: Key) -> list[Value]:
+        """A tensor as both runs have it at a step; of one that is not there the run's first."""
+        return [side.values_at(step).get(key, side.values[key]) for side in self.both]
+
     def dtypes_of(self, step: int, key: Key) -> tuple[str, str]:
-        """A tensor's dtypes in both runs at a step; of one that is not there the run's first."""
-        a, b = (side.values_at(step).get(key, side.values[key]).dtype for side in self.both)
+        """A tensor's dtypes in both runs at a step, as `values_of` has them."""
+        a, b = (value.dtype for value in self.values_of(step, key))
         return a, b
 
 

@@ -43,7 +43,7 @@ with an empty cache one process took 2.9 s for each, 19 of 89 in 55 s.
 """
 
 HOMES = {("triton", "cuda"): 2, ("reference", "cpu"): 1}
-"""Where a backend is meant to run; the higher number is taken first."""
+"""The device that each backend is meant for; the higher number is taken first."""
 
 HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
 
@@ -232,8 +232,9 @@ def _tell_left_out(tasks: Sequence[Task], console: Console) -> None:
             f"stepped {stepped} of the {possible} cases that can be checked here: each rule, "
             "format, master, quantizer, option, contract and backend at least once; "
             "megaopt verify --all steps all",
-            soft_wrap=True, highlight=False, markup=False,
-        )  # fmt: skip
+            soft_wrap=True,
+            highlight=False,
+        )
 
 
 def _report(tasks: Sequence[Task], console: Console) -> int:

@@ -35,11 +35,12 @@ SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
 """What a report to share says of the machine: nothing that names a user, a host or a path."""
 
 
-MOST_WORKERS = 16
+MOST_WORKERS = 12
 """Processes among which cases are shared where a GPU steps some.
 
 Most of such a case is compiling, of which one process does one at a time: on the host of an H200
-with an empty cache one process took 2.9 s for each, 19 of 89 in 55 s.
+with an empty cache one process took 2.9 s for each, 19 of 89 in 55 s. On its 16 cores all 89 took
+31 s by 12 processes, 34 and 36 s by 15, which compile shared kernels more often.
 """
 
 HOMES = {("triton", "cuda"): 2, ("reference", "cpu"): 1}

@@ -40,7 +40,7 @@ MOST_WORKERS = 12
 
 Most of such a case is compiling, of which one process does one at a time: on the host of an H200
 with an empty cache one process took 2.9 s for each, 19 of 89 in 55 s. On its 16 cores all 89 took
-31 s by 12 processes, 34 and 36 s by 15, which compile shared kernels more often.
+36 s by 8 processes, 30 and 31 s by 12, 34 and 36 s by 15.
 """
 
 HOMES = {("triton", "cuda"): 2, ("reference", "cpu"): 1}

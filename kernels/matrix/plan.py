@@ -115,8 +115,8 @@ class MatrixPlan:
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph can repeat a step: launches alone, and no other ranks."""
-        return not (self.many_calls or self._is_shared)
+        """Whether a CUDA graph can repeat a step: launches, and messages of NCCL's."""
+        return not self.many_calls and (not self._is_shared or self._launches.is_captured)
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step; RuntimeError where a CPU flushes subnormals."""

@@ -11,13 +11,18 @@ the last on its way back.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
+import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.table import DeviceTable
 from megaopt.kernels.formats import GRADS, NONE
 from megaopt.kernels.matrix.plan import FLOAT32, apply_formats, check_update, inner_formats
 from megaopt.kernels.matrix.tiles import Tiles, room_of
@@ -29,6 +34,8 @@ from megaopt.kernels.step.controls import COUNT, SKIP
 Tensors = list[torch.Tensor]
 NEUTRAL = (1.0, 1.0, 1.0, 0.0, 0.0)
 """Controls that leave an update as it is."""
+ALIGNED = 256
+"""Pieces of a step's memory begin at multiples of so many bytes."""
 WHOLLY: Any = ...
 """The rows of a parameter that is one matrix: of a kept tensor all of it."""
 
@@ -57,6 +64,29 @@ class Part(NamedTuple):
     numel: int
 
 
+class MatrixBox(NamedTuple):
+    """Rows of numbers of a matrix, and where they lie in a message, one behind another."""
+
+    index: int
+    """The matrix's place in `Bucket.own`."""
+    first: int
+    """How many numbers of the matrix lie before its first."""
+    rows: int
+    columns: int
+    stride: int
+    """How far apart rows begin in the matrix."""
+    place: int
+    """How many numbers of the message lie before its first."""
+
+
+class Local(NamedTuple):
+    """A matrix of which no other rank has any part."""
+
+    piece: Piece
+    runs: list[tuple[int, int]]
+    """Its numbers in this rank's tensor: where those that follow each other begin, how many."""
+
+
 class Bucket(Protocol):
     """Matrices that are on their way together."""
 
@@ -67,6 +97,10 @@ class Bucket(Protocol):
     """Where each part begins among those that come back."""
     own: Sequence[int]
     """Which of the matrices this rank makes."""
+    unpacked: Sequence[MatrixBox]
+    """Where the numbers that come to this rank lie in the matrices `own`."""
+    packed: Sequence[MatrixBox]
+    """Where those lie that it sends back."""
     owner: int | None
     """The rank to which the parts of the only matrix go, where all ranks make it together."""
 
@@ -74,7 +108,7 @@ class Bucket(Protocol):
 class Exchange(Protocol):
     """The ranks that hold the parts of a batch of matrices; all call the same in the same order.
 
-    `near` has numbers of parts and `far` those of whole matrices, each in one dimension.
+    `near` has numbers of parts and `far` those of whole matrices, both as bytes, uint8.
     """
 
     buckets: Sequence[Any]
@@ -87,23 +121,24 @@ class Exchange(Protocol):
     """This rank's place among them."""
     ranks: int
     """How many there are."""
+    local: Sequence[Local]
+    """Matrices in no bucket, which this rank makes: it alone has them."""
     most: tuple[int, int]
     """How many numbers of `near` and of `far` a bucket takes at most."""
+    keeps_order: bool
+    """Messages move in the order of the calls, each when those before have come."""
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
 
-    def there(self, bucket: Any, near: torch.Tensor, far: torch.Tensor) -> Any:
-        """Sends parts in `near` to their matrices' owners; returns what `wait` waits for."""
+    def there(self, bucket: Any, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
+        """Sends parts in `near` to their matrices' owners; returns what waits, or None.
 
-    def wholes(self, bucket: Any, far: torch.Tensor) -> Tensors:
-        """The matrices `bucket.own` of the parts that have come."""
+        size: bytes of a number.
+        """
 
-    def pack(self, bucket: Any, updates: Tensors, far: torch.Tensor) -> None:
-        """Writes the parts of the updates of `bucket.own`."""
-
-    def back(self, bucket: Any, far: torch.Tensor, near: torch.Tensor) -> Any:
-        """Sends each rank its parts; returns what `wait` waits for."""
+    def back(self, bucket: Any, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
+        """Sends each rank its parts; returns what waits, or None."""
 
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
@@ -127,6 +162,10 @@ class Making:
     """What makes plans of what is elementwise, as a backend does; None: the backend."""
     shares_work = False
     """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
+    launches: Any = None
+    """What steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket."""
+    alone: Any = None
+    """Makes the launches of matrices that one rank alone has; None: they are in buckets, too."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
@@ -224,39 +263,26 @@ class PartSteps:
         ]
 
 
-@dataclass
-class Way:
-    """A bucket, and where it is on its way."""
-
-    bucket: Any
-    low: Any
-    """The bucket of what `before` makes of the gradients, and of the directions."""
-    inner: PartSteps
-    """Steps the moments, and leaves directions."""
-    apply: PartSteps
-    """Steps weights and masters by updates."""
-    sums: Any = None
-    notes: Any = None
-    on_its_way: Any = None
-
-    def arrive(self) -> None:
-        """Waits for what was sent last."""
-        self.on_its_way.wait()
-        self.on_its_way = None
-
-
 class Memory(NamedTuple):
-    """The memory that a bucket takes on its way."""
+    """The memory that a bucket takes on its way; all uint8."""
+
+    whole: torch.Tensor
+    """In which the others lie."""
 
     near: torch.Tensor
-    """Parts that go to owners, and come from them."""
+    """Parts that go to owners."""
+    back: torch.Tensor
+    """Parts that come from them."""
     far: torch.Tensor
     """Those of whole matrices, at the owner."""
-    directions: torch.Tensor
+    wide: torch.Tensor
     """Directions that are not made where they are sent from."""
+    room: torch.Tensor
+    """What a bucket's launches take while updates are made."""
 
 
-class Run(NamedTuple):
+@dataclass
+class Run:
     """One step."""
 
     buffers: Buffers
@@ -266,6 +292,167 @@ class Run(NamedTuple):
     left_out: torch.Tensor | None
     """The controls of an update."""
     renewal: Renewal
+
+    @cached_property
+    def addresses(self) -> dict[str, numpy.ndarray]:
+        """int64 [parameters] for each slot, and for all that states keep: where tensors begin."""
+        tensors = dict(self.buffers)
+        for name in self.works[0].kept if self.works else ():
+            tensors[name] = [work.kept[name] for work in self.works]
+        return {
+            slot: numpy.array([tensor.data_ptr() for tensor in own], dtype=numpy.int64)
+            for slot, own in tensors.items()
+        }
+
+
+class TorchBucket:
+    """Steps a bucket: its elementwise part by a backend's plans, updates by torch's operations.
+
+    Args:
+        bucket: of the matrices.
+        low: that of what `before` makes of them; the same where that is SAME.
+        formats: of every buffer; `matrix` is set.
+        making: how updates are made.
+        groups: for each parameter its row of scalars.
+        places: of each rank's part in its parameter.
+        low_places: of its moments.
+        plans: makes plans, as a backend does.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        low: Bucket,
+        formats: Formats,
+        making: Any,
+        groups: Sequence[int],
+        places: Sequence[Place],
+        low_places: Sequence[Place],
+        plans: Any,
+        device: torch.device,
+    ) -> None:
+        assert formats.matrix is not None
+        self._bucket, self._low, self._making, self._device = bucket, low, making, device
+        self._groups, rule = groups, formats.matrix.rule
+        inner, apply = inner_formats(formats, making.direction), apply_formats
+        self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
+        update = apply(formats, GRADS[making.sent.dtype])
+        self.apply = PartSteps(bucket, update, rule.apply, groups, places, plans, device)
+        self.room = 0
+        """Bytes that launches take while updates are made."""
+        self.sums: torch.Tensor | None = None
+        """What is added up over ranks between `direct` and `send`."""
+        self._notes: Any = None
+        self._directions: Tensors = []
+        self._out: Tensors = []
+
+    def lie(self, begins: dict[str, int]) -> None:
+        """Hears where Memory's pieces begin in a step's memory, once: no launch must know it."""
+
+    def ready(self) -> None:
+        """Takes the memory of what is added up."""
+        self.sums = self._making.sums(self._low.pieces, self._device)
+
+    def direct(self, run: Run, memory: Memory, given: Tensors | None) -> None:
+        """Steps moments, and makes directions; given: the gradients that `before` has made."""
+        making, sent = self._making, memory.near if given is None else memory.wide
+        self._out = self.inner.views(sent.view(making.sent.dtype))
+        self._directions = self._out
+        if making.direction.dtype is not making.sent.dtype:
+            self._directions = self.inner.views(memory.wide.view(making.direction.dtype))
+        grads = {} if given is None else {"grad": given}
+        numbers = (run.buffers, run.scalars, run.controls)
+        self.inner.step(*numbers, weight=self._directions, **grads)
+        if self.sums is not None:
+            making.measure(self._directions, self._low.parts, self.sums)
+
+    def send(self, memory: Memory) -> None:
+        """Makes what is sent of the directions, by the sums over all ranks."""
+        self._notes = self._making.notes(self.sums, self._low.pieces)
+        self._making.send(self._directions, self._low.parts, self._notes, self._out)
+
+    @property
+    def notes(self) -> Any:
+        """What is known of the matrices; None where this rank failed to find it."""
+        return self._notes
+
+    def make(self, run: Run, memory: Memory, update: torch.Tensor | None) -> None:
+        """Makes updates, and leaves their parts in `far`; what states keep is stepped.
+
+        But for groups that are left out. update: of the matrix that ranks have made together.
+        """
+        bucket, making = self._bucket, self._making
+        pieces = [bucket.pieces[index] for index in bucket.own]
+        kept = [_kept(run.works, piece) for piece in pieces]
+        before: list[dict[str, torch.Tensor]] = []
+        if run.controls is not None:
+            before = [{name: each.clone() for name, each in own.items()} for own in kept]
+        updates: Tensors
+        far = memory.far.view(making.sent.dtype)
+        if update is None:
+            wholes = unpacked(self._low, far)
+            updates = making.make(wholes, bucket.pieces, bucket.own, self._notes, kept)
+        else:
+            updates = making.finish([update], kept) if pieces else []
+        for piece, own, old in zip(pieces, kept, before, strict=False):
+            assert run.controls is not None
+            is_left_out = run.controls[self._groups[piece.param], SKIP] != 0
+            for name, each in own.items():
+                each.copy_(torch.where(is_left_out, old[name], each))
+        pack(bucket, updates, far)
+
+    def finish(self, run: Run, memory: Memory) -> None:
+        """Steps weights and masters by the updates' parts that have come back."""
+        back = memory.back.view(self._making.sent.dtype)
+        parts = self.apply.views(back, self._bucket.returned)
+        self.apply.step(run.buffers, run.scalars, run.left_out, grad=parts)
+        self._notes, self.sums, self._directions, self._out = None, None, [], []
+
+
+def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
+    """The matrices `bucket.own` of the parts that have come."""
+    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.own]
+    pairs = _boxes_beside_parts(bucket.unpacked, matrices, far)
+    if pairs:
+        torch._foreach_copy_([box for box, _ in pairs], [part for _, part in pairs])
+    return matrices
+
+
+def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
+    """Writes the parts of the updates of `bucket.own`."""
+    pairs = _boxes_beside_parts(bucket.packed, [each.contiguous() for each in updates], far)
+    if pairs:
+        torch._foreach_copy_([part for _, part in pairs], [box for box, _ in pairs])
+
+
+def _boxes_beside_parts(
+    boxes: Sequence[MatrixBox], matrices: Tensors, far: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the boxes in matrices, each beside that of its numbers in a message."""
+    pairs = []
+    for index, first, rows, columns, stride, place in boxes:
+        box = matrices[index].view(-1)[first:].as_strided((rows, columns), (stride, 1))
+        pairs.append((box, far[place : place + rows * columns].view(rows, columns)))
+    return pairs
+
+
+@dataclass
+class Way:
+    """A bucket, and where it is on its way."""
+
+    bucket: Any
+    low: Any
+    """The bucket of what `before` makes of the gradients, and of the directions."""
+    steps: Any
+    """TorchBucket, or as it."""
+    on_its_way: Any = None
+
+    def arrive(self) -> None:
+        """Waits for what was sent last, if it has not come."""
+        message, self.on_its_way = self.on_its_way, None
+        if message is not None:
+            message.wait()
 
 
 class SharedSteps:
@@ -281,6 +468,7 @@ class SharedSteps:
         device: of all.
         exchange: an Exchange, with the other ranks.
         kept: shapes of what the state of each parameter keeps.
+        local: steps the matrices that this rank alone has, if there are any: MuonLaunches.
     """
 
     def __init__(
@@ -294,20 +482,32 @@ class SharedSteps:
         device: torch.device,
         exchange: Any,
         kept: Sequence[dict[str, tuple[int, ...]]],
+        local: Any = None,
     ) -> None:
         assert formats.matrix is not None
         self._making, self._exchange, self._device = making, exchange, device
-        self._formats, self._groups, self._backend = formats, groups, making.plans or backend
-        rule, self._grad_dtype = formats.matrix.rule, formats.dtype("grad")
-        self._before, self._is_projected = rule.before, rule.before is not SAME
-        own = (groups, low_places, self._backend, device)
-        inner = inner_formats(formats, making.direction), rule.inner, *own
-        own = (groups, places, self._backend, device)
-        apply = apply_formats(formats, GRADS[making.sent.dtype]), rule.apply, *own
-        self._ways = [
-            Way(bucket, low, PartSteps(low, *inner), PartSteps(bucket, *apply))
-            for bucket, low in zip(exchange.buckets, exchange.lows, strict=True)
-        ]
+        self._formats, self._local = formats, local
+        self._before = formats.matrix.rule.before
+        self._is_projected, self._grad_dtype = self._before is not SAME, formats.dtype("grad")
+        measured = Formats(formats.grad, formats.weight, NONE, (), ())
+        self._measure = partial(
+            backend.plan, measured, making.matrix.rule.apply, groups=groups, device=device
+        )
+        self._measured: Any = None
+        plans = making.plans or backend
+        sides = (groups, places, low_places, plans, device)
+        self._ways = []
+        for bucket, low in zip(exchange.buckets, exchange.lows, strict=True):
+            if making.launches is not None and bucket.owner is None:
+                steps = making.launches(bucket, formats, groups, places, device)
+            else:
+                steps = TorchBucket(bucket, low, formats, making, *sides)
+            self._ways.append(Way(bucket, low, steps))
+        self.is_captured = exchange.keeps_order and all(
+            not isinstance(way.steps, TorchBucket) for way in self._ways
+        )
+        """A CUDA graph can repeat a step: of launches, and of messages that it can capture."""
+        self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
         """The renewal that the next step makes."""
@@ -317,39 +517,88 @@ class SharedSteps:
         self._spread_room: torch.Tensor | None = None
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
+        self._rows = DeviceTable(device)
         self._error: Exception | None = None
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
-        own = {slot: buffers[slot] for slot in ("grad", "weight")}
-        measured = Formats(self._formats.grad, self._formats.weight, NONE, (), ())
-        numels = [tensor.numel() for tensor in own["grad"]]
-        rule = self._making.matrix.rule.apply
-        plan = self._backend.plan(measured, rule, numels, self._groups, self._device)
-        plan.look(own)
-        plan.accumulate(bins)
+        if self._measured is None:
+            self._measured = self._measure(numels=[grad.numel() for grad in buffers["grad"]])
+        self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
+        self._measured.accumulate(bins)
 
     @property
-    def _phases(self) -> list[Callable[[Way, Memory, Run], None]]:
-        """The phases of each bucket, one after another."""
-        first = [self._send, self._project] if self._is_projected else []
-        return [*first, self._direct, self._make, self._finish]
+    def _phases(self) -> list[tuple[int, Callable[[int, Run], None]]]:
+        """What is done in a turn, each for the bucket that began so many turns before.
+
+        All buckets are on their way at once: while the products of one are made, the directions of
+        the next one go to owners, and the updates of the last one come from them. What a rank must
+        know of the sums over all is asked for while no long message is in front of it.
+        """
+        if self._is_projected:
+            return [
+                *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
+                *((3, self._make), (3, self._return), (4, self._finish)),
+            ]
+        return [
+            *((0, self._direct), (2, self._return), (0, self._leave)),
+            *((1, self._make), (2, self._finish)),
+        ]
+
+    def _placed(self, steps: Sequence[Any]) -> tuple[int, list[dict[str, tuple[int, int]]]]:
+        """The bytes of a step's memory, and for each bucket where its pieces begin and end there.
+
+        Buckets take turns with the pieces. When updates come back, two turns after their directions
+        left, those of the turn between have left too, and updates come where these were. What goes
+        back from an owner makes room for what comes there next, where messages keep their order.
+        """
+        making, exchange = self._making, self._exchange
+        near, far = (making.sent.dtype.itemsize * most for most in exchange.most)
+        room, wide = max((each.room for each in steps), default=0), 0
+        if self._is_projected or making.direction.dtype is not making.sent.dtype:
+            wide = making.direction.dtype.itemsize * exchange.most[0]
+        nears, fars, wides = 2, 2 if exchange.keeps_order else 3, 1
+        if self._is_projected:
+            nears = fars = wides = 5
+        if room:  # an iteration has ended when directions are made of the next ones
+            room, wides = max(room, wide), 0
+        sizes = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
+        begins = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+        areas = list(zip(begins, map(operator.add, begins, sizes), strict=False))
+        near_areas, far_areas = areas[1 : 1 + nears], areas[1 + nears : 1 + nears + fars]
+        wide_areas = areas[1 + nears + fars :] or areas[:1]
+        places = []
+        for turn, each in enumerate(steps):
+            ahead = 0 if self._is_projected else 1
+            places.append(
+                {
+                    "near": near_areas[turn % nears],
+                    "back": near_areas[(turn + ahead) % nears],
+                    "far": far_areas[turn % fars],
+                    "wide": wide_areas[turn % len(wide_areas)],
+                    "room": areas[0],
+                }
+            )
+            each.lie({name: begin for name, (begin, _) in places[-1].items()})
+        return begins[-1], places
 
     def ready(self) -> None:
         """Takes the memory in which ranks exchange, before they meet: a rank without it says so."""
         making, exchange = self._making, self._exchange
-        sent, direction = making.sent.dtype, making.direction.dtype
-        near, far = exchange.most
-        wide = near if self._is_projected or direction is not sent else 0
+        size, places = self._places
+        whole = torch.empty(size, dtype=torch.uint8, device=self._device)
+        ends = {end for place in places for end in place.values()}
+        areas = {(begin, end): whole[begin:end] for begin, end in ends}
+        self._memory = [
+            Memory(whole, **{name: areas[end] for name, end in place.items()}) for place in places
+        ]
+        for way in self._ways:
+            way.steps.ready()
+        together = [way.bucket for way in self._ways if way.bucket.owner is not None]
 
-        def new(count: int, dtype: torch.dtype = sent) -> torch.Tensor:
+        def new(count: int, dtype: torch.dtype = making.sent.dtype) -> torch.Tensor:
             return torch.empty(count, dtype=dtype, device=self._device)
 
-        sets = min(len(self._phases), len(self._ways))
-        self._memory = [Memory(new(near), new(far), new(wide, direction)) for _ in range(sets)]
-        for way in self._ways:
-            way.sums = making.sums(way.low.pieces, self._device)
-        together = [way.bucket for way in self._ways if way.bucket.owner is not None]
         self._rooms = [
             (
                 making.room(shape, self._device),
@@ -368,31 +617,35 @@ class SharedSteps:
 
         A rank that fails goes on with the exchange, as others wait for it, and raises at its end.
         """
+        if self._local is not None:
+            self._try(self._local.step, buffers, works, scalars, controls)
         left_out = None
         if controls is not None:
             left_out = self._try(torch.where, self._skip, controls, self._neutral)
-        self._go(self._phases, Run(buffers, works, scalars, controls, left_out, self.renewal))
+        if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
+            scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
+        run = Run(buffers, works, scalars, controls, left_out, self.renewal)
+        self._go(self._phases, run)
 
     def renew(self, buffers: Buffers, works: Sequence[Work]) -> None:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""
         if self.renewal.turns:
             self.ready()
-            phases = [self._send, self._whole_gradients]
-            self._go(phases, Run(buffers, works, None, None, None, self.renewal))
+            run = Run(buffers, works, None, None, None, self.renewal)
+            self._go([(0, self._send), (1, self._renew)], run)
 
-    def _go(self, phases: Sequence[Callable[..., Any]], run: Run) -> None:
-        memory, self._memory, self.renewal = self._memory, [], NOTHING_NEW
-        count = len(self._ways)
+    def _go(self, phases: Sequence[tuple[int, Callable[[int, Run], None]]], run: Run) -> None:
+        count, last = len(self._ways), max(behind for behind, _ in phases)
         try:
-            for turn in range(count + len(phases) - 1):
-                for behind, phase in enumerate(phases):
-                    place = turn - behind
-                    if 0 <= place < count:
-                        phase(self._ways[place], memory[place % len(memory)], run)
+            for turn in range(count + last):
+                for behind, phase in phases:
+                    if 0 <= turn - behind < count:
+                        phase(turn - behind, run)
             self._tell(run)
         except Exception as later:
             # after a fault of the device every call fails: the first error tells of the cause
             self._error = self._error or later
+        self._memory, self._rooms, self.renewal = [], [], NOTHING_NEW
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -407,28 +660,34 @@ class SharedSteps:
             self._error = error
             return None
 
-    # --- phases
+    # --- phases of the bucket of a turn
 
-    def _send(self, way: Way, memory: Memory, run: Run) -> None:
+    def _send(self, turn: int, run: Run) -> None:
         """Gradients go to the owners."""
-        near, far = (each.view(self._grad_dtype) for each in (memory.near, memory.far))
-        self._try(_copy, way.apply.views(near), way.apply, run.buffers["grad"])
-        way.on_its_way = self._exchange.there(way.bucket, near, far)
+        way, memory = self._ways[turn], self._memory[turn]
+        near = memory.near.view(self._grad_dtype)
+        apply = way.steps.apply
+        self._try(_copy, apply.views(near), apply, run.buffers["grad"])
+        size = self._grad_dtype.itemsize
+        way.on_its_way = self._exchange.there(way.bucket, memory.near, memory.far, size)
 
-    def _project(self, way: Way, memory: Memory, run: Run) -> None:
+    def _project(self, turn: int, run: Run) -> None:
         """Owners make another matrix of each gradient, of which each rank gets its part."""
-        wholes = self._whole_gradients(way, memory, run)
+        way, memory = self._ways[turn], self._memory[turn]
+        wholes = self._renew(turn, run)
+        far = memory.far.view(self._making.sent.dtype)
         lows = self._try(self._projected, way, wholes, run.works)
-        self._try(self._exchange.pack, way.low, lows, memory.far)
-        way.on_its_way = self._exchange.back(way.low, memory.far, memory.near)
+        self._try(pack, way.low, lows, far)
+        way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, far.itemsize)
 
-    def _whole_gradients(self, way: Way, memory: Memory, run: Run) -> Any:
-        """Those of `bucket.own`, fp32, of which what is kept has been made anew."""
-        way.arrive()
-        return self._try(self._renewed, way, memory.far.view(self._grad_dtype), run.renewal)
+    def _renew(self, turn: int, run: Run) -> Any:
+        """Whole gradients of `bucket.own`, fp32, of which what is kept has been made anew."""
+        self._ways[turn].arrive()
+        far = self._memory[turn].far.view(self._grad_dtype)
+        return self._try(self._renewed, self._ways[turn], far, run.renewal)
 
     def _renewed(self, way: Way, far: torch.Tensor, renewal: Renewal) -> Tensors:
-        grads = self._exchange.wholes(way.bucket, far)
+        grads = unpacked(way.bucket, far)
         own = dict(zip(_params(way), grads, strict=True))
         turns = [param for param in renewal.turns if param in own]
         renewal.renew(turns, lambda index: own[turns[index]])
@@ -438,77 +697,58 @@ class SharedSteps:
         pairs = zip(wholes, _params(way), strict=True)
         return [self._before.run(whole, works[param]) for whole, param in pairs]
 
-    def _direct(self, way: Way, memory: Memory, run: Run) -> None:
-        """Moments are stepped, and directions go to the owners."""
-        making, (near, far, own) = self._making, memory
-        given, sent = {}, near
+    def _direct(self, turn: int, run: Run) -> None:
+        """Moments are stepped, and directions made."""
+        way, memory, given = self._ways[turn], self._memory[turn], None
         if self._is_projected:
             way.arrive()
-            given["grad"], sent = way.inner.views(near, way.low.returned), own
-        out = way.inner.views(sent)
-        directions = way.inner.views(own) if own.numel() and sent is near else out
-        own_numbers = (run.buffers, run.scalars, run.controls)
-        self._try(way.inner.step, *own_numbers, weight=directions, **given)
-        if way.sums is not None:
-            self._try(making.measure, directions, way.low.parts, way.sums)
-            self._exchange.add_up(way.sums)
-        way.notes = self._try(making.notes, way.sums, way.low.pieces)
-        self._try(making.send, directions, way.low.parts, way.notes, out)
-        way.on_its_way = self._exchange.there(way.low, sent, far)
+            near = memory.near.view(self._making.sent.dtype)
+            given = way.steps.inner.views(near, way.low.returned)
+        self._try(way.steps.direct, run, memory, given)
+        if way.steps.sums is not None:
+            self._exchange.add_up(way.steps.sums)
+        self._try(way.steps.send, memory)
 
-    def _make(self, way: Way, memory: Memory, run: Run) -> None:
-        """Owners make updates, and send them back."""
+    def _leave(self, turn: int, run: Run) -> None:
+        """Directions go to the owners."""
+        way, memory = self._ways[turn], self._memory[turn]
+        sent, size = memory.wide if self._is_projected else memory.near, self._making.sent.dtype
+        way.on_its_way = self._exchange.there(way.low, sent, memory.far, size.itemsize)
+
+    def _make(self, turn: int, run: Run) -> None:
+        """Owners make updates."""
+        way, memory = self._ways[turn], self._memory[turn]
         way.arrive()
-        bucket, (near, far, _) = way.bucket, memory
-        update = None if bucket.owner is None else self._made_together(way, far)
-        updates = self._try(self._made, way, far, run, update)
-        self._try(self._exchange.pack, bucket, updates, far)
-        way.on_its_way = self._exchange.back(bucket, far, near)
+        update = None if way.bucket.owner is None else self._made_together(way, memory)
+        self._try(way.steps.make, run, memory, update)
 
-    def _made_together(self, way: Way, far: torch.Tensor) -> torch.Tensor:
+    def _made_together(self, way: Way, memory: Memory) -> torch.Tensor:
         """The update of a matrix of which every rank makes tiles, before any second moment."""
-        exchange, owner, (room, memory) = self._exchange, way.bucket.owner, self._rooms.pop(0)
+        exchange, owner, (room, spare) = self._exchange, way.bucket.owner, self._rooms.pop(0)
         assert owner is not None
         if owner == exchange.rank:
-            self._try(lambda: room.first[0].copy_(exchange.wholes(way.bucket, far)[0]))
+            far = memory.far.view(self._making.sent.dtype)
+            self._try(lambda: room.first[0].copy_(unpacked(way.bucket, far)[0]))
         exchange.hand_out(room.first[0], owner)
-        tiles = Tiles(exchange, memory, self._error)
+        tiles = Tiles(exchange, spare, self._error)
         try:
-            update: torch.Tensor = self._making.together(room, way.notes, tiles)
+            update: torch.Tensor = self._making.together(room, way.steps.notes, tiles)
         finally:
             self._error = tiles.error
         return update
 
-    def _made(self, way: Way, far: torch.Tensor, run: Run, update: torch.Tensor | None) -> Tensors:
-        """The updates; what states keep is stepped, but of groups that are left out.
+    def _return(self, turn: int, run: Run) -> None:
+        """Updates go back, into what the directions of the next bucket have left."""
+        way, memory = self._ways[turn], self._memory[turn]
+        if not self._is_projected and turn + 1 < len(self._ways):
+            self._ways[turn + 1].arrive()
+        size = self._making.sent.dtype.itemsize
+        way.on_its_way = self._exchange.back(way.bucket, memory.far, memory.back, size)
 
-        update: of the matrix that ranks have made together.
-        """
-        bucket, making = way.bucket, self._making
-        pieces = [bucket.pieces[index] for index in bucket.own]
-        kept = [_kept(run.works, piece) for piece in pieces]
-        before: list[dict[str, torch.Tensor]] = []
-        if run.controls is not None:
-            before = [{name: each.clone() for name, each in own.items()} for own in kept]
-        updates: Tensors
-        if update is None:
-            wholes = self._exchange.wholes(way.low, far)
-            updates = making.make(wholes, bucket.pieces, bucket.own, way.notes, kept)
-        else:
-            updates = making.finish([update], kept) if pieces else []
-        for piece, own, old in zip(pieces, kept, before, strict=False):
-            assert run.controls is not None
-            is_left_out = run.controls[self._groups[piece.param], SKIP] != 0
-            for name, each in own.items():
-                each.copy_(torch.where(is_left_out, old[name], each))
-        return updates
-
-    def _finish(self, way: Way, memory: Memory, run: Run) -> None:
+    def _finish(self, turn: int, run: Run) -> None:
         """Weights and masters are stepped."""
-        way.arrive()
-        parts = way.apply.views(memory.near, way.bucket.returned)
-        self._try(way.apply.step, run.buffers, run.scalars, run.left_out, grad=parts)
-        way.notes = way.sums = None
+        self._ways[turn].arrive()
+        self._try(self._ways[turn].steps.finish, run, self._memory[turn])
 
     # --- what states keep
 

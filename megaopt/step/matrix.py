@@ -187,9 +187,15 @@ def matrices_of(
             low_spots = [view.state_place(moment, owned.numbers[place]) for view, place in pairs]
     cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
     size = torch.empty(0, dtype=making.sent.dtype).element_size()
-    exchange = Owners(views, cuts, lows, size, making.shares_work)
+    keeps_local = making.alone is not None
+    exchange = Owners(views, cuts, lows, size, making.shares_work, keeps_local)
     with_ranks = (groups, spots, low_spots, BACKENDS[backend], device, exchange)
-    shared = SharedSteps(formats, making, *with_ranks, [view.kept for view in views])
+    local = None
+    if exchange.local:
+        parts = [view.local.shape for view in views]
+        local = making.alone(exchange.local, parts, groups, spots, device)
+    kept = [view.kept for view in views]
+    shared = SharedSteps(formats, making, *with_ranks, kept, local)
     plan.share(shared)
     return Matrices(*own, shared)
 

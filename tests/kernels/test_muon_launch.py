@@ -11,7 +11,8 @@ from step_cases import PAIRS, assert_same_buffers, copied
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.matrix import muon, muon_launch
 from megaopt.kernels.matrix.muon import Orthogonal
-from megaopt.kernels.matrix.muon_launch import Layout, muon_plan, parts_of
+from megaopt.kernels.matrix.muon_launch import muon_plan
+from megaopt.kernels.matrix.muon_wave import Layout, parts_of
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.place import Place

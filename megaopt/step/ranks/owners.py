@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from itertools import accumulate, chain, product
+from itertools import accumulate, chain, product, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.shared import WHOLLY, Part, Piece
+from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, Part, Piece
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, reduced
 
@@ -63,6 +63,26 @@ def box_of(first: int, size: int, shape: Sequence[int]) -> Box:
             return (*box, (index, index + size // stride), *rest)
         box.append((index, index + 1))
     return tuple(box)
+
+
+def rows_of(box: Box, outer: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """A box in a tensor of these sizes, as rows of numbers that follow each other.
+
+    Yields where the first number lies, how many rows and columns there are, and how far apart rows
+    begin: once for a box of a matrix, and once for each index of dimensions before the last two.
+    """
+    sizes, dim = sizes_of(box), len(outer) - 1
+    if not math.prod(sizes):
+        return
+    while dim and sizes[dim] == outer[dim]:
+        dim -= 1
+    columns, stride = math.prod(sizes[dim:]), math.prod(outer[dim:])
+    rows = sizes[dim - 1] if dim else 1
+    firsts = [begin for begin, _ in box]
+    for index in product(*map(range, sizes[: max(dim - 1, 0)])):
+        corner = [begin + more for begin, more in zip_longest(firsts, index, fillvalue=0)]
+        first = sum(begin * math.prod(outer[d + 1 :]) for d, begin in enumerate(corner))
+        yield first, rows, columns, stride
 
 
 def common(one: Box, other: Box) -> Box:
@@ -126,6 +146,12 @@ def _group_of(mesh: Any, world: Any) -> Any:
     return dist.new_group(ranks, use_local_synchronization=True)
 
 
+def _is_nccl(group: Any) -> bool:
+    """Whether NCCL carries a group's messages of GPUs: one after another, as they are called."""
+    backends = dist.get_backend_config(group).split(",")  # of each type of device
+    return "cuda:nccl" in backends
+
+
 class Bucket:
     """Matrices that are on their way together: megaopt.kernels.matrix.shared.Bucket.
 
@@ -148,7 +174,7 @@ class Bucket:
         together: bool,
     ) -> None:
         self.owner = owners[0] if together else None
-        self._matrices, self._gives, ranks = matrices, gives, range(len(boxes))
+        ranks = range(len(boxes))
         self.pieces = [each.piece for each in matrices]
         self.own = [index for index, owner in enumerate(owners) if owner == rank]
         order = sorted(range(len(matrices)), key=lambda i: (not gives[owners[i]], owners[i]))
@@ -172,43 +198,42 @@ class Bucket:
         """Numbers of updates that come from each rank."""
         self.sent = [count if gives[each] else 0 for each, count in enumerate(self.coming)]
         """Numbers of directions that go to each."""
-        self._boxes = [
-            [
-                [(common(own[matrices[i].piece.param], box), box, first)
-                 for box, first in matrices[i].runs]
-                for i in self.own
-            ]
-            for own in boxes
-        ]  # fmt: skip
-        """For each rank, each of `own` and its runs: what the rank has, the run and its first."""
-        self.leaving = [
-            sum(math.prod(sizes_of(part)) for runs in own for part, _, _ in runs)
-            for own in self._boxes
-        ]
+        self.leaving, boxes_of = [], [list[MatrixBox]() for _ in ranks]
         """Numbers of updates that go to each."""
+        for taker, shards in enumerate(boxes):
+            place = 0
+            for turn, index in enumerate(self.own):
+                shard = shards[matrices[index].piece.param]
+                for run, first in matrices[index].runs:
+                    box, outer = within(common(shard, run), run), sizes_of(run)
+                    for begin, rows, columns, stride in rows_of(box, outer):
+                        own = MatrixBox(turn, first + begin, rows, columns, stride, place)
+                        boxes_of[taker].append(own)
+                        place += rows * columns
+            self.leaving.append(place)
         self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
         """Numbers of directions that come from each."""
+        self.packed = _one_behind_another(boxes_of, self.leaving)
+        self.unpacked = _one_behind_another(
+            [own if gives[each] else [] for each, own in enumerate(boxes_of)], self.received
+        )
 
     @property
     def most(self) -> tuple[int, int]:
         """Numbers of this rank's parts, and of those of all ranks of what this one makes."""
         return sum(self.coming), sum(self.leaving)
 
-    def cut(self, wholes: Sequence[torch.Tensor], far: torch.Tensor, takes: bool) -> Iterator[Any]:
-        """Parts of whole matrices beside their numbers in `far`; takes: those that come here."""
-        begin = 0
-        for rank, own in enumerate(self._boxes):
-            if takes and not self._gives[rank]:
-                continue
-            for whole, runs in zip(wholes, own, strict=True):
-                for part, box, first in runs:
-                    sizes, outer = sizes_of(part), sizes_of(box)
-                    numel = math.prod(sizes)
-                    if numel:
-                        chosen = tuple(slice(*ends) for ends in within(part, box))
-                        run = whole.view(-1)[first : first + math.prod(outer)].view(outer)
-                        yield run[chosen], far[begin : begin + numel].view(sizes)
-                        begin += numel
+
+def _one_behind_another(
+    boxes_of: Sequence[Sequence[MatrixBox]], counts: Sequence[int]
+) -> list[MatrixBox]:
+    """Boxes of all ranks, in memory where those of each rank begin behind the last one's."""
+    begins = accumulate(counts, initial=0)
+    return [
+        box._replace(place=begin + box.place)
+        for begin, boxes in zip(begins, boxes_of, strict=False)
+        for box in boxes
+    ]
 
 
 def _laid_out(
@@ -230,6 +255,28 @@ def _has(own: Box, matrix: Matrix) -> bool:
     return all(common(own, box) == box for box, _ in matrix.runs)
 
 
+def _local_runs(
+    matrix: Matrix, owner: int, boxes: Sequence[Sequence[Box]]
+) -> list[tuple[int, int]] | None:
+    """Where the numbers of a matrix lie in its owner's shard; None where another rank has some.
+
+    Each is where numbers that follow each other begin, and how many they are.
+    """
+    param = matrix.piece.param
+    for rank, shards in enumerate(boxes):
+        shared = [math.prod(sizes_of(common(shards[param], run))) for run, _ in matrix.runs]
+        wanted = [math.prod(sizes_of(run)) if rank == owner else 0 for run, _ in matrix.runs]
+        if shared != wanted:
+            return None
+    found, shard = [], boxes[owner][param]
+    for run, _ in matrix.runs:
+        for first, rows, columns, _ in rows_of(within(run, shard), sizes_of(shard)):
+            if rows > 1:
+                return None
+            found.append((first, columns))
+    return found
+
+
 def _offset(box: Box, shape: Sequence[int]) -> int:
     """The first number of a box in a tensor."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
@@ -245,6 +292,7 @@ class Owners:
         lows: of each the shape of what is made of its gradient; None: its own.
         itemsize: bytes of a number that is sent.
         shares_work: a matrix that is most of the work is made by all ranks together.
+        keeps_local: a matrix that nobody but its owner has any part of is in no bucket.
         room: of a bucket, as ROOM.
     """
 
@@ -255,6 +303,7 @@ class Owners:
         lows: Sequence[Sequence[int]] | None,
         itemsize: int,
         shares_work: bool = False,
+        keeps_local: bool = False,
         room: int = ROOM,
     ) -> None:
         assert views[0].split is not None
@@ -277,8 +326,20 @@ class Owners:
         owners = owners_of(costs, holders, len(places))
         self.owned: list[list[Piece]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
-        large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > sum(costs)]
-        rest = self._cut(matrices, owners, large, room // itemsize)
+        local = {
+            index: runs
+            for index, (matrix, owner) in enumerate(zip(matrices, owners, strict=True))
+            if keeps_local and (runs := _local_runs(matrix, owner, boxes)) is not None
+        }
+        self.local = [
+            Local(matrices[index].piece, runs)
+            for index, runs in local.items()
+            if owners[index] == self.rank
+        ]
+        total = sum(cost for index, cost in enumerate(costs) if index not in local)
+        large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > total]
+        large = [index for index in large if index not in local]
+        rest = self._cut(matrices, owners, {*large, *local}, room // itemsize)
         order = [large, *rest] if large else rest
 
         def bucket(found: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
@@ -290,13 +351,14 @@ class Owners:
             own = [[Cut(tuple(low), [(0, math.prod(low))])] for low in lows]
             low_matrices, low_boxes = _laid_out(views, lows, own, places)
             self.lows = [bucket(low_matrices, low_boxes, chosen) for chosen in order]
-        for index in chain(*order):
+        for index in chain(*order, local):
             self.owned[owners[index]].append(matrices[index].piece)
+        self.keeps_order = views[0].local.is_cuda and _is_nccl(self._mesh.get_group(0))
         most = [(0, 0), *(each.most for each in (*self.buckets, *self.lows))]
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 
     def _cut(
-        self, matrices: Sequence[Matrix], owners: Sequence[int], but: Sequence[int], room: int
+        self, matrices: Sequence[Matrix], owners: Sequence[int], but: Collection[int], room: int
     ) -> list[list[int]]:
         """The places of matrices in buckets, those of one shape one after another; but: these."""
         found: dict[int, list[int]] = {}
@@ -315,24 +377,13 @@ class Owners:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
         return reduced(own, self._groups, SUM)
 
-    def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor) -> Any:
+    def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits."""
-        return self._sent(near, far, bucket.sent, bucket.received)
+        return self._sent(near, far, bucket.sent, bucket.received, size)
 
-    def wholes(self, bucket: Bucket, far: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices `bucket.own` of the parts that have come."""
-        found = [far.new_empty(bucket.pieces[index].shape) for index in bucket.own]
-        _copy([(part, own) for part, own in bucket.cut(found, far, True)])
-        return found
-
-    def pack(self, bucket: Bucket, updates: Sequence[torch.Tensor], far: torch.Tensor) -> None:
-        """Writes the parts of the updates of `bucket.own`."""
-        own = [each.contiguous() for each in updates]
-        _copy([(into, part) for part, into in bucket.cut(own, far, False)])
-
-    def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor) -> Any:
+    def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
         """Sends each rank its parts; returns what waits."""
-        return self._sent(far, near, bucket.leaving, bucket.coming)
+        return self._sent(far, near, bucket.leaving, bucket.coming, size)
 
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
@@ -349,25 +400,26 @@ class Owners:
         for each, part in zip(own, torch.split(out[:count], [e.numel() for e in own]), strict=True):
             part.view(each.shape).copy_(each)
         out.view(self.ranks, count)[1:].copy_(out[:count])
-        self._sent(out, found, [count] * self.ranks, lengths).wait()
+        bytes_of = (each.view(torch.uint8) for each in (out, found))
+        self._sent(*bytes_of, [count] * self.ranks, lengths, memory.itemsize).wait()
         return found
 
     def _sent(
-        self, out: torch.Tensor, into: torch.Tensor, leaving: Sequence[int], coming: Sequence[int]
+        self,
+        out: torch.Tensor,
+        into: torch.Tensor,
+        leaving: Sequence[int],
+        coming: Sequence[int],
+        size: int,
     ) -> Any:
-        """Sends so many numbers to each rank, and takes so many from each."""
-        size = out.element_size()  # as bytes: not every library sends 16 bits
+        """Sends so many numbers of `size` bytes to each rank, and takes so many from each."""
+        # as bytes: not every library sends 16 bits
+        incoming, outgoing = [count * size for count in coming], [count * size for count in leaving]
         return dist.all_to_all_single(
-            into[: sum(coming)].view(torch.uint8),
-            out[: sum(leaving)].view(torch.uint8),
-            [count * size for count in coming],
-            [count * size for count in leaving],
+            into[: sum(incoming)],
+            out[: sum(outgoing)],
+            incoming,
+            outgoing,
             group=group_of(self._mesh),
             async_op=True,
         )
-
-
-def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies the second of each pair into the first: a few launches."""
-    if pairs:
-        torch._foreach_copy_([into for into, _ in pairs], [own for _, own in pairs])

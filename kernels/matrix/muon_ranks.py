@@ -1,0 +1,254 @@
+"""Muon's steps of matrices whose parts are on several ranks, in launches that are planned once.
+
+A bucket's launches, in the order of shared.SharedSteps:
+
+    direct   every rank steps the momenta of its parts, and leaves the directions in `near`
+    (there)  the parts go to the owners, into `far`
+    make     an owner puts its matrices together in `room`, makes their norms, the products of
+             muon.iterated and second moments, and takes the updates apart again, into `far`
+    (back)   the parts go to the ranks, into `back`
+    finish   every rank steps its weights and masters
+
+In fp16 a direction is cast times a power of two, by the norm of its whole matrix: `direct` leaves
+fp32 numbers in `room` and their squares in `sums`, which ranks add up, and `send` casts. What
+`make` launches is the same in each step, whatever gradients and learning rates are: one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import Replayed, compiling_together
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import OWN as GEOMETRY
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, stream_of, to_device
+from megaopt.kernels.formats import GRADS
+from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
+from megaopt.kernels.matrix.muon import FP16, Scales
+from megaopt.kernels.matrix.muon_wave import (
+    Iteration,
+    Part,
+    PartLaunches,
+    cast,
+    scales_by_norms,
+    waves,
+)
+from megaopt.kernels.matrix.normuon import SECOND_MOMENT
+from megaopt.kernels.matrix.shared import WHOLLY, Bucket, MatrixBox, Memory, Piece, Run
+from megaopt.kernels.norm.bins import BANKS, ROWS
+from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.place import Place
+
+WITHOUT_END = 2**62
+"""Bytes that all matrices of a bucket are in one wave of."""
+
+
+class MuonBucket:
+    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+
+    Args:
+        bucket: its matrices.
+        formats: of every buffer; `matrix` is set.
+        groups: for each parameter of the batch its row of scalars.
+        places: of each rank's part in its parameter.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        formats: Formats,
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+    ) -> None:
+        assert formats.matrix is not None
+        how = self._how = formats.matrix.how
+        self._bucket, self._device = bucket, device
+        numels = [part.numel for part in bucket.parts]
+        params = [bucket.pieces[part.piece].param for part in bucket.parts]
+        firsts = [part.first for part in bucket.parts]
+        self._is_scaled = how.precision == FP16
+        wide = torch.float32 if self._is_scaled else how.dtype
+        self._parts = PartLaunches(formats, wide, params, firsts, numels, groups, places, device)
+        begins = numpy.cumsum([0, *numels])[:-1]
+        self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
+        self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
+        self._iterations, self._turns = list[Iteration](), list[torch.Tensor]()
+        made = [_part_of(bucket.pieces[index]) for index in bucket.own]
+        turns = {
+            (part.param, part.row): index for part, index in zip(made, bucket.own, strict=True)
+        }
+        for layout in waves(how, made, WITHOUT_END) if made else ():
+            self._iterations.append(Iteration(layout, groups, device))
+            order = [turns[piece.param, piece.row] for piece in layout.pieces]
+            self._turns.append(to_device(numpy.array(order), device))
+        self.room = max((each.layout.used for each in self._iterations), default=0)
+        self._norms = PartNorms(bucket, how, device) if self._is_scaled else None
+        self.sums = None if self._norms is None else self._norms.sums
+        self._replayed, self._is_noted = Replayed(device), False
+        self._measured, self._cast = Replayed(device), Replayed(device)
+        self._begins: dict[str, int] = {}
+        self._unpacked: list[BoxCopies] = []
+        self._packed: list[BoxCopies] = []
+
+    def lie(self, begins: dict[str, int]) -> None:
+        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        self._begins = begins
+        if self._norms is not None:
+            self._norms.lie(begins)
+
+    def ready(self) -> None:
+        """Nothing is taken but the step's memory."""
+
+    def direct(self, run: Run, memory: Memory, given: Any) -> None:
+        """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
+        base = memory.whole.data_ptr()
+        where = base + self._begins["near"] + self._sent
+        if self._is_scaled:
+            where = base + self._begins["wide"] + self._wide
+        self._parts.direct(run.addresses, where, run.scalars, run.controls)
+        if self._norms is not None:
+            norms, told = self._norms, (stream_of(self._device), base)
+            self._measured(told, lambda: norms.measure(memory.whole))
+
+    def send(self, memory: Memory) -> None:
+        """Casts fp32 directions, by the sums over all ranks."""
+        if self._norms is not None:
+            norms, told = self._norms, (stream_of(self._device), memory.whole.data_ptr())
+            self._cast(told, lambda: norms.cast(memory.whole))
+
+    def make(self, run: Run, memory: Memory, update: None) -> None:
+        """Makes updates of the directions in `far`, and leaves their parts there."""
+        if not self._iterations:
+            return
+        if not self._is_noted:
+            with compiling_together(self._device):
+                for each in self._iterations:
+                    each.note(memory.room)
+            self._copies()
+            self._is_noted = True
+        addresses, left_out = run.addresses, run.left_out
+
+        def launches() -> None:
+            steps = zip(self._iterations, self._turns, self._unpacked, self._packed, strict=True)
+            for iteration, turns, unpacked, packed in steps:
+                unpacked.copy(memory.whole)
+                if self._norms is None:
+                    iteration.norms.step(memory.room)
+                else:
+                    scales = iteration.layout.scales.of(memory.room)
+                    torch.index_select(self._norms.scales, 1, turns, out=scales)
+                iteration.step(memory.room, addresses, left_out)
+                packed.copy(memory.whole)
+
+        told: list[Any] = [stream_of(self._device), memory.whole.data_ptr()]
+        if self._how.second_moment:
+            left_out_at = None if left_out is None else left_out.data_ptr()
+            told += addresses[SECOND_MOMENT].tobytes(), left_out_at
+        self._replayed(told, launches)
+
+    def finish(self, run: Run, memory: Memory) -> None:
+        """Steps weights and masters by the updates in `back`."""
+        updates = memory.whole.data_ptr() + self._begins["back"] + self._returned
+        self._parts.apply(run.addresses, updates, run.scalars, run.left_out)
+
+    def _copies(self) -> None:
+        """Plans the launches between `far` and the matrices in `room`."""
+        far, room = (self._begins[name] // UNIT for name in ("far", "room"))
+        pieces = {
+            (piece.param, piece.row): (iteration, piece)
+            for iteration in self._iterations
+            for piece in iteration.layout.pieces
+        }
+
+        def boxes(chosen: Sequence[MatrixBox], iteration: Iteration, area: Any) -> list[Box]:
+            found = []
+            for index, first, rows, columns, stride, place in chosen:
+                part = _part_of(self._bucket.pieces[self._bucket.own[index]])
+                owner, piece = pieces[part.param, part.row]
+                if owner is iteration:
+                    matrix = room + area.begin // UNIT + piece.begin + first
+                    found.append(Box(far + place, matrix, rows, columns, columns, stride))
+            return found
+
+        for each in self._iterations:
+            coming = boxes(self._bucket.unpacked, each, each.layout.first)
+            going = boxes(self._bucket.packed, each, each.result)
+            self._unpacked.append(BoxCopies(coming, self._device))
+            turned = [
+                Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.columns)
+                for box in going
+            ]
+            self._packed.append(BoxCopies(turned, self._device))
+
+
+def _part_of(piece: Piece) -> Part:
+    """A matrix as a wave has it, of whose elementwise launches nothing is asked."""
+    row = 0 if piece.rows is WHOLLY else piece.rows.start
+    return Part(piece.param, row, [piece.shape], [])
+
+
+class PartNorms:
+    """Makes the norms of a bucket's matrices of this rank's fp32 directions, and casts these.
+
+    Args:
+        bucket: its matrices.
+        how: their muon.Orthogonal.
+        device: of all.
+    """
+
+    def __init__(self, bucket: Bucket, how: Any, device: torch.device) -> None:
+        self._how = how
+        numels = [part.numel for part in bucket.parts]
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
+        self._rows[int(table_rows.NUMEL)] = numels
+        self._firsts = numpy.cumsum([0, *numels])[:-1]
+        self._offsets = numpy.zeros((2, len(numels)), dtype=numpy.int64)
+        self._matrices = to_device(numpy.array([part.piece for part in bucket.parts], int), device)
+        ratios = [1.0 if how.second_moment else how.ratio(each.shape) for each in bucket.pieces]
+        self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
+        count = len(ratios)
+        with torch.inference_mode(False):
+            shape = (BANKS, ROWS, 2)
+            self._part_bins = torch.zeros((len(numels), *shape), dtype=torch.int64, device=device)
+            self._bins = torch.zeros((count, *shape), dtype=torch.int64, device=device)
+            self.sums = torch.zeros((count, ROWS, 2), dtype=torch.int64, device=device)
+            """What ranks add up: of each matrix a bank of the norm's bins."""
+            self.scales = torch.zeros((len(Scales._fields), count), device=device)
+            """The factors of all matrices of the bucket."""
+
+    def lie(self, begins: dict[str, int]) -> None:
+        """Hears where the directions begin in a step's memory, and where they are sent from."""
+        self._offsets[0] = begins["wide"] + self._firsts * torch.float32.itemsize
+        self._offsets[1] = begins["near"] + self._firsts * self._how.dtype.itemsize
+
+    def measure(self, memory: torch.Tensor) -> None:
+        """Puts the squares of this rank's directions in a step's memory into `sums`."""
+        self.sums.zero_()
+        if not self._chunks.count:
+            return
+        table = self._on_device(memory)
+        bins = self._part_bins.zero_()
+        NormPlan(GRADS["float32"]).accumulate(table, self._chunks, bins)
+        self.sums.index_add_(0, self._matrices, bins.sum(1))
+
+    def cast(self, memory: torch.Tensor) -> None:
+        """Makes factors of `sums`, which ranks have added up, and what is sent of directions."""
+        self._bins[:, 0] = self.sums
+        scales_by_norms(self._bins, self._ratios, self.scales, self._how.eps, True)
+        if self._chunks.count:
+            by_part = self.scales.index_select(1, self._matrices)
+            cast(self._on_device(memory), self._chunks, by_part, self._how.dtype)
+
+    def _on_device(self, memory: torch.Tensor) -> torch.Tensor:
+        places = memory.data_ptr() + self._offsets
+        self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
+        return self._table.update(self._rows)

@@ -1,0 +1,522 @@
+"""A wave of Muon's step: matrices that are stepped together, in one workspace.
+
+`parts_of` cuts parameters into parts, `waves` puts parts together, a `Layout` says where the pieces
+(the matrices) and runs (what elementwise launches step) of a wave lie, and an `Iteration` makes
+their updates of directions. Which products it makes, and where their matrices lie in the workspace,
+is noted at its first step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import call
+from megaopt.kernels.chunks import rows as table_rows
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import OWN as GEOMETRY
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
+from megaopt.kernels.formats import GRADS, WEIGHTS
+from megaopt.kernels.matrix import muon_kernel
+from megaopt.kernels.matrix.muon import (
+    FP16,
+    SQUARES,
+    Matrices,
+    Orthogonal,
+    Room,
+    Scales,
+    iterated,
+    ordered,
+)
+from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.matrix.plan import apply_formats, inner_formats
+from megaopt.kernels.norm.bins import BANKS, ROWS
+from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.place import Place
+from megaopt.kernels.products.epilogue import Numbers
+from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
+from megaopt.kernels.rules.matrix import Shape
+from megaopt.kernels.step.launch import TritonPlan
+
+UNIT = 256
+"""What lies in the workspace begins at multiples of so many bytes."""
+WIDE = 8
+"""Rows of squares begin at multiples of so many numbers, 16 bytes, as tensor descriptors want."""
+ONE_ROW = Geometry(1, 1)
+"""Chunks of a row each."""
+
+
+# --- products that are noted
+
+
+class NotedLaunch:
+    """A launch of products in a workspace, which may have moved when it is launched again."""
+
+    def __init__(
+        self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
+    ) -> None:
+        self._launch, self._runs, self._numbers = launch, runs, numbers
+        self._table, self._shift = DeviceTable(device), 0
+        self._table.update(launch.rows(runs))
+
+    def __call__(self, shift: int) -> None:
+        """shift: how far the workspace is from where it was noted, in bytes."""
+        if shift != self._shift:
+            self._table.update(self._launch.rows(moved(self._runs, shift)))
+            self._shift = shift
+        self._launch.begin(self._table.kept(), self._numbers)
+
+    def compile(self) -> None:
+        """Compiles the kernel, within calling.compiling_together."""
+        self._launch.compile(self._table.kept(), self._numbers)
+
+
+class Notes:
+    """Notes products in the place of muon.Immediate, which makes them."""
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        self._tables, self._device, self.launches = tables, device, list[NotedLaunch]()
+
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+        """Notes S X, as muon.Immediate makes it."""
+        self._note((False, False), *ordered(squares, matrices), out, **others)
+
+    def symmetric(
+        self, left: Matrices, out: Matrices, right: Matrices | None = None, **others: Any
+    ) -> None:
+        """Notes symmetric products."""
+        turned = [each.mT for each in left] if right is None else right
+        self._note((True, right is None), left, turned, out, **others)
+
+    def _note(
+        self,
+        symmetry: tuple[bool, bool],
+        left: Matrices,
+        right: Matrices,
+        out: Matrices,
+        add: Matrices | None = None,
+        scale: torch.Tensor | None = None,
+        **numbers: float,
+    ) -> None:
+        own = Numbers(**numbers)
+        found = self._tables.prepared(factors_of(left, right, out, add, scale), symmetry, own)
+        self.launches += [NotedLaunch(*each, own, self._device) for each in found]
+
+
+# --- the matrices of a wave, and where they lie
+
+
+class Part(NamedTuple):
+    """A matrix, or all those of a parameter that share a scale: it is stepped in one wave."""
+
+    param: int
+    """The parameter's place in the batch."""
+    row: int
+    """The rows of the parameter's matrices before these."""
+    shapes: Sequence[Shape]
+    """Those of its matrices."""
+    runs: Sequence[tuple[int, int]]
+    """Their numbers, in order: where those that follow each other begin in the parameter, and how
+    many they are."""
+
+
+def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part] | None:
+    """The parts of parameters, but for empty ones; None where no launches step them.
+
+    Matrices that share a scale must follow each other and have one form; none may begin in a block.
+    """
+    assert formats.matrix is not None
+    how: Orthogonal = formats.matrix.how
+    found = []
+    for param, shape in enumerate(shapes):
+        cuts, row = how.cuts(shape), 0
+        if formats.scaled:
+            own = [cut.shape for cut in cuts]
+            if len(set(map(how.is_gram, own))) > 1 or any(cut.runs[1:] for cut in cuts):
+                return None
+            found.append(Part(param, row, own, [(0, shape.numel())]))
+            continue
+        for cut in cuts:
+            found.append(Part(param, row, [cut.shape], cut.runs))
+            row += cut.shape[0]
+    if any(first % (formats.block or 1) for part in found for first, _ in part.runs):
+        return None
+    return [part for part in found if shapes[part.param].numel()]
+
+
+class Piece(NamedTuple):
+    """A matrix of a wave."""
+
+    param: int
+    row: int
+    """The rows of the parameter's matrices before this one."""
+    shape: Shape
+    begin: int
+    """How many numbers lie before it in the memory of all matrices."""
+
+    def of(self, matrices: torch.Tensor) -> torch.Tensor:
+        """This one of that memory."""
+        return matrices[self.begin : self.begin + math.prod(self.shape)].view(*self.shape)
+
+
+class Run(NamedTuple):
+    """Numbers of a part that follow each other in the parameter, and in the workspace."""
+
+    param: int
+    first: int
+    """How many numbers of the parameter lie before these."""
+    size: int
+    """How many they are."""
+    begin: int
+    """How many numbers lie before them in the memory of all matrices."""
+
+
+class Area(NamedTuple):
+    """Memory of a workspace."""
+
+    begin: int
+    """How many bytes of the workspace lie before it."""
+    dtype: torch.dtype
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, workspace: torch.Tensor) -> torch.Tensor:
+        """The tensor there."""
+        return workspace[self.begin : self.begin + self.size].view(self.dtype).view(*self.shape)
+
+    def places(self, begins: numpy.ndarray) -> numpy.ndarray:
+        """Bytes of the workspace before what begins behind so many numbers of this."""
+        found: numpy.ndarray = self.begin + begins * self.dtype.itemsize
+        return found
+
+
+class Layout:
+    """A wave's matrices, and where they lie in its workspace."""
+
+    def __init__(self, how: Orthogonal, parts: Sequence[Part], is_gram: bool) -> None:
+        self.how, self.is_gram, self.is_scaled = how, is_gram, how.precision == FP16
+        self.pieces, self.runs, end = list[Piece](), list[Run](), 0
+        for part in parts:
+            row, begin = part.row, end
+            for shape in part.shapes:
+                self.pieces.append(Piece(part.param, row, shape, begin))
+                row, begin = row + shape[0], begin + math.prod(shape)
+            for first, size in part.runs:
+                self.runs.append(Run(part.param, first, size, end))
+                end += size
+            end = _rounded_up(begin, UNIT // how.dtype.itemsize)
+        self.used, count = 0, len(self.pieces)
+        """The workspace's bytes."""
+        self.bins = self._take(torch.int64, count, BANKS, ROWS, 2)
+        self.scales = self._take(torch.float32, len(Scales._fields), count)
+        self.first = self._take(how.dtype, end)
+        # directions that are cast when their norms are known: gone before what lies over them comes
+        self.wide = Area(self.used, torch.float32, (end,)) if self.is_scaled else self.first
+        self.second = self._take(how.dtype, end)
+        shorts = [min(each.shape) for each in self.pieces]
+        self.squares = [
+            [self._take(how.dtype, short, _rounded_up(short, WIDE)) for short in shorts]
+            for _ in range(SQUARES[is_gram])
+        ]
+        self.used = max(self.used, self.wide.begin + self.wide.size)
+
+    def _take(self, dtype: torch.dtype, *shape: int) -> Area:
+        area = Area(self.used, dtype, shape)
+        self.used += _rounded_up(area.size, UNIT)
+        return area
+
+    def places(self, area: Area) -> numpy.ndarray:
+        """Bytes of the workspace before each matrix that lies there."""
+        return area.places(numpy.array([each.begin for each in self.pieces]))
+
+    def room(self, workspace: torch.Tensor) -> Room:
+        """The matrices in a workspace."""
+        wholes = (self.first.of(workspace), self.second.of(workspace))
+        first, second = ([piece.of(whole) for piece in self.pieces] for whole in wholes)
+        squares = [[each.of(workspace)[:, : each.shape[0]] for each in own] for own in self.squares]
+        return Room(first, second, squares)
+
+
+def _rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[Layout]:
+    """The parts that are stepped together, all in one form."""
+
+    def kind(part: Part) -> Any:
+        own = part.shapes[0]
+        return how.is_gram(own), own[0] > own[1], own
+
+    for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: kind(part)[0]):
+        own, used = list[Part](), 0
+        for part in alike:
+            needed = Layout(how, [part], is_gram).used
+            if own and used + needed > room:
+                yield Layout(how, own, is_gram)
+                own, used = [], 0
+            own.append(part)
+            used += needed
+        yield Layout(how, own, is_gram)
+
+
+# --- the launches
+
+
+class Norms:
+    """Makes the factors of a wave's matrices by the norms of their directions, and casts these.
+
+    ratios: fp32 [matrices], of the last products.
+    """
+
+    def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
+        self._layout, self._ratios, device = layout, ratios, ratios.device
+        numels = [math.prod(each.shape) for each in layout.pieces]
+        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
+        self._rows[int(table_rows.NUMEL)] = numels
+        self._places = numpy.stack([layout.places(layout.wide), layout.places(layout.first)])
+
+    def step(self, workspace: torch.Tensor) -> None:
+        """Makes them of the directions in a workspace."""
+        layout = self._layout
+        bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
+        places = workspace.data_ptr() + self._places
+        self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
+        table = self._table.update(self._rows)
+        NormPlan(GRADS[layout.wide.dtype]).accumulate(table, self._chunks, bins.zero_())
+        scales_by_norms(bins, self._ratios, scales, layout.how.eps, layout.is_scaled)
+        if layout.is_scaled:
+            cast(table, self._chunks, scales, layout.how.dtype)
+
+
+def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch.dtype) -> None:
+    """Casts fp32 directions to 16 bits, each times its power of two.
+
+    table: int64, as a step's: GRAD has the directions, WEIGHT where they go. scales: fp32 [factors,
+    directions], in the order of muon.Scales.
+    """
+    options: dict[str, object] = {
+        "SOURCE": WEIGHTS[torch.float32],
+        "TARGET": WEIGHTS[dtype],
+        "BLOCK": GEOMETRY.block,
+        "ITERATIONS": GEOMETRY.iterations,
+        "SPAN": GEOMETRY.span,
+        "num_warps": GEOMETRY.warps,
+    }
+    arguments = (table, chunks.table, scales, table.shape[1])
+    call(muon_kernel.cast_kernel, chunks.count, arguments, options)
+
+
+def scales_by_norms(
+    bins: torch.Tensor, ratios: torch.Tensor, scales: torch.Tensor, eps: float, is_scaled: bool
+) -> None:
+    """Launches `muon.scales_reference`: fp32 [factors, matrices] of bins of each matrix's norm."""
+    count, options = len(ratios), dict[str, object](IS_SCALED=is_scaled, num_warps=1)
+    call(muon_kernel.scales_kernel, count, (bins, ratios, scales, count, eps), options)
+
+
+class SecondMoments:
+    """NorMuon's launches over the rows of a wave's updates."""
+
+    def __init__(self, layout: Layout, groups: Sequence[int], ratios: torch.Tensor) -> None:
+        self._how, self._ratios, device = layout.how, ratios, ratios.device
+        params, firsts, shapes, _ = zip(*layout.pieces, strict=True)
+        heights, widths = zip(*shapes, strict=True)
+        self._params, self._firsts = list(params), numpy.array(firsts)
+        self._chunks, self._table = Chunks(heights, ONE_ROW, device), DeviceTable(device)
+        self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(heights)), dtype=numpy.int64)
+        self._rows[int(muon_kernel.COLUMNS)] = widths
+        self._rows[int(muon_kernel.HEIGHT)] = heights
+        self._rows[int(muon_kernel.GROUP)] = [groups[param] for param in params]
+        self._rows[int(muon_kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
+
+    def step(
+        self, updates: numpy.ndarray, seconds: numpy.ndarray, left_out: torch.Tensor | None
+    ) -> None:
+        """Makes rows alike; updates: each matrix's address; seconds: each parameter's."""
+        self._rows[int(muon_kernel.UPDATE)] = updates
+        self._rows[int(muon_kernel.SECOND)] = seconds[self._params] + 4 * self._firsts
+        table, ratios = self._table.update(self._rows), self._ratios
+        count, rows, dtype = len(ratios), self._chunks.count, self._how.dtype
+        squares, roots = ratios.new_empty((2, rows)).unbind()
+        factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(self._how.beta2)
+        tables: tuple[object, ...] = (table, self._chunks.table)
+        own = {"ELEMENT": ELEMENTS[dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
+        arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
+        controlled = {**own, "CONTROLLED": left_out is not None}
+        call(muon_kernel.row_squares_kernel, rows, arguments, controlled)
+        arguments = (table, ratios, squares, roots, factors, count, eps)
+        call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
+        call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), own)
+
+
+class PartLaunches:
+    """The elementwise launches of parts: what steps momenta, and what updates weights.
+
+    Args:
+        formats: of every buffer; `matrix` is set.
+        wide: the dtype of directions.
+        params: for each part its parameter, by its place in the batch.
+        firsts: how many numbers of the parameter's tensors lie before the part.
+        sizes: how many numbers it has.
+        groups, places: of the batch's parameters.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        wide: torch.dtype,
+        params: Sequence[int],
+        firsts: Sequence[int],
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+    ) -> None:
+        assert formats.matrix is not None
+        how, rule = formats.matrix.how, formats.matrix.rule
+        self._params = numpy.array(params, dtype=numpy.int64)
+        self._firsts = numpy.array(firsts, dtype=numpy.int64)
+        parts = list(zip(params, firsts, sizes, strict=True))
+        own_places = [places[param].after(first, size) for param, first, size in parts]
+        tables = (list(sizes), [groups[param] for param in params], device, None, own_places)
+        self._direction = TritonPlan(inner_formats(formats, WEIGHTS[wide]), rule.inner, *tables)
+        self._apply = TritonPlan(apply_formats(formats, GRADS[how.dtype]), rule.apply, *tables)
+
+    def direct(
+        self,
+        addresses: dict[str, numpy.ndarray],
+        directions: numpy.ndarray,
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+    ) -> None:
+        """Steps momenta; addresses: of each parameter's tensors; directions: where each goes."""
+        self._look(self._direction, addresses, "weight", directions)
+        self._direction.step(scalars, controls)
+
+    def apply(
+        self,
+        addresses: dict[str, numpy.ndarray],
+        updates: numpy.ndarray,
+        scalars: torch.Tensor,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """Steps weights and masters; updates: where each lies; left_out: controls of the update."""
+        self._look(self._apply, addresses, "grad", updates)
+        self._apply.step(scalars, left_out)
+
+    def _look(
+        self, plan: TritonPlan, addresses: dict[str, numpy.ndarray], slot: str, where: numpy.ndarray
+    ) -> None:
+        """Tells a plan where its tensors lie; where: the parts of one slot."""
+        for name, row in plan.addresses.items():
+            now = where
+            if name != slot:
+                now = addresses[name][self._params] + _bytes(plan.formats, name, self._firsts)
+            plan.stale = plan.stale or not numpy.array_equal(now, row)
+            row[:] = now
+
+
+def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
+    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
+    form = formats.by_slot.get(slot)
+    if form is None:  # a scale: of each block a byte, or of the whole tensor
+        block = formats.by_slot[slot.removesuffix("_scale")].block
+        return firsts // block if block else 0 * firsts
+    return firsts * formats.dtype(slot).itemsize // form.packed
+
+
+class Iteration:
+    """Makes the updates of a layout's matrices of their directions; groups: of the parameters."""
+
+    def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
+        self.layout, how = layout, layout.how
+        ratios = numpy.array([how.ratio(each.shape) for each in layout.pieces], numpy.float32)
+        self._ratios, self._second = to_device(ratios, device), None
+        if how.second_moment:  # behind which the ratios come
+            self._second = SecondMoments(layout, groups, self._ratios)
+            self._ratios = torch.ones_like(self._ratios)
+        self._tables, self._products = Tables(), list[NotedLaunch]()
+        self._noted_at, self.result = 0, layout.first
+        """The area in which the updates are."""
+
+    @cached_property
+    def norms(self) -> Norms:
+        """Makes the factors of directions in the workspace, where nobody else has made them."""
+        return Norms(self.layout, self._ratios)
+
+    def note(self, workspace: torch.Tensor) -> None:
+        """Notes the products, and where their results will be, before the first step.
+
+        Compiles their kernels, within calling.compiling_together.
+        """
+        layout, notes = self.layout, Notes(self._tables, workspace.device)
+        room, scales = layout.room(workspace), Scales(*layout.scales.of(workspace).unbind())
+        result = iterated(room, scales, layout.how, layout.is_gram, notes)
+        self._products, self._noted_at = notes.launches, workspace.data_ptr()
+        self.result = layout.first if result is room.first else layout.second
+        for launch in self._products:
+            launch.compile()
+
+    def step(
+        self,
+        workspace: torch.Tensor,
+        addresses: dict[str, numpy.ndarray],
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """Makes the products, by the factors in the workspace, and steps second moments."""
+        base = workspace.data_ptr()
+        for launch in self._products:
+            launch(base - self._noted_at)
+        if self._second is not None:
+            updates = base + self.layout.places(self.result)
+            self._second.step(updates, addresses[SECOND_MOMENT], left_out)
+
+
+class Wave:
+    """Steps the matrices of a layout; groups, places: of the batch's parameters."""
+
+    def __init__(
+        self,
+        formats: Formats,
+        layout: Layout,
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+    ) -> None:
+        self.layout, self._iteration = layout, Iteration(layout, groups, device)
+        params, firsts, sizes, begins = zip(*layout.runs, strict=True)
+        self._begins = numpy.array(begins)
+        parts = (params, firsts, sizes, groups, places, device)
+        self._parts = PartLaunches(formats, layout.wide.dtype, *parts)
+        self.note = self._iteration.note
+
+    def step(
+        self,
+        addresses: dict[str, numpy.ndarray],
+        workspace: torch.Tensor,
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+        left_out: torch.Tensor | None,
+    ) -> None:
+        """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
+        base, iteration = workspace.data_ptr(), self._iteration
+        directions = base + self.layout.wide.places(self._begins)
+        self._parts.direct(addresses, directions, scalars, controls)
+        iteration.norms.step(workspace)
+        iteration.step(workspace, addresses, left_out)
+        updates = base + iteration.result.places(self._begins)
+        self._parts.apply(addresses, updates, scalars, left_out)

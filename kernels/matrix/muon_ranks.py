@@ -109,10 +109,13 @@ class MuonBucket:
     def direct(self, run: Run, memory: Memory, given: Any) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
         base = memory.whole.data_ptr()
-        where = base + self._begins["near"] + self._sent
-        if self._is_scaled:
-            where = base + self._begins["wide"] + self._wide
-        self._parts.direct(run.addresses, where, run.scalars, run.controls)
+        if run.has_moved:
+            where = base + self._begins["near"] + self._sent
+            if self._is_scaled:
+                where = base + self._begins["wide"] + self._wide
+            updates = base + self._begins["back"] + self._returned
+            self._parts.look(run.addresses, where, updates)
+        self._parts.direct(run.scalars, run.controls)
         if self._norms is not None:
             norms, told = self._norms, (stream_of(self._device), base)
             self._measured(told, lambda: norms.measure(memory.whole))
@@ -155,8 +158,7 @@ class MuonBucket:
 
     def finish(self, run: Run, memory: Memory) -> None:
         """Steps weights and masters by the updates in `back`."""
-        updates = memory.whole.data_ptr() + self._begins["back"] + self._returned
-        self._parts.apply(run.addresses, updates, run.scalars, run.left_out)
+        self._parts.apply(run.scalars, run.left_out)
 
     def _copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""

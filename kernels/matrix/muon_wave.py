@@ -396,38 +396,32 @@ class PartLaunches:
         self._direction = TritonPlan(inner_formats(formats, WEIGHTS[wide]), rule.inner, *tables)
         self._apply = TritonPlan(apply_formats(formats, GRADS[how.dtype]), rule.apply, *tables)
 
-    def direct(
+    def look(
         self,
         addresses: dict[str, numpy.ndarray],
         directions: numpy.ndarray,
-        scalars: torch.Tensor,
-        controls: torch.Tensor | None,
+        updates: numpy.ndarray,
     ) -> None:
-        """Steps momenta; addresses: of each parameter's tensors; directions: where each goes."""
-        self._look(self._direction, addresses, "weight", directions)
+        """Tells the launches where all lies.
+
+        addresses: of each parameter's tensors; directions, updates: where those of each part lie.
+        """
+        sides = ((self._direction, "weight", directions), (self._apply, "grad", updates))
+        for plan, slot, where in sides:
+            for name, row in plan.addresses.items():
+                now = where
+                if name != slot:
+                    now = addresses[name][self._params] + _bytes(plan.formats, name, self._firsts)
+                plan.stale = plan.stale or not numpy.array_equal(now, row)
+                row[:] = now
+
+    def direct(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
+        """Steps momenta, and leaves directions."""
         self._direction.step(scalars, controls)
 
-    def apply(
-        self,
-        addresses: dict[str, numpy.ndarray],
-        updates: numpy.ndarray,
-        scalars: torch.Tensor,
-        left_out: torch.Tensor | None,
-    ) -> None:
-        """Steps weights and masters; updates: where each lies; left_out: controls of the update."""
-        self._look(self._apply, addresses, "grad", updates)
+    def apply(self, scalars: torch.Tensor, left_out: torch.Tensor | None) -> None:
+        """Steps weights and masters by the updates; left_out: controls of the update."""
         self._apply.step(scalars, left_out)
-
-    def _look(
-        self, plan: TritonPlan, addresses: dict[str, numpy.ndarray], slot: str, where: numpy.ndarray
-    ) -> None:
-        """Tells a plan where its tensors lie; where: the parts of one slot."""
-        for name, row in plan.addresses.items():
-            now = where
-            if name != slot:
-                now = addresses[name][self._params] + _bytes(plan.formats, name, self._firsts)
-            plan.stale = plan.stale or not numpy.array_equal(now, row)
-            row[:] = now
 
 
 def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
@@ -514,9 +508,11 @@ class Wave:
     ) -> None:
         """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
         base, iteration = workspace.data_ptr(), self._iteration
-        directions = base + self.layout.wide.places(self._begins)
-        self._parts.direct(addresses, directions, scalars, controls)
+        directions, updates = (
+            base + area.places(self._begins) for area in (self.layout.wide, iteration.result)
+        )
+        self._parts.look(addresses, directions, updates)
+        self._parts.direct(scalars, controls)
         iteration.norms.step(workspace)
         iteration.step(workspace, addresses, left_out)
-        updates = base + iteration.result.places(self._begins)
-        self._parts.apply(addresses, updates, scalars, left_out)
+        self._parts.apply(scalars, left_out)

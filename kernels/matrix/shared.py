@@ -292,6 +292,8 @@ class Run:
     left_out: torch.Tensor | None
     """The controls of an update."""
     renewal: Renewal
+    has_moved: bool = True
+    """Tensors, or the step's memory, lie elsewhere than in the step before."""
 
     @cached_property
     def addresses(self) -> dict[str, numpy.ndarray]:
@@ -518,6 +520,8 @@ class SharedSteps:
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
         self._rows = DeviceTable(device)
+        self._lay: list[Any] | None = None
+        """Where tensors and memory lay in the last step, if it was whole."""
         self._error: Exception | None = None
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
@@ -625,7 +629,15 @@ class SharedSteps:
         if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
             scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
         run = Run(buffers, works, scalars, controls, left_out, self.renewal)
-        self._go(self._phases, run)
+        if self._making.launches is not None and self._memory:
+            before, self._lay = self._lay, None
+            lies = [row.tobytes() for row in run.addresses.values()]
+            lies.append(self._memory[0].whole.data_ptr())
+            run.has_moved = lies != before
+            self._go(self._phases, run)
+            self._lay = lies  # not after an error
+        else:
+            self._go(self._phases, run)
 
     def renew(self, buffers: Buffers, works: Sequence[Work]) -> None:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, reduce
+from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.chunks.scales import scratch_rows
@@ -89,6 +90,7 @@ class TritonPlan:
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
         self.digest_slots: tuple[str, ...] = ()
         self.digests: torch.Tensor | None = None
+        self._launches: dict[tuple[Any, ...], Again] = {}
 
     def sum_digests(self, slots: Sequence[str], places: Sequence[Place]) -> torch.Tensor | None:
         """Lets steps add the digests of slots up; where they do, int64 [tensors, slots, 2].
@@ -163,12 +165,17 @@ class TritonPlan:
             *(table, self._programs, scalars, controls, self._scratch, self.digests),
             *(self.rows.shape[1], self._count, scalars.shape[1]),
         )
-        own = (self.formats, self.rule, controls is not None, self.geometry, self._is_split)
-        spec = Spec(*own, digests=self.digest_slots)
-        options: dict[str, object] = {"SPEC": spec, "num_warps": self.geometry.warps}
-        if self.geometry.registers is not None and torch.version.hip is None:
-            options["maxnreg"] = self.geometry.registers
-        call(kernel.step_kernel, self._count, arguments, options)
+        kind = (controls is not None, self._is_split, self.digest_slots)
+        launch = self._launches.get(kind)
+        if launch is None:
+            own = (self.formats, self.rule, kind[0], self.geometry, self._is_split)
+            spec = Spec(*own, digests=self.digest_slots)
+            options: dict[str, object] = {"SPEC": spec, "num_warps": self.geometry.warps}
+            if self.geometry.registers is not None and torch.version.hip is None:
+                options["maxnreg"] = self.geometry.registers
+            launch = Again(kernel.step_kernel, self._count, options)
+            self._launches[kind] = launch
+        launch(arguments)
 
     def on_device(self, scalars: Sequence[tuple[float, ...]] | torch.Tensor) -> torch.Tensor:
         """fp32 [groups, numbers] there; nothing is copied where they are what they were."""

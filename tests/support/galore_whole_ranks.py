@@ -12,8 +12,7 @@ from muon_ranks import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix import galore
-from megaopt.step.ranks import owners
+from megaopt.kernels.matrix import galore, shared
 
 
 def placed_galore(options, steps, *placed_as, **named):
@@ -97,7 +96,7 @@ def said_of(kind, options, shapes):
     group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
     give(params, gradients(3, shapes, params[0].dtype))
     places = {
-        "exchange": (owners, "_copy"),
+        "exchange": (shared, "unpacked"),
         "refresh": (galore, "refreshed"),
         "update": (galore, "projected_back"),
     }

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import muon, tiles
+from megaopt.kernels.matrix import muon, shared, tiles
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -66,7 +66,7 @@ def placed(
 
 def in_small_buckets(room, *arguments, made=placed, **named):
     """What `made` returns with buckets of so many bytes."""
-    with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, room)):
+    with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, False, room)):
         return made(*arguments, **named)
 
 
@@ -154,7 +154,7 @@ def said_of(kind, options, shapes=SHAPES):
         elif is_last and kind in CHANGED:
             group.update(CHANGED[kind])
         elif is_last:
-            place = (owners, "_copy") if kind == "exchange" else (tiles, "products")
+            place = (shared, "unpacked") if kind == "exchange" else (tiles, "products")
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)

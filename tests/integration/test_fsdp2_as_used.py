@@ -4,7 +4,7 @@ import fsdp2_uses
 import pytest
 from fsdp2_ranks import assert_same_on_all
 from fsdp2_uses import OPTIMIZERS, USES
-from runs import assert_same
+from runs import BF16, FP32, assert_same
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -26,6 +26,7 @@ def assert_has_the_bits_of_one_process(on_ranks, use, kind):
 LAYERS = {
     "layers": ("adam", "muon", "lion", "galore"),
     "root alone": ("adam",),
+    "norms apart": (),
     "not resharded": ("lion",),
     "resharded over 2": ("muon",),
     "columns": ("muon", "galore"),
@@ -85,6 +86,20 @@ def test_experts_on_a_mesh_of_their_own(on_ranks, use, kind):
 )
 def test_compiled_models(on_ranks, use, kind):
     assert_has_the_bits_of_one_process(on_ranks, use, kind)
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "keep"),
+    [
+        ("layers", "muon", {"keep": ()}),
+        ("sequence parallel", "lion", {"keep": ()}),
+        ("norms apart", "galore", {}),
+    ],
+)
+def test_models_that_are_cast(on_ranks, use, kind, keep):
+    for dtypes in on_ranks(USES[use].ranks, fsdp2_uses.cast_beside_one, use, kind, **keep):
+        for name, dtype in dtypes.items():
+            assert dtype == (FP32 if "norm" in name and not keep else BF16)
 
 
 SAVED = {

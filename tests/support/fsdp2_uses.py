@@ -34,7 +34,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megaopt import FusedAdam, FusedLion, FusedMuon, GaLoreAdamW
+from megaopt import (
+    FusedAdam,
+    FusedLion,
+    FusedMuon,
+    GaLoreAdamW,
+    cast_model,
+    get_fp32_model_state_dict,
+)
 
 WIDTH, HIDDEN, VOCABULARY = 7, 10, 11
 """Uneven on 2 and 4 ranks; tensor parallelism wants halves of HIDDEN."""
@@ -139,6 +146,14 @@ def root_alone(model, device):
     return fully_shard(model, mesh=init_device_mesh(device, (2,))), dist.get_rank()
 
 
+def norms_apart(model, device):
+    """Norms by themselves: FSDP2 takes one dtype in what it gathers together."""
+    mesh = init_device_mesh(device, (2,))
+    for norm in (model.layers[0].norm, model.layers[1].norm, model.norm):
+        fully_shard(norm, mesh=mesh)
+    return by_layers(model, device)
+
+
 def by_columns(model, device):
     """Matrices by columns where these are even, which torch asks for; all else by rows."""
 
@@ -240,6 +255,7 @@ USES = {
     "root alone": Use(root_alone),
     "not resharded": Use(partial(by_layers, reshard_after_forward=False)),
     "resharded over 2": Use(partial(by_layers, reshard_after_forward=2), ranks=4),
+    "norms apart": Use(norms_apart),
     "columns": Use(by_columns),
     "tied": Use(model=partial(Small, ties=True)),
     "left out": Use(model=partial(Small, leaves_out=True)),
@@ -358,6 +374,22 @@ def stepped_beside_one(use, kind, device="cpu"):
         for name, param in run.model.named_parameters()
         if not isinstance(param, DTensor) or torch.equal(whole(param), before[name])
     ]
+
+
+def cast_beside_one(use, kind, device="cpu", **keep):
+    """Steps of a model that cast_model casts to bf16 before its first forward; its weights' dtypes.
+
+    The process beside it loads the masters, which have the values before the cast.
+    """
+    run = started(use, kind, device)
+    before = {name: whole(param) for name, param in run.model.named_parameters()}
+    cast_model(run.model, BF16, optimizer=run.optimizers[0], **keep)
+    masters = get_fp32_model_state_dict(run.model, run.optimizers[0])
+    assert_same(whole(dict(masters)), before, "masters")
+    alone = Alone(kind, run)
+    alone.optimizers[0].load_state_dict(whole(run.optimizers[0].state_dict()))
+    stepped(run, alone, range(4))
+    return {name: param.dtype for name, param in run.model.named_parameters()}
 
 
 # --- checkpoints

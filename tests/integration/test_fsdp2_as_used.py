@@ -95,6 +95,7 @@ def test_compiled_models(on_ranks, use, kind):
         ("sequence parallel", "lion", {"keep": ()}),
         ("norms apart", "galore", {}),
     ],
+    ids=["layers", "sequence parallel", "norms apart"],
 )
 def test_models_that_are_cast(on_ranks, use, kind, keep):
     for dtypes in on_ranks(USES[use].ranks, fsdp2_uses.cast_beside_one, use, kind, **keep):

@@ -6,11 +6,12 @@ import pytest
 import torch
 from disturbed import disturbed
 from fsdp2_ranks import assert_same_on_all
+from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
 from galore_whole_ranks import placed_galore
 from llama_ranks import OPTIMIZERS, trained_and_resumed
 from muon_ranks import placed
 from ranks import Ranks
-from runs import BF16, MASTER, REMAINDERS
+from runs import BF16, MASTER, REMAINDERS, assert_same
 
 from megaopt import FusedAdam, FusedLion
 
@@ -71,6 +72,23 @@ def test_two_cards_have_the_bits_of_one(on_two_cards, name, placements):
     split = {"placements": placements, "sizes": (2,)}
     found = on_two_cards(disturbed, 0, made, options, 12, **split, **step)
     assert_same_on_all(found, made(options, 12, **step))
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon", "galore"])
+@pytest.mark.parametrize("use", [name for name, use in USES.items() if use.ranks == 2])
+def test_fsdp2_as_used(on_two_cards, use, kind):
+    """By the gradients that it makes, steps have the bits of one process."""
+    step = (stepped_beside_one, use, kind)
+    for untouched in on_two_cards(disturbed, 0, *step, device="cuda"):
+        assert not untouched
+
+
+@pytest.mark.parametrize(("use", "kind"), [("experts", "muon"), ("mixed, bf16", "adam")])
+def test_a_run_goes_on_from_a_checkpoint(on_two_cards, tmp_path, use, kind):
+    """The run goes on while it is saved."""
+    saves = (resumed_beside_one, use, kind, str(tmp_path / "saved"), True)
+    for straight, resumed in on_two_cards(disturbed, 0, *saves, device="cuda"):
+        assert_same(resumed, straight)
 
 
 @pytest.mark.exhaustive

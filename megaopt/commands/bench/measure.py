@@ -67,7 +67,7 @@ def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Record:
     # a slow step is repeated less often
     count = min(most, max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds))))
     copies, steps = _device_times(step, copy, count)
-    kernels, transfers = _launches(step)
+    kernels, transfers = launches(step)
     return with_rates(
         {
             "tensors": len(instance.parameters),
@@ -158,7 +158,8 @@ def _finish() -> None:
         torch.cuda.synchronize()
 
 
-def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
+def launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
+    """Counts the kernels of one step on the current CUDA device, and its copies, by name."""
     with warnings.catch_warnings():
         # torch announces that a later cycle drops this one's events; there is none
         warnings.simplefilter("ignore", UserWarning)

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from megaopt.commands import exits
@@ -30,7 +31,7 @@ from megaopt.commands.bench.measure import (
     with_rates,
 )
 from megaopt.commands.bench.report import Columns
-from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.sets import Shape, TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.bench.workers import Failed, Worker
 from megaopt.commands.console import make_console
@@ -76,9 +77,15 @@ class Masters:
     def step(self) -> None:
         """One step of all: gradients to fp32, the library's step, weights from masters."""
         copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
-        copy([each.grad for each in self._masters], [each.grad for each in self._parameters])
+        grads = [[each.grad for each in kind] for kind in (self._masters, self._parameters)]
+        copy(*map(_local, grads))
         self._own.step()
-        copy(self._parameters, self._masters)
+        copy(_local(self._parameters), _local(self._masters))
+
+
+def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What this rank has of them."""
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
 
 
 def _subject(
@@ -133,13 +140,18 @@ SETS = {
 
 
 def operations(tensors: TensorSet) -> int:
-    """The fewest floating-point operations known of 5 steps of all matrices: Gram's form.
+    """The fewest floating-point operations known of 5 steps of all matrices."""
+    return sum(map(operations_of, tensors.shapes))
+
+
+def operations_of(shape: Shape) -> int:
+    """Those of one matrix, in Gram's form.
 
     Of short side s and long side l: two X X^T of s^2 l, as they are symmetric, two Q X of 2 s^2 l,
     and 14 products [s, s], each symmetric, of s^3.
     """
-    sides = (sorted(shape) for shape in tensors.shapes)
-    return sum(6 * short**2 * long + 14 * short**3 for short, long in sides)
+    short, long = sorted(shape)
+    return 6 * short**2 * long + 14 * short**3
 
 
 def floor_bytes(tensors: TensorSet) -> int:

@@ -6,8 +6,9 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from megaopt.commands import exits
 from megaopt.commands.bench import report
@@ -68,35 +68,33 @@ def main(
         OSError: the record or the picture cannot be written.
     """
     for name, values, table in (("sets", sets, ALL), ("only", only, ENTRIES)):
-        unknown = next((each for each in values if each not in table), None)
+        unknown = next((value for value in values if value not in table), None)
         require(unknown is None and len(values) > 0, name, unknown, f"of {', '.join(table)}")
     for name, value in (("repetitions", repetitions), ("patience", patience)):
         require(value >= 1, name, value, "a whole number >= 1")
+    require(seconds >= 0, "seconds", seconds, "a whole number >= 0")
     device, cards = hardware()
     source, console = describe_source(), make_console()
     make_folder(out)
     skipped = _skipped(sets, only)
     for name, reason in skipped.items():
         console.print(f"skipped: {name}: {reason}")
-    names = [
-        (own, name) for own, name in itertools.product(sets, only) if own in ENTRIES[name].sets
-    ]
-    asked = [pair for pair in names if not skipped.keys() & set(pair)]
     last = time.monotonic() + (seconds or math.inf)
-    with _begun(device, cards) as ask:
-        speeds = _speeds(partial(ask, question_of("", ""), patience), cards)
-        cases = []
-        for tensors, name in asked:
-            question = question_of(tensors, name, repetitions)
-            is_late = time.monotonic() > last
-            cases.append(
-                _case(question, cards, None if is_late else partial(ask, question, patience))
-            )
+    cases = []
+    with _begun(device, cards, patience) as ask:
+        speeds = _speeds(ask, cards)
+        for tensors, name in itertools.product(sets, only):
+            if tensors not in ENTRIES[name].sets or {tensors, name} & skipped.keys():
+                continue
+            asked = ask if time.monotonic() <= last else _too_late
+            cases.append(_case(question_of(tensors, name, repetitions), cards, asked))
             console.print(_line(cases[-1]), highlight=False)
-    grown = [row for case in cases if (row := growth_of(case, speeds)) is not None]
+    grown = [growth_of(case, speeds) for case in cases if _has_growth(case)]
     record = made_with(source) | {"skipped": skipped, "cards": cards, "speeds": speeds}
     record |= {"cases": cases, "growth": grown}
-    tables = [report.table_of(TITLE.format(cards), cases, NAMED, TIMED), growth_table(grown)]
+    rows = [[cell(row) for cell in GROWN.values()] for row in grown]
+    tables = [report.table_of(TITLE.format(cards), cases, NAMED, TIMED)]
+    tables += [make_table(GROWTH, [*GROWN], rows)] if rows else []
     report.write(console, out, record, tables, {"ranks.png": partial(draw, record)})
     return exits.DIFFERENT if any(map(_is_wrong, cases)) else exits.DONE
 
@@ -111,15 +109,11 @@ def hardware() -> tuple[str, int]:
 
 def _skipped(sets: Sequence[str], only: Sequence[str]) -> dict[str, str]:
     """Subjects and sets whose library is not there, and why."""
-    packages = {name: ENTRIES[name].subject for name in only}
-    found = {
-        name: f"{subject.package} is not installed"
-        for name, subject in packages.items()
-        if not subject.is_installed
-    }
+    subjects = [ENTRIES[name].subject for name in only]
+    missing = {one.name: one.package for one in subjects if not one.is_installed}
     if LLAMA in sets and not llama.is_installed():
-        found[LLAMA] = "transformers is not installed"
-    return found
+        missing[LLAMA] = "transformers"
+    return {name: f"{package} is not installed" for name, package in missing.items()}
 
 
 def question_of(tensors: str, name: str, repetitions: int = 10) -> Question:
@@ -128,23 +122,25 @@ def question_of(tensors: str, name: str, repetitions: int = 10) -> Question:
     return Question(name, tensors, shapes, repetitions)
 
 
-Ask = Callable[[Question, float, int], list[Record]]
+# --- its run
+
+Ask = Callable[[Question, int], Record]
 
 
 @contextmanager
-def _begun(device: str, cards: int) -> Iterator[Ask]:
-    """Asks teams of one rank and of all, each begun when it is needed, and anew after a failure."""
+def _begun(device: str, cards: int, patience: float) -> Iterator[Ask]:
+    """What asks a team of so many ranks, begun when it is needed, and anew after a failure."""
     teams: dict[int, Team] = {}
+    meetings = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
-        meetings = itertools.count()
 
-        def ask(question: Question, patience: float, ranks: int) -> list[Record]:
+        def ask(question: Question, ranks: int) -> Record:
             if ranks not in teams:
                 meeting = str(Path(folder) / f"meeting-{next(meetings)}")
                 places = [Place(rank, ranks, device, meeting) for rank in range(ranks)]
                 teams[ranks] = Team([partial(answered, place) for place in places])
             try:
-                return teams[ranks].ask(question, patience)
+                return slowest(teams[ranks].ask(question, patience))
             except Failed:
                 teams.pop(ranks).end()
                 raise
@@ -156,46 +152,38 @@ def _begun(device: str, cards: int) -> Iterator[Ask]:
                 team.end()
 
 
-def _speeds(ask: Callable[[int], list[Record]], cards: int) -> Record:
-    """A card's copy, and what a rank sends in an exchange of all; the slower rank's."""
-    (alone,), together = ask(1), ask(cards)
-    return {"memory": alone["memory"], "link": min(each["link"] for each in together)}
+def _speeds(ask: Ask, cards: int) -> Record:
+    """Of a copy on one card, and of what a rank sends in an exchange of all; by what they take."""
+    question = question_of("", "")
+    return {"memory": ask(question, 1)["memory"], "link": ask(question, cards)["link"]}
 
 
-def _case(question: Question, cards: int, ask: Callable[[int], list[Record]] | None) -> Record:
-    """The record of a case: on one card, on all, and weights whose bits differ between them.
+def _too_late(question: Question, ranks: int) -> Record:
+    raise Failed("not begun in time")
 
-    Args:
-        question: What is asked.
-        cards: How many there are.
-        ask: Asks so many ranks; None: it is too late.
-    """
-    own = SETS.get(question.tensors)
-    case: Record = {"set": own.description if own else question.tensors}
-    case |= {"case": f"{question.tensors}/{question.subject}", "optimizer": question.subject}
-    case |= {"what": ENTRIES[question.subject].subject.description, "problem": None}
-    if ask is None:
-        return case | {"problem": "not begun in time"}
+
+def _case(question: Question, cards: int, ask: Ask) -> Record:
+    """The record of a case: on one card, on all, and weights whose bits differ between them."""
+    tensors, name = question.tensors, question.subject
+    case: Record = {"case": f"{tensors}/{name}", "set": tensors, "optimizer": name, "cards": cards}
+    case |= {"what": ENTRIES[name].subject.description, "weights": len(question.shapes)}
     try:
-        one, several = slowest(ask(1)), slowest(ask(cards))
+        case["one"] = ask(question, 1)
+        case["several"] = ask(question, cards)
     except Failed as error:
         return case | {"problem": str(error)}
-    digests = [one.pop("digests", None), several.pop("digests", None)]
-    case |= {"one": one, "several": several, "cards": cards}
-    case |= {"step_ms": several["step_ms"], "differ": None}
-    if digests[0] is not None:
-        pairs = enumerate(zip(*digests, strict=True))
-        case["differ"] = [index for index, (first, second) in pairs if first != second]
-        case["weights"] = len(digests[0])
-    return case
+    digests = [case[count].pop("digests", ()) for count in ("one", "several")]
+    differ = [place for place, pair in enumerate(zip(*digests, strict=True)) if len({*pair}) > 1]
+    return case | {"problem": None, "step_ms": case["several"]["step_ms"], "differ": differ}
 
 
 def slowest(answers: Sequence[Record]) -> Record:
-    """The largest of the ranks' figures; digests are the first rank's."""
-    return {
-        name: value if name == "digests" or value is None else max(map(itemgetter(name), answers))
-        for name, value in answers[0].items()
-    }
+    """The figures of all ranks as one: the largest, of speeds the least, digests of the first."""
+    figures = dict(answers[0])
+    for name in figures.keys() - {"digests"}:
+        values = [answer[name] for answer in answers if answer[name] is not None]
+        figures[name] = (min if name in ("memory", "link") else max)(values, default=None)
+    return figures
 
 
 def _line(case: Record) -> str:
@@ -213,59 +201,47 @@ def _is_wrong(case: Record) -> bool:
 # --- growth
 
 
-def growth_of(case: Record, speeds: Record) -> Record | None:
-    """What the model says of a case on all cards and on more; None where there is nothing to say.
+def _has_growth(case: Record) -> bool:
+    return report.is_timed(case) and case["set"] in SETS
 
-    Its speeds are one card's step, and the exchange that was measured on all.
+
+def growth_of(case: Record, speeds: Record) -> Record:
+    """What the model says of a case on all cards and on others.
+
+    Its speeds are those of the case on one card, and of the exchange that was measured on all.
     """
-    tensors, name = case["case"].split("/")
-    if tensors == LLAMA or not report.is_timed(case):
-        return None
-    work, one = work_of(name, SETS[tensors].shapes), case["one"]
-    own = growth.speeds_of(work, one["step_ms"], one["host_ms"], speeds["memory"], speeds["link"])
-    cards, measured = case["cards"], case["step_ms"]
-    by_model = {str(count): growth.predicted_ms(work, own, count) for count in (cards, *COUNTS)}
-    error = by_model[str(cards)] / measured - 1
-    found = {"case": case["case"], "cards": cards, "measured_ms": measured, "model_ms": by_model}
-    return found | {"error": error, "operations": own.operations, "memory": own.memory}
+    one, cards, measured = case["one"], case["cards"], case["step_ms"]
+    work = work_of(case["optimizer"], SETS[case["set"]].shapes)
+    hardware = (speeds["memory"], speeds["link"])
+    derived = growth.speeds_of(work, one["step_ms"], one["host_ms"], *hardware)
+    by_model = {count: growth.predicted_ms(work, derived, count) for count in (cards, *COUNTS)}
+    row = {"case": case["case"], "cards": cards, "measured_ms": measured, "speeds": asdict(derived)}
+    row |= {"model_ms": by_model[cards], "error": by_model[cards] / measured - 1}
+    return row | {f"model_ms_{count}": by_model[count] for count in COUNTS}
 
 
-def growth_table(rows: Sequence[Record]) -> Table:
-    """The model beside what was measured, and alone for more cards."""
-    counts = list(rows[0]["model_ms"]) if rows else []
-    titles = [f">{count} by the model" for count in counts]
-    table = make_table(GROWTH, ("case", ">cards", ">measured", *titles, ">off"))
-    for row in rows:
-        times = [f"{ms:.2f}" for ms in row["model_ms"].values()]
-        off = f"{100 * row['error']:+.0f}%"
-        table.add_row(row["case"], str(row["cards"]), f"{row['measured_ms']:.2f}", *times, off)
-    return table
+# --- tables, page, picture
 
 
-# --- table, page, picture
-
-
-def _pair(key: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
+def _two(key: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
     """A figure of one card, and of all."""
 
     def cell(case: Record) -> str:
         values = (case["one"][key], case["several"][key])
-        return ", ".join("" if v is None else format(v / scale, form) for v in values).strip(", ")
+        return "" if None in values else ", ".join(f"{value / scale:{form}}" for value in values)
 
     return cell
 
 
 def bits_of(case: Record) -> str:
-    """How many weights are others on all cards than on one."""
-    if case["differ"] is None:
-        return ""
+    """How many weights are others on all cards than on one; nothing of iterations."""
     count = len(case["differ"])
-    return f"{count} of {case['weights']} differ" if count else "0 bits differ"
+    differing = f"{count} of {case['weights']} differ" if count else "0 bits differ"
+    return differing if case["weights"] else ""
 
 
-def _launched(case: Record) -> str:
-    own = case["several"]
-    return "" if own["kernels"] is None else f"{own['kernels']} ({own['nccl']} NCCL)"
+def _grown(count: int) -> Callable[[Record], str]:
+    return lambda row: f"{row[f'model_ms_{count}']:.2f}"
 
 
 NAMED: Columns = {
@@ -276,39 +252,35 @@ TIMED: Columns = {
     ">one card": lambda case: f"{case['one']['step_ms']:.2f}",
     ">all cards": lambda case: f"{case['step_ms']:.2f}",
     ">of one": lambda case: f"{case['step_ms'] / case['one']['step_ms']:.2f}",
-    ">host": _pair("host_ms", ".2f"),
-    ">iteration": lambda case: _pair("iteration_ms", ".1f")(case) if case["set"] == LLAMA else "",
-    ">memory, MB": _pair("memory_bytes", ".0f", 1e6),
-    ">launches on all": _launched,
+    ">host": _two("host_ms", ".2f"),
+    ">iteration": lambda case: "" if case["weights"] else _two("iteration_ms", ".1f")(case),
+    ">memory, MB": _two("memory_bytes", ".0f", 1e6),
+    ">launches": _two("kernels", ".0f"),
+    ">of NCCL": _two("nccl", ".0f"),
     "bits": bits_of,
+}
+GROWN: Columns = {
+    "case": itemgetter("case"),
+    ">cards": lambda row: str(row["cards"]),
+    ">measured": lambda row: f"{row['measured_ms']:.2f}",
+    ">by the model": lambda row: f"{row['model_ms']:.2f}",
+    ">off": lambda row: f"{100 * row['error']:+.0f}%",
+    **{f">{count} by the model": _grown(count) for count in COUNTS},
 }
 
 
-def page(record: Mapping[str, Any]) -> str:
-    """The two tables of a record in Markdown, as docs/benchmarks has them."""
-    columns = {**NAMED, **TIMED}
-    cases = [case for case in record["cases"] if report.is_timed(case)]
-    rows = [[str(cell(case)) for cell in columns.values()] for case in cases]
-    first = [list(columns), *rows]
-    grown = [
-        [row["case"], f"{row['measured_ms']:.2f}"]
-        + [f"{ms:.2f}" for ms in row["model_ms"].values()]
-        + [f"{100 * row['error']:+.0f}%"]
-        for row in record["growth"]
-    ]
-    counts = [
-        f"{count} by the model" for count in (record["growth"] or [{"model_ms": ()}])[0]["model_ms"]
-    ]
-    return "\n".join(
-        [*_markdown(first), "", *_markdown([["case", "measured", *counts, "off"], *grown])]
-    )
+def page(record: Record) -> str:
+    """The two tables of a record in Markdown, as docs/benchmarks/README.md has them."""
+    timed = [case for case in record["cases"] if report.is_timed(case)]
+    parts = ((timed, {**NAMED, **TIMED}), (record["growth"], GROWN))
+    return "\n\n".join("\n".join(_markdown(*part)) for part in parts)
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for index, row in enumerate(rows):
-        yield "| " + " | ".join(cell.removeprefix(">") for cell in row) + " |"
-        if index == 0:
-            yield "|---" * len(row) + "|"
+def _markdown(rows: Sequence[Record], columns: Columns) -> Iterator[str]:
+    yield f"| {' | '.join(heading.removeprefix('>') for heading in columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(str(cell(row)) for cell in columns.values())} |"
 
 
 def draw(record: Record) -> Figure:
@@ -317,26 +289,27 @@ def draw(record: Record) -> Figure:
     for case in filter(report.is_timed, record["cases"]):
         groups.setdefault(case["set"], []).append(case)
     heights = [1 + 2 * len(cases) for cases in groups.values()] or [1]
-    title = "One step on one card, and on all cards below it"
+    title = "One step on one card, and on all of them below it"
     figure = report.make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
     fields = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (own, cases) in zip(fields, groups.items(), strict=False):
-        bars = [bar for case in cases for bar in _bars(case, record["cards"])]
-        places = [0.9 * index + 0.2 * (index // 2) for index in range(len(bars))]
+    for axes, (tensors, cases) in zip(fields, groups.items(), strict=False):
+        bars = [bar for case in cases for bar in _bars(case)]
+        places = [0.9 * place + 0.2 * (place // 2) for place in range(len(bars))]
         report.draw_bars(axes, places, bars)
         axes.set_xlim(0, 1.15 * max(length for _, length, _, _ in bars))
         axes.invert_yaxis()
-        axes.set_title(own, loc="left", fontsize=9, style="italic", color="#555555")
-    label = f"ms of one step, {record['environment']['gpu'] or 'a CPU'}; shorter is better"
+        words = SETS[tensors].description if tensors in SETS else "training a Llama, clipped"
+        axes.set_title(words, loc="left", fontsize=9, style="italic", color="#555555")
+    label = f"ms of one step, {record['environment']['gpu'] or 'on a CPU'}; shorter is better"
     fields[-1].set_xlabel(label, fontsize=9)
-    marks = {"handles": report.KINDS, "loc": "outside lower center", "ncols": 2, "fontsize": 8}
-    figure.legend(**marks, frameon=False)
+    marks: dict[str, Any] = {"loc": "outside lower right", "ncols": 2, "fontsize": 8}
+    figure.legend(handles=report.KINDS, frameon=False, **marks)
     return figure
 
 
-def _bars(case: Record, cards: int) -> Iterator[tuple[str, float, bool, str]]:
+def _bars(case: Record) -> Iterator[tuple[str, float, bool, str]]:
     subject = ENTRIES[case["optimizer"]].subject
-    for count, own in ((1, case["one"]), (cards, case["several"])):
-        ms = own["step_ms"]
-        label = subject.title if count == 1 else f"{count} cards"
-        yield label, ms, subject.is_ours, f" {ms:.3g} ms"
+    titles = {"one": subject.title, "several": f"{case['cards']} cards"}
+    for count, title in titles.items():
+        ms = case[count]["step_ms"]
+        yield title, ms, subject.is_ours, f" {ms:.3g} ms"

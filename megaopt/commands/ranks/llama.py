@@ -41,17 +41,15 @@ def model_of(size: Size, device: torch.device, mesh: DeviceMesh | None) -> Any:
     """A new model in bf16, of the same weights on all ranks; whole without a mesh."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.width,
-        intermediate_size=3 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=size.tokens,
-        attn_implementation="eager",
-        use_cache=False,
-    )
+    heads: dict[str, Any] = {
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "hidden_size": size.width,
+    }
+    options: dict[str, Any] = {"vocab_size": size.vocabulary, "num_hidden_layers": size.layers}
+    options |= {"intermediate_size": 3 * size.width, "max_position_embeddings": size.tokens}
+    options |= {"attn_implementation": "eager", "use_cache": False}
+    config = LlamaConfig(**heads, **options)
     torch.manual_seed(0)
     with device:
         model: Any = LlamaForCausalLM(config).bfloat16()
@@ -65,9 +63,10 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
     """The optimizer; Muon has the layers' matrices, AdamW all else."""
     if name != "muon":
         return ENTRIES[name].subject.optimizer(list(model.parameters()))
-    hidden, others = [], []
-    for key, param in model.named_parameters():
-        (hidden if param.ndim == 2 and ".layers." in key else others).append(param)
+    named = dict(model.named_parameters())
+    names = {key for key, param in named.items() if param.ndim == 2 and ".layers." in key}
+    hidden = [param for key, param in named.items() if key in names]
+    others = [param for key, param in named.items() if key not in names]
     groups: Any = [{"params": hidden}, {"params": others, "use_muon": False}]
     return ENTRIES[name].subject.optimizer(groups)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
 from megaopt.commands.bench import report
-from megaopt.commands.bench.measure import Record, launches
+from megaopt.commands.bench.measure import Record, finish, launches, scratch_and_time
 from megaopt.commands.bench.sets import Shape
 from megaopt.commands.ranks import llama
 from megaopt.commands.ranks.subjects import ENTRIES, LLAMA
@@ -59,18 +59,21 @@ class Question:
 def answered(place: Place, question: Question) -> Record:
     """Measures; the ranks meet at the first question."""
     device, mesh = _met(place)
-    report.free_memory()
     if not question.subject:
-        return _speeds(device, question)
-    if question.tensors == LLAMA:
-        return _iterations(place, device, mesh, question)
-    return _steps(device, mesh, question)
+        figures = _speeds(device, question.speed_bytes)
+    elif question.tensors == LLAMA:
+        parts = llama.parts_of(question.subject, question.size, device, mesh, place.rank)
+        figures = _measured(*parts, device, question.repetitions)
+    else:
+        figures = _steps(device, mesh, question)
+    report.free_memory()  # for the next case's processes
+    return figures
 
 
 @cache
 def _met(place: Place) -> tuple[torch.device, DeviceMesh | None]:
     """The device, and the mesh of all ranks; None on one alone, whose weights are whole."""
-    device = torch.device(place.device, place.rank if place.device == "cuda" else None)
+    device = torch.device(f"cuda:{place.rank}" if place.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
@@ -97,7 +100,8 @@ def _steps(device: torch.device, mesh: DeviceMesh | None, question: Question) ->
             param.grad = _part(whole, param)
         optimizer.step()
     digests = [_digest(param) for param in parameters]
-    return _measured(lambda: None, optimizer.step, device, question) | {"digests": digests}
+    figures = _measured(lambda: None, optimizer.step, device, question.repetitions)
+    return figures | {"digests": digests}
 
 
 def _parameters(
@@ -128,24 +132,14 @@ def _digest(param: Parameter) -> str:
     """SHA-256 of the whole weight, which all ranks gather."""
     whole = param.full_tensor() if isinstance(param, DTensor) else param
     codes = whole.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(codes).hexdigest()
+    return hashlib.sha256(codes.data).hexdigest()
 
 
 # --- times, memory, launches
 
 
-def _iterations(
-    place: Place, device: torch.device, mesh: DeviceMesh | None, question: Question
-) -> Record:
-    parts = llama.parts_of(question.subject, question.size, device, mesh, place.rank)
-    return _measured(*parts, device, question)
-
-
 def _measured(
-    before: Callable[[], object],
-    step: Callable[[], object],
-    device: torch.device,
-    question: Question,
+    before: Callable[[], object], step: Callable[[], object], device: torch.device, repetitions: int
 ) -> Record:
     """Medians of steps, each begun by all ranks together.
 
@@ -155,21 +149,14 @@ def _measured(
         before it; kernels, nccl: launches of a step and those of NCCL among them. The last three
         are None on a CPU.
     """
-    rows = [_timed(before, step, device) for _ in range(WARM_UP + question.repetitions)]
+    rows = [_timed(before, step, device) for _ in range(WARM_UP + repetitions)]
     medians = map(statistics.median, zip(*rows[WARM_UP:], strict=True))
-    times = dict(zip(("iteration_ms", "step_ms", "host_ms"), medians, strict=True))
-    nothing: Record = dict.fromkeys(("memory_bytes", "kernels", "nccl"))
+    times: Record = dict(zip(("iteration_ms", "step_ms", "host_ms"), medians, strict=True))
     if device.type != "cuda":
-        return times | nothing
+        return times | dict.fromkeys(("memory_bytes", "kernels", "nccl"))
     before()
-    _together(device)
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    memory = torch.cuda.max_memory_allocated() - held
+    memory, _ = scratch_and_time(step)
     before()
-    _together(device)
     kernels, _ = launches(step)
     nccl = sum(count for name, count in kernels.items() if "nccl" in name.lower())
     return times | {"memory_bytes": memory, "kernels": sum(kernels.values()), "nccl": nccl}
@@ -178,7 +165,10 @@ def _measured(
 def _timed(
     before: Callable[[], object], step: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
-    _together(device)
+    finish()
+    if dist.is_initialized():
+        dist.barrier()
+        finish()
     marks = [_mark(device)]
     before()
     marks.append(_mark(device))
@@ -186,19 +176,8 @@ def _timed(
     step()
     host = 1e3 * (time.perf_counter() - start)
     marks.append(_mark(device))
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    finish()
     return _between(marks[0], marks[2]), _between(marks[1], marks[2]), host
-
-
-def _together(device: torch.device) -> None:
-    """Waits until all ranks are here, and their devices idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _mark(device: torch.device) -> Any:
@@ -216,22 +195,20 @@ def _between(first: Any, last: Any) -> float:
 # --- what the hardware does
 
 
-def _speeds(device: torch.device, question: Question) -> Record:
+def _speeds(device: torch.device, size: int) -> Record:
     """memory: bytes a second of a copy, read and written; link: bytes a second that a rank sends.
 
     link is of an exchange of all with all, and None on one card.
     """
-    source = torch.empty(question.speed_bytes, dtype=torch.uint8, device=device).random_()
-    target, ranks = torch.empty_like(source), 1
-    copying = _measured_ms(lambda: target.copy_(source), device)
-    found: Record = {"memory": 2e3 * source.nbytes / copying, "link": None}
-    if dist.is_initialized():
-        ranks = dist.get_world_size()
-        exchanging = _measured_ms(lambda: dist.all_to_all_single(target, source), device)
-        found["link"] = 1e3 * source.nbytes * (ranks - 1) / ranks / exchanging
-    return found
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
 
+    def seconds(work: Callable[[], object]) -> float:
+        return float(1e-3 * _measured(lambda: None, work, device, WARM_UP)["step_ms"])
 
-def _measured_ms(work: Callable[[], object], device: torch.device) -> float:
-    times = [_timed(lambda: None, work, device)[1] for _ in range(2 * WARM_UP)]
-    return statistics.median(times[WARM_UP:])
+    memory = 2 * size / seconds(lambda: target.copy_(source))
+    if not dist.is_initialized():
+        return {"memory": memory, "link": None}
+    sent = size - size // dist.get_world_size()
+    link = sent / seconds(lambda: dist.all_to_all_single(target, source))
+    return {"memory": memory, "link": link}

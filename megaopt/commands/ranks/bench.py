@@ -298,6 +298,7 @@ def draw(record: Record) -> Figure:
         report.draw_bars(axes, places, bars)
         axes.set_xlim(0, 1.15 * max(length for _, length, _, _ in bars))
         axes.invert_yaxis()
+        axes.tick_params(labelsize=8)
         words = SETS[tensors].description if tensors in SETS else "training a Llama, clipped"
         axes.set_title(words, loc="left", fontsize=9, style="italic", color="#555555")
     label = f"ms of one step, {record['environment']['gpu'] or 'on a CPU'}; shorter is better"

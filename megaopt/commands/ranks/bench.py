@@ -153,7 +153,7 @@ def _begun(device: str, cards: int, patience: float) -> Iterator[Ask]:
 
 
 def _speeds(ask: Ask, cards: int) -> Record:
-    """Of a copy on one card, and of what a rank sends in an exchange of all; by what they take."""
+    """The speeds of a copy on one card, and of what a rank sends in an exchange of all."""
     question = question_of("", "")
     return {"memory": ask(question, 1)["memory"], "link": ask(question, cards)["link"]}
 

@@ -24,7 +24,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Of one card."""
+    """The speeds of one card."""
 
     memory: float
     """Bytes moved a second."""

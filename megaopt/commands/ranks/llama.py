@@ -20,7 +20,7 @@ CLIP = 1.0
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of a rank's batch."""
+    """The sizes of the model, and of a rank's batch."""
 
     layers: int = 12
     width: int = 1536

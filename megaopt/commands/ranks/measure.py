@@ -32,7 +32,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 @dataclass(frozen=True)
 class Place:
-    """Of a process among those of its job."""
+    """The place of a process among those of its job."""
 
     rank: int
     ranks: int

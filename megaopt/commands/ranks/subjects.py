@@ -16,7 +16,7 @@ from megaopt.commands.ranks.growth import Work
 LLAMA = "llama"
 """The set of whole iterations of a model in place of steps by random gradients."""
 RANK = 128
-"""Of GaLore's projections."""
+"""The rank of GaLore's projections."""
 NO_REFRESH = 2**30
 """Steps from refresh to refresh: only the first one, which warms up, has them."""
 

@@ -64,7 +64,7 @@ def main(
 
     Raises:
         ConfigError: an argument is empty or out of its range, or there are fewer than two CUDA
-            GPUs on which the kernels run.
+            GPUs on which the kernels run, or these cannot meet.
         OSError: the record or the picture cannot be written.
     """
     for name, values, table in (("sets", sets, ALL), ("only", only, ENTRIES)):
@@ -155,7 +155,10 @@ def _begun(device: str, cards: int, patience: float) -> Iterator[Ask]:
 def _speeds(ask: Ask, cards: int) -> Record:
     """The speeds of a copy on one card, and of what a rank sends in an exchange of all."""
     question = question_of("", "")
-    return {"memory": ask(question, 1)["memory"], "link": ask(question, cards)["link"]}
+    try:
+        return {"memory": ask(question, 1)["memory"], "link": ask(question, cards)["link"]}
+    except Failed as error:
+        raise ConfigError(f"ranks bench cannot run here: {error}") from None
 
 
 def _too_late(question: Question, ranks: int) -> Record:

@@ -196,10 +196,12 @@ def _between(first: Any, last: Any) -> float:
 
 
 def _speeds(device: torch.device, size: int) -> Record:
-    """memory: bytes a second of a copy, read and written; link: bytes a second that a rank sends.
+    """Speeds: memory, bytes a second of a copy, read and written; link, those that a rank sends.
 
     link is of an exchange of all with all, and None on one card.
     """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    size -= size % ranks
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
 
@@ -207,8 +209,7 @@ def _speeds(device: torch.device, size: int) -> Record:
         return float(1e-3 * _measured(lambda: None, work, device, WARM_UP)["step_ms"])
 
     memory = 2 * size / seconds(lambda: target.copy_(source))
-    if not dist.is_initialized():
+    if ranks == 1:
         return {"memory": memory, "link": None}
-    sent = size - size // dist.get_world_size()
-    link = sent / seconds(lambda: dist.all_to_all_single(target, source))
+    link = (size - size // ranks) / seconds(lambda: dist.all_to_all_single(target, source))
     return {"memory": memory, "link": link}

@@ -42,15 +42,15 @@ def record_in(folder):
 
 
 def test_the_whole_path_on_a_cpu(megaopt, tmp_path, on_cpu):
-    only = ("muon-fp16", "galore", "adam")
+    only = ("muon-fp16", "galore", "adam", "torch")
     status, out, err = megaopt(*BENCH, "--sets", "L", "E", "llama", "--only", *only)
     assert (status, err) == (0, "")
     record = record_in(tmp_path)
     assert record["cards"] == 2
     assert record["command"].startswith("megaopt")
     cases = {case["case"]: case for case in record["cases"]}
-    wanted = ["L/muon-fp16", "L/galore", "L/adam", "E/muon-fp16"]
-    assert [*cases] == [*wanted, "llama/adam"]
+    wanted = ["L/muon-fp16", "L/galore", "L/adam", "L/torch", "E/muon-fp16"]
+    assert [*cases] == [*wanted, "llama/adam", "llama/torch"]
     for case in cases.values():
         assert (case["problem"], case["differ"]) == (None, [])
         assert case["step_ms"] == case["several"]["step_ms"] > 0
@@ -89,6 +89,8 @@ def answers(monkeypatch, on_cpu):
             begun.append(self.ranks)
 
         def ask(self, question, seconds):
+            if not question.subject and (self.ranks, "") in table:
+                raise Failed(table[self.ranks, ""])
             if not question.subject:
                 return [{"memory": 1e12, "link": 1e11 if self.ranks > 1 else None}] * self.ranks
             figures = dict.fromkeys(("step_ms", "iteration_ms"), 8.0 / self.ranks)
@@ -152,6 +154,12 @@ def test_what_is_not_installed_is_skipped(megaopt, tmp_path, answers, monkeypatc
     assert "skipped: dion: no_such is not installed" in out
     assert "skipped: llama: transformers is not installed" in out
     assert [case["case"] for case in record_in(tmp_path)["cases"]] == ["L/adam"]
+
+
+def test_cards_that_cannot_meet_are_told(megaopt, answers):
+    answers[0][2, ""] = "no NCCL"
+    status, _, err = megaopt(*BENCH)
+    assert (status, err) == (2, "megaopt: ranks bench cannot run here: no NCCL\n")
 
 
 def test_one_card_is_told(megaopt, monkeypatch):

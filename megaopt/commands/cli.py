@@ -60,6 +60,7 @@ COMMANDS = {
     "galore bench": Command("galore.bench", "main", "Time GaLoreAdamW's step."),
     "muon test": Command("muon.check", "main", "Check FusedMuon's updates of matrices."),
     "muon bench": Command("muon.bench", "main", "Time FusedMuon's step, and other Muons'."),
+    "ranks bench": Command("ranks.bench", "main", "Time steps over several cards, and on one."),
 }
 
 
@@ -135,7 +136,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
     given = _by_mode(arguments)
     _require_dashes(given)
-    words = 2 if given[:1] in (["galore"], ["muon"]) else 1
+    words = 2 if given[:1] in (["galore"], ["muon"], ["ranks"]) else 1
     name = " ".join(given[:words])
     if name in COMMANDS:
         function = _load(COMMANDS[name])

@@ -63,11 +63,11 @@ def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Record:
     step = instance.optimizer.step
     for _ in range(2):  # compile, allocate the state, fill the plan
         step()
-    scratch, seconds = _scratch_and_time(step)
+    scratch, seconds = scratch_and_time(step)
     # a slow step is repeated less often
     count = min(most, max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds))))
     copies, steps = _device_times(step, copy, count)
-    kernels, transfers = _launches(step)
+    kernels, transfers = launches(step)
     return with_rates(
         {
             "tensors": len(instance.parameters),
@@ -143,22 +143,24 @@ def wall_ms(
     times = []
     for _ in range(count):
         prepare()
-        _finish()
+        finish()
         start = time.perf_counter()
         step()
         if waits:
-            _finish()
+            finish()
         times.append(time.perf_counter() - start)
     # not the mean: some libraries compile again at a later step
     return 1e3 * statistics.median(times)
 
 
-def _finish() -> None:
+def finish() -> None:
+    """Waits for the current CUDA device, where there is one."""
     if torch.cuda.is_available():  # tests time steps on the CPU
         torch.cuda.synchronize()
 
 
-def _launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
+def launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
+    """Counts the kernels of one step on the current CUDA device, and its copies, by name."""
     with warnings.catch_warnings():
         # torch announces that a later cycle drops this one's events; there is none
         warnings.simplefilter("ignore", UserWarning)
@@ -180,7 +182,7 @@ def count_device_work(events: Iterable[Any]) -> tuple[dict[str, int], dict[str, 
     return dict(Counter(work) - transfers), dict(transfers)
 
 
-def _scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
+def scratch_and_time(step: Callable[[], object]) -> tuple[int, float]:
     """Return the memory that a step takes above what is allocated before it, and its seconds."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rich.console import Console
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from megaopt.commands import exits
@@ -35,10 +31,10 @@ from megaopt.commands.bench.measure import (
     with_rates,
 )
 from megaopt.commands.bench.report import Columns
-from megaopt.commands.bench.sets import TensorSet
+from megaopt.commands.bench.sets import Shape, TensorSet
 from megaopt.commands.bench.subjects import Subject
+from megaopt.commands.bench.workers import Failed, Worker
 from megaopt.commands.console import make_console
-from megaopt.commands.regression.group import apart, deaf
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import require
@@ -51,8 +47,6 @@ TITLE = (
 BYTES = 20
 """What a step must move of a parameter: bf16 gradient and weight, fp32 master and momentum, twice.
 """
-LONGEST = 500
-"""Characters of an error that are kept."""
 
 
 # --- what is timed
@@ -83,9 +77,15 @@ class Masters:
     def step(self) -> None:
         """One step of all: gradients to fp32, the library's step, weights from masters."""
         copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
-        copy([each.grad for each in self._masters], [each.grad for each in self._parameters])
+        grads = [[each.grad for each in kind] for kind in (self._masters, self._parameters)]
+        copy(*map(_local, grads))
         self._own.step()
-        copy(self._parameters, self._masters)
+        copy(_local(self._parameters), _local(self._masters))
+
+
+def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What this rank has of them."""
+    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
 
 
 def _subject(
@@ -140,13 +140,18 @@ SETS = {
 
 
 def operations(tensors: TensorSet) -> int:
-    """The fewest floating-point operations known of 5 steps of all matrices: Gram's form.
+    """The fewest floating-point operations known of 5 steps of all matrices."""
+    return sum(map(operations_of, tensors.shapes))
+
+
+def operations_of(shape: Shape) -> int:
+    """Those of one matrix, in Gram's form.
 
     Of short side s and long side l: two X X^T of s^2 l, as they are symmetric, two Q X of 2 s^2 l,
     and 14 products [s, s], each symmetric, of s^3.
     """
-    sides = (sorted(shape) for shape in tensors.shapes)
-    return sum(6 * short**2 * long + 14 * short**3 for short, long in sides)
+    short, long = sorted(shape)
+    return 6 * short**2 * long + 14 * short**3
 
 
 def floor_bytes(tensors: TensorSet) -> int:
@@ -371,71 +376,3 @@ def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
     title = f"{own.description}: {len(own.sizes)} matrices, {sum(own.sizes) / 1e6:.0f}e6 parameters"
     axes.set_title(title, loc="left", fontsize=9, style="italic", color="#555555")
     axes.tick_params(labelsize=8)
-
-
-# --- a process that may fail, hang or be ended without harm to this one
-
-
-class Failed(RuntimeError):
-    """The work raised an error, took too long, or ended its process."""
-
-
-class Worker:
-    """A process that calls a function for each question; it does not hear Ctrl-C. End it.
-
-    Args:
-        work: what answers a question; it and all questions and answers can be pickled.
-    """
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        context = multiprocessing.get_context("spawn")  # CUDA allows no copies
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, theirs))
-        with apart(), deaf():
-            self._process.start()
-        theirs.close()
-
-    def ask(self, question: Any, seconds: float) -> Any:
-        """The answer to a question; Failed where there is none, and after so many seconds."""
-        try:
-            self._pipe.send(question)
-            there = self._pipe.poll(seconds)
-            is_done, found = self._pipe.recv() if there else (False, None)
-        except (EOFError, OSError):
-            self.end()
-            raise Failed("its process ended") from None
-        if not there:
-            self.end()
-            raise Failed(f"no answer within {seconds:g} seconds")
-        if not is_done:
-            raise Failed(found)
-        return found
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the process has ended."""
-        return not self._process.is_alive()
-
-    def end(self) -> None:
-        """Ends the process, and what it has started."""
-        if self._process.is_alive() and self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-        self._process.join()
-        self._pipe.close()
-
-
-def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
-    if hasattr(os, "setsid"):  # not on Windows
-        os.setsid()
-    with contextlib.suppress(EOFError, OSError):  # nobody asks any more
-        while True:
-            pipe.send(_answered(work, pipe.recv()))
-
-
-def _answered(work: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:
-    try:
-        return True, work(question)
-    except Exception as error:  # another library fails in its own way
-        return False, f"{type(error).__name__}: {error}"[:LONGEST]

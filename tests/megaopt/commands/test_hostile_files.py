@@ -99,6 +99,7 @@ COMMANDS = {
     "galore bench": NO_FILES,
     "muon test": NO_FILES,
     "muon bench": NO_FILES,
+    "ranks bench": NO_FILES,
 }
 """For each command what it is asked to do with the files of a folder, or why it reads none."""
 ASKED_FOR = {"out", "out.json", "out.html", "out.csv", "out.jsonl", "golden.json"}

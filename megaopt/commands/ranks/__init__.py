@@ -1,0 +1,1 @@
+"""The bench of steps over several cards, one card beside them."""

@@ -236,6 +236,16 @@ def _offset(box: Box, shape: Sequence[int]) -> int:
     return sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
 
 
+class Arrived:
+    """A message that nobody waits for."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+ARRIVED = Arrived()
+
+
 class Owners:
     """The ranks of a mesh: megaopt.kernels.matrix.shared.Exchange.
 
@@ -270,14 +280,16 @@ class Owners:
         shapes = [view.whole_shape for view in views]
         matrices, boxes = _laid_out(views, shapes, cuts, places)
         holders = [
-            [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]
+            [rank for rank, own in enumerate(boxes) if dims and _has(own[each.piece.param], each)]
             for each in matrices
-        ]
+        ]  # where all ranks have all, nobody is preferred
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))
         self.owned: list[list[Piece]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > sum(costs)]
+        # where all ranks have all, each has memory for the updates of all
+        room = room if dims else room // len(places)
         rest = self._cut(matrices, owners, large, room // itemsize)
         order = [large, *rest] if large else rest
 
@@ -317,6 +329,10 @@ class Owners:
 
     def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits."""
+        if not self._groups:  # owners have all of them
+            count = sum(bucket.sent)
+            far[:count].copy_(near[:count])
+            return ARRIVED
         return self._sent(near, far, bucket.sent, bucket.received)
 
     def wholes(self, bucket: Bucket, far: torch.Tensor) -> list[torch.Tensor]:

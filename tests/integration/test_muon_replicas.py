@@ -5,8 +5,9 @@ import math
 import pytest
 import replica_ranks
 from fsdp2_ranks import assert_same_on_all
+from interpreted import interpreted
 from late_exchange import late
-from muon_ranks import in_small_buckets
+from muon_ranks import by_small_tiles, in_small_buckets
 from replica_ranks import SHAPES, trained
 from runs import BF16, FP16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import slow_but
@@ -65,6 +66,16 @@ def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks):
     assert_same_on_all(found, trained(options, 3, shapes=shapes))
 
 
+@interpreted
+@pytest.mark.parametrize("kind", ["fp16, normuon", "drawn"])
+def test_launches_have_the_same_bits(on_ranks, kind):
+    shapes = SHAPES[:5]
+    expected = trained(KINDS[kind], 2, shapes=shapes, clip_norm=1.0)
+    options = {**KINDS[kind], "backend": "triton"}
+    found = on_ranks(2, trained, options, 2, shapes=shapes, clip_norm=1.0)
+    assert_same_on_all(found, expected)
+
+
 # --- the work
 
 
@@ -90,6 +101,25 @@ def test_updates_alone_are_sent(on_ranks):
     shapes = [(20, 30)] * 4 + [(7,)]
     found = on_ranks(2, replica_ranks.bytes_sent, KINDS["bf16"], shapes)
     assert found == [([2 * 2 * math.prod((20, 30))], 1)] * 2
+
+
+def test_a_bucket_has_room_for_the_updates_of_all_ranks(on_ranks):
+    """Each rank has memory for all of them: of 1,200 bytes each two go together here, not four."""
+    shapes = [(20, 30)] * 4
+    own = (KINDS["bf16"], shapes)
+    found = on_ranks(2, in_small_buckets, 2400, *own, made=replica_ranks.bytes_sent)
+    assert found == [([2 * 1200], 2)] * 2
+
+
+@pytest.mark.parametrize("form", ["standard", "gram"])
+def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form):
+    options, shapes = {**KINDS["fp16, normuon"], "method": form}, [(40, 90), (10, 12), (7,)]
+    expected = trained(options, 3, shapes=shapes)
+    made = {"made": replica_ranks.trained_alike}
+    found = on_ranks(2, by_small_tiles, options, 3, 1, shapes, **made)
+    assert_same_on_all([run for run, _ in found], expected)
+    alone = by_small_tiles(options, 3, 1, shapes, **made)[1]
+    assert max(work for _, work in found) < 0.75 * alone
 
 
 # --- groups

@@ -79,7 +79,8 @@ def get_megatron_optimizer(
             config.optimizer_cuda_graph, with which Megatron's training loop captures it.
         divides_matrices: with Muon and without the distributed optimizer, where every data-parallel
             rank steps all matrices, each is made orthogonal by one of them, which sends the update
-            to the others. False: every rank makes all. The bits are the same.
+            to the others. False: every rank makes all, and a step takes less memory for messages
+            (docs/how-to/muon.md). The bits are the same.
         galore: steps matrices but embeddings and output layers by megaopt.GaLoreAdamW, with these
             arguments of its: rank, and any of update_proj_gap, scale, proj_type, precision, refresh
             and stagger; beside optimizer="adam" and mode "main_shards". None: all by FusedAdam.

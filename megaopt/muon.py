@@ -34,11 +34,12 @@ from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number, one_o
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
 from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
+from megaopt.options.replicas import REPLICAS
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
 from megaopt.params.float8 import Float8View
-from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
+from megaopt.params.view import EMBEDDING, STEP, ReplicatedView, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
     OURS,
@@ -120,6 +121,7 @@ class MuonOptions(Options):
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ("use_muon", "eps", *ORTHOGONALIZING)
     MATRIX_MARKS: ClassVar[tuple[str, ...]] = (*MARKS, SPLIT_SIZES)
     MATRIX_OFF: ClassVar[tuple[str, Any]] = ("use_muon", False)
+    TAKEN: ClassVar[tuple[str, ...]] = (REPLICAS,)
 
     momentum_buffer_dtype: torch.dtype | str = torch.float32
     exp_avg_dtype: torch.dtype | str = torch.float32
@@ -166,6 +168,8 @@ class MuonOptions(Options):
         under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
         if len(view.whole_shape) != 2:
             refuse(where, f"of two dimensions {under}", view.param)
+        if isinstance(view, ReplicatedView) and self.contract == "torch":
+            refuse(f"{where}: {REPLICAS}", f"None {under}", view.split)
         if view.split is not None and self.contract == "torch":
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")
         dtype = torch.float32 if masters else view.param.dtype
@@ -275,12 +279,15 @@ class Stepped(NamedTuple):
     """The shapes of its matrices, which are made orthogonal each by itself; none of AdamW's."""
     why: str
     """"by its shape", or "as" and the reason: its group, its dimensions, or a mark."""
+    ranks: int = 1
+    """Among how many ranks the making of updates is divided; 1: this one makes all of its own."""
 
     def __str__(self) -> str:
         """One line."""
         counts = {shape: self.matrices.count(shape) for shape in self.matrices}
         own = ", ".join(f"{count} x {list(shape)}" for shape, count in counts.items())
-        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, {self.why}"
+        divided = f", divided among {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, {self.why}{divided}"
 
 
 @takes(MuonOptions, SharedOptions)
@@ -306,7 +313,8 @@ class FusedMuon(FusedOptimizer):
 
     A state has momentum_buffer (and, with second_moment, variance_neuron, fp32 of shape (rows,)),
     or exp_avg and exp_avg_sq; and master_param. Of DTensors (FSDP2's) one rank makes the update of
-    a matrix, of the parts that all send it; docs/how-to/muon.md tells more.
+    a matrix, of the parts that all send it; with `replicas` ranks that have whole weights divide
+    the work likewise. docs/how-to/muon.md tells more.
 
     Args:
         params: as for FusedAdam; fp8 weights that Muon steps need whole fp32 masters.
@@ -347,6 +355,12 @@ class FusedMuon(FusedOptimizer):
             torch.optim.AdamW's with fused=True, on an NVIDIA GPU. "eo": those of
             Emerging-Optimizers' Muon as Megatron-Core uses it, AdamW's are ieee's.
         state_device: as for FusedAdam; a group may say another. Only with contract "ieee".
+        replicas: a torch.distributed.ProcessGroup or DeviceMesh, whose ranks all have the same
+            plain parameters, gradients and states, as those of DistributedDataParallel have: each
+            matrix is made orthogonal by one of them, which sends the update to the others, 2 bytes
+            a parameter. All take their steps together. The bits are those without it, and states
+            stay whole on every rank. Vectors, AdamW's parameters, DTensors and fp8 weights are
+            stepped as without it. A group may say another, or None. Not with contract "torch".
         **options: of megaopt.SharedOptions, which follow.
 
     Raises:
@@ -376,13 +390,14 @@ class FusedMuon(FusedOptimizer):
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         contract: MuonContract = "ieee",
         state_device: StateDevice = None,
+        replicas: Any = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         defaults, checked, masters = options_of(self, MuonOptions, locals())
         # an optimizer whose defaults have betas is Adam to torch's schedulers, which then cycle
         # these (OneCycleLR, CyclicLR); of Muon it is the momentum
         self._betas = defaults.pop("betas")
-        super().__init__(params, defaults, checked, masters)
+        super().__init__(params, defaults, checked, masters, replicas)
 
     @property
     def rule(self) -> Rule:
@@ -412,7 +427,8 @@ class FusedMuon(FusedOptimizer):
                 continue
             pieces = tuple(view.matrix.how.pieces(view.whole_shape))
             why = "as its group has use_muon=True" if group["use_muon"] else "by its shape"
-            found.append(Stepped(label, "muon", pieces, why))
+            ranks = 1 if view.split is None else view.split[0].size()
+            found.append(Stepped(label, "muon", pieces, why, ranks))
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

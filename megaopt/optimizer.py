@@ -15,6 +15,7 @@ from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
+from megaopt.options.replicas import Replicas, replicas_of
 from megaopt.options.untraced import torchs, untraced
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
@@ -61,10 +62,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         options: Options,
         master_weights: MasterWeights,
+        replicas: Any = None,
     ) -> None:
         self.options = options
         self._given = None if options.MATRIX is None else set()
-        self.stepper = Stepper(options, self.rule, None, Homes(options.placement))
+        homes, copies = Homes(options.placement), Replicas(replicas)
+        self.stepper = Stepper(options, self.rule, None, homes, copies)
         self._is_being_made = True
         super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
         self._is_being_made = False
@@ -222,9 +225,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             placement = taken_from(group, self.options, f"group {index}")
+            replicas = replicas_of(group, self.options, f"group {index}")
             group |= {k: v for k, v in self._group_defaults(group).items() if k not in group}
             torchs("add_param_group")(self, group)
             self.stepper.homes.put(group["params"], placement)
+            self.stepper.replicas.put(group["params"], replicas)
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
                 self._check_param(param, self._owned.label(index, place))
@@ -266,7 +271,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
         owned, versions = self._owned, self.stepper.writes.versions
-        Owned(owned.groups, self.options, owned.rule, masters, owned.homes).check_masters()
+        given = (owned.rule, masters, owned.homes, owned.replicas)
+        Owned(owned.groups, self.options, *given).check_masters()
         is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
         written = () if is_list else versions.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
@@ -490,7 +496,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """For pickle, torch.save and deepcopy: everything but the tables on the device.
 
         What comes back goes on with the same bits; but pickle keeps no Float8Weight's initial
-        value, so that a master that the first step makes afterwards starts from the codes.
+        value, so that a master that the first step makes afterwards starts from the codes, and no
+        `replicas`: process groups are of a process.
         """
         self.stepper.homes.wait()
         versions = self.stepper.writes.versions
@@ -500,6 +507,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "options": self.options,
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
+            "_replicas": self.stepper.replicas,
             "use_decoupled_grad": self.use_decoupled_grad,
             "step_unscales": self.step_unscales,
             "_written": versions.moved_anywhere(self._owned.params, self.state),
@@ -510,7 +518,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         own = vars(self)
         masters, homes, written = (own.pop(f"_{n}") for n in ("masters", "homes", "written"))
-        self.stepper = Stepper(self.options, self.rule, masters, homes)
+        replicas = own.pop("_replicas", Replicas())  # not in pickles of before
+        self.stepper = Stepper(self.options, self.rule, masters, homes, replicas)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)
         self.stepper.reset(self._owned, self.state, written)

@@ -40,6 +40,7 @@ def get_megatron_optimizer(
     round_scaled_grads: bool | None = None,
     seed: int = 0,
     capturable: bool | None = None,
+    divides_matrices: bool = True,
     galore: Mapping[str, Any] | None = None,
     any_version: bool = False,
     **kwargs: Any,
@@ -76,6 +77,10 @@ def get_megatron_optimizer(
             DDP's buffers, so that ranks with copies of it draw the same random bits.
         capturable: as for megaopt.FusedAdam: a CUDA graph may capture the step; None:
             config.optimizer_cuda_graph, with which Megatron's training loop captures it.
+        divides_matrices: with Muon and without the distributed optimizer, where every data-parallel
+            rank steps all matrices, each is made orthogonal by one of them, which sends the update
+            to the others. False: every rank makes all, and a step takes less memory for messages
+            (docs/how-to/muon.md). The bits are the same.
         galore: steps matrices but embeddings and output layers by megaopt.GaLoreAdamW, with these
             arguments of its: rank, and any of update_proj_gap, scale, proj_type, precision, refresh
             and stagger; beside optimizer="adam" and mode "main_shards". None: all by FusedAdam.
@@ -119,8 +124,8 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     Args:
         any_version: as for get_megatron_optimizer.
         options: mode, contract, backend, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype,
-            store_param_remainders, round_scaled_grads, seed, capturable and galore, as for
-            get_megatron_optimizer.
+            store_param_remainders, round_scaled_grads, seed, capturable, divides_matrices and
+            galore, as for get_megatron_optimizer.
 
     Raises:
         ImportError: megatron-core is not installed.

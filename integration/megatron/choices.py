@@ -64,6 +64,8 @@ class Choices:
     capturable: bool | None = None
     offloads: bool = False
     """config.optimizer_cpu_offload, of which Megatron is not told."""
+    divides_matrices: bool = True
+    """Data-parallel ranks that all step whole matrices by Muon divide the making of updates."""
     galore: Mapping[str, Any] | None = None
     """Arguments of GaLoreAdamW, which then steps all parameters; None: FusedAdam does."""
     asked: Any = None
@@ -72,6 +74,7 @@ class Choices:
     def __post_init__(self) -> None:
         """Raises ValueError for a choice out of its range, or choices that contradict."""
         one_of("mode", self.mode, MODES)
+        one_of("divides_matrices", self.divides_matrices, (True, False))
         if self.mode == "main_shards" and self.store_param_remainders:
             raise ValueError(
                 "store_param_remainders must be False with mode='main_shards', where Megatron "

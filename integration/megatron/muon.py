@@ -7,12 +7,13 @@ import copy
 import importlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import optimizer as factory
 from megatron.core.optimizer import layer_wise_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
@@ -61,6 +62,8 @@ class ShardMuon(Shards, megaopt.FusedMuon):
 
     meshes: Meshes
     """The ranks that bring their parts of a matrix together; none where each steps its own."""
+    copies: Mapping[torch.Tensor, Any]
+    """The process group of the ranks that have copies of a weight, and divide the work."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +254,20 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
     return {}
 
 
+def copies_of(
+    recipe: Recipe, choices: Choices, chunks: Sequence[Any]
+) -> dict[torch.Tensor, dist.ProcessGroup]:
+    """For each weight the data-parallel ranks that step all of it, and divide the work.
+
+    None where the layer-wise optimizer gives weights to ranks, or where it was not chosen.
+    """
+    if recipe.is_layer_wise or not choices.divides_matrices:
+        return {}
+    # the very ranks over which DDP adds up gradients: of experts other ones
+    buffers = [each for own in chunks for each in (*own.buffers, *own.expert_parallel_buffers)]
+    return {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
+
+
 # --- the optimizers
 
 
@@ -259,6 +276,7 @@ def make_muon(
     recipe: Recipe,
     choices: Choices,
     meshes: Meshes,
+    copies: Mapping[torch.Tensor, Any],
     has_all: bool = False,
 ) -> ShardMuon:
     """FusedMuon of Megatron's groups.
@@ -268,6 +286,7 @@ def make_muon(
         recipe: what the config says.
         choices: megaopt's options.
         meshes: the ranks that share parts of matrices.
+        copies: the ranks that divide the work on whole weights.
         has_all: the groups have all parameters, of which Adam's are marked.
     """
     for group in groups:
@@ -282,7 +301,7 @@ def make_muon(
         # Megatron's own gathers write the weights that its masters made
         on_external_write="ignore",
     )
-    muon.meshes = meshes
+    muon.meshes, muon.copies = meshes, copies
     return muon
 
 
@@ -341,7 +360,7 @@ def make_of_shards(
         )
 
     def make_adam(params: list[dict[str, Any]], **kwargs: Any) -> ShardMuon:
-        return make_muon(params, recipe, choices, {}, has_all=True)
+        return make_muon(params, recipe, choices, {}, {}, has_all=True)
 
     told = copy.copy(config)
     told.optimizer = "adam"
@@ -402,9 +421,10 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
             given = {"config_overrides": config_overrides, "pg_collection": pg_collection}
             return make_of_shards(config, recipe, choices, model_chunks, **given)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
+        copies = copies_of(recipe, choices, model_chunks)
 
         def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
-            return make_muon(groups, recipe, choices, meshes), _nothing
+            return make_muon(groups, recipe, choices, meshes, copies), _nothing
 
         names = [
             *common_names(adams),
@@ -447,9 +467,10 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
             }
             return make_of_shards(config, recipe, choices, model_chunks, **given)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
+        copies = copies_of(recipe, choices, model_chunks)
 
         def create(groups: Any, **kwargs: Any) -> Any:
-            return make_muon(groups, recipe, choices, meshes)
+            return make_muon(groups, recipe, choices, meshes, copies)
 
         # layer-wise, it takes optimizers out of this before it gives them masters
         fp32 = FP32Optimizer if recipe.is_layer_wise else WholeFloat32

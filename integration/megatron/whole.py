@@ -8,6 +8,7 @@ too, with Megatron's fp32 values as their masters.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -99,6 +100,10 @@ class Whole(Clipping):
         weights = [[as_part(model, meshes) for model in own] for own in models]
         pairs = [[*zip(*own, strict=True)] for own in zip(groups, weights, strict=True)]
         self.optimizer = WholeAdapter(optimizer, pairs)
+        copies = getattr(optimizer, "copies", {})
+        for weight in itertools.chain.from_iterable(weights):
+            if weight in copies:  # no part of a matrix that tensor-parallel ranks share
+                optimizer.stepper.replicas.put([weight], copies[weight])
         self.init_state_fn = self.initialize_states
         for own, parts in zip(models, weights, strict=True):
             self.shards.update(zip(own, parts, strict=True))

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import refuse, shown
+from megaopt.options.replicas import Replicas
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import Named, check_memory
@@ -205,7 +206,9 @@ class GradientRelease:
             masters = [] if spot.entry is None else [masters[spot.entry]]
         own = self._alone.get(param)
         if own is None:
-            own = Stepper(whole.options, whole.rule, masters, whole.homes, whole.writes.said)
+            # without replicas: ranks would wait for each parameter's update by itself
+            given = (masters, whole.homes, Replicas(), whole.writes.said)
+            own = Stepper(whole.options, whole.rule, *given)
             versions = Versions([param], (), whole.writes.versions, optimizer.state)
             own.writes.versions = versions
             own.was_stepped = True  # no step of it asks which states there would be

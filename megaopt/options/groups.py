@@ -100,6 +100,7 @@ OF_OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("momentum", "dampening", "nesterov", "betas", "ns_steps"), ()),
     "use_muon": (None, False),
     "rank": (None,),
+    "replicas": (None,),
 }
 """Keys by which groups ask for another optimizer of this package, where the optimizer has none of
 that name; with the values that ask for nothing."""
@@ -133,7 +134,7 @@ def hints_of(given: Mapping[str, Any], options: Options, where: str) -> dict[str
     given: the group as the user made it, without what the optimizer's defaults add.
     """
     names = options.names_but_step
-    own = (*names, *options.OF_ALL, *KEYS)
+    own = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
     hints = {}
     for name, value in given.items():
         if name in own or hasattr(options, str(name)):

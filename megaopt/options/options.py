@@ -242,6 +242,8 @@ class Options:
     """
     OFFLOADS: ClassVar[bool] = True
     """States may be in host memory."""
+    TAKEN: ClassVar[tuple[str, ...]] = ()
+    """Keys of new groups, beside state_device, that the optimizer takes out of them."""
     MATRIX: ClassVar[MatrixRule | None] = None
     """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()

@@ -11,7 +11,7 @@ from megaopt.kernels.rules.matrix import Matrix
 from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
 from megaopt.params.flat import PARTS, FlatMatrixView
 from megaopt.params.float8 import Float8MatrixView, Float8ShardView, Float8View
-from megaopt.params.view import PLAIN, MatrixView, ParamView
+from megaopt.params.view import PLAIN, MatrixView, ParamView, ReplicatedView
 
 
 def view_of(param: Any) -> ParamView:
@@ -29,15 +29,21 @@ def view_of(param: Any) -> ParamView:
     return ParamView(param) if weight is None else Float8View(param, weight)
 
 
-def matrix_view(param: Any, matrix: Matrix) -> ParamView:
-    """A plain matrix, an fp8 weight, a DTensor or a part that a rule for whole matrices steps."""
+def matrix_view(param: Any, matrix: Matrix, replicas: Any = None) -> ParamView:
+    """A plain matrix, an fp8 weight, a DTensor or a part that a rule for whole matrices steps.
+
+    replicas: the mesh of ranks that all have a plain one; None: this rank knows of no others.
+    """
     view = view_of(param)
     if view.weight is not None:
         return Float8MatrixView(param, view.weight, matrix)
     if hasattr(param, PARTS):
         return FlatMatrixView(param, matrix)
-    kind = MatrixDTensorView if is_dtensor(param) else MatrixView
-    return kind(param, matrix)
+    if is_dtensor(param):
+        return MatrixDTensorView(param, matrix)
+    if replicas is not None:
+        return ReplicatedView(param, matrix, replicas)
+    return MatrixView(param, matrix)
 
 
 def _weight_of(whole: Any) -> Any:

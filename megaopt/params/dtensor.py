@@ -333,17 +333,8 @@ class MatrixDTensorView(MatrixView, DTensorView):
     def _check_blocks(self, where: str, name: str, form: Format) -> None:
         """Also where ranks would exchange parts of blocks: each matrix goes to its owner alone."""
         super()._check_blocks(where, name, form)
-        rule, how = self.matrix.rule, self.matrix.how
-        if not form.block or rule.meets != WHOLE or self.split is None:
-            return
-        cuts = rule.cut(how, self.whole_state_shape(name.removesuffix("_dtype")))
-        sizes = [size for cut in cuts for _, size in cut.runs]
-        if self.keeps_blocks(form) and any(size % form.block for size in sizes):
-            shapes = sorted({tuple(cut.shape) for cut in cuts})
-            raise ValueError(
-                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
-                f"each of a DTensor's matrices, got matrices of {shapes}"
-            )
+        if self.split is not None:
+            self.check_blocks_of_matrices(where, name, form)
 
     @property
     def _keeps_shape(self) -> bool:

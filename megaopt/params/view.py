@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.kernels.chunks.batch import Cast, Extent, Formats
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.rules.matrix import WHOLE, Matrix
 from megaopt.options.options import Options, check_weight
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
@@ -323,3 +323,57 @@ class MatrixView(ParamView):
         """The shape of the moments' scales: (rows, blocks of a row)."""
         rows, *columns = self.low_shape
         return (rows, math.prod(columns) // block)
+
+    def check_blocks_of_matrices(self, where: str, name: str, form: Format) -> None:
+        """Raises ValueError where a matrix that goes to its owner alone has parts of blocks."""
+        rule, how = self.matrix.rule, self.matrix.how
+        if not form.block or rule.meets != WHOLE or not self.keeps_blocks(form):
+            return
+        cuts = rule.cut(how, self.whole_state_shape(name.removesuffix("_dtype")))
+        sizes = [size for cut in cuts for _, size in cut.runs]
+        if any(size % form.block for size in sizes):
+            shapes = sorted({tuple(cut.shape) for cut in cuts})
+            raise ValueError(
+                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
+                f"each matrix that one of several ranks makes, got matrices of {shapes}"
+            )
+
+
+class ReplicatedView(MatrixView):
+    """A plain matrix that all ranks of a mesh have: one of them makes its update for all."""
+
+    def __init__(self, param: Any, matrix: Matrix, mesh: Any) -> None:
+        super().__init__(param, matrix)
+        self.split = mesh, ()
+
+    @property
+    def sharding(self) -> tuple[object, ...]:
+        """How many ranks have copies; not which, as other dimensions of parallelism have others."""
+        assert self.split is not None
+        return "replicas", self.split[0].size()
+
+    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in which `boxes` of this one are counted."""
+        return tuple(shape)
+
+    def boxes(
+        self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """What ranks at places of the mesh have: all of a tensor of this shape."""
+        return [tuple((0, size) for size in shape)] * len(coordinates)
+
+    def _check_kind(
+        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
+    ) -> None:
+        super()._check_kind(where, options, moments, masters)
+        formats = {
+            **{f"{name}_dtype": options.moment_format(name) for name in moments},
+            "master_weight_dtype": options.master_format(self.param.dtype, masters),
+        }
+        for name, form in formats.items():
+            self.check_blocks_of_matrices(where, name, form)
+            if form.scaled:
+                raise ValueError(
+                    f"{where}: {name} must be a format without a scale per tensor with replicas, "
+                    f"got {getattr(options, name)}: one parameter's matrices go to several ranks"
+                )

@@ -29,6 +29,7 @@ from megaopt.options.options import (
     is_param_number,
 )
 from megaopt.options.placement import Homes
+from megaopt.options.replicas import Replicas
 from megaopt.params import ParamView, matrix_view, view_of
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import SCALE, whole_shape_of
@@ -48,6 +49,7 @@ class Owned:
         rule: the update rule.
         masters: as `master_weights` was assigned.
         homes: of the states.
+        replicas: the ranks that hold copies of parameters.
     """
 
     def __init__(
@@ -57,13 +59,15 @@ class Owned:
         rule: Rule,
         masters: MasterWeights,
         homes: Homes,
+        replicas: Replicas,
     ) -> None:
         self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
+        self.replicas = replicas
         self.rule = rule.drawing if options.draws else rule
 
     def with_groups(self, groups: Sequence[Group]) -> Owned:
         """The same with other groups, of the same parameters."""
-        return Owned(groups, self.options, self.rule, self.masters, self.homes)
+        return Owned(groups, self.options, self.rule, self.masters, self.homes, self.replicas)
 
     # --- parameters, in group order
 
@@ -109,7 +113,7 @@ class Owned:
         if index is not None:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         matrix = self.options.matrix(param, group)
-        view = view_of(param) if matrix is None else matrix_view(param, matrix)
+        view = view_of(param) if matrix is None else self._matrix_view(param, matrix)
         view.home = self.homes.of(param)
         return view
 
@@ -164,7 +168,10 @@ class Owned:
         rule = self.options.MATRIX
         if rule is None or len(whole_shape_of(param)) < 2:
             return view_of(param)
-        return matrix_view(param, Matrix(rule))
+        return self._matrix_view(param, Matrix(rule))
+
+    def _matrix_view(self, param: torch.Tensor, matrix: Matrix) -> ParamView:
+        return matrix_view(param, matrix, self.replicas.of(param))
 
     @cached_property
     def group_numbers(self) -> list[int]:

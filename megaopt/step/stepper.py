@@ -22,6 +22,7 @@ from megaopt.options.checks import one_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER, SCALE, Homes
+from megaopt.options.replicas import Replicas
 from megaopt.params.dtensor import local_of
 from megaopt.state.numbers import Numbers, Row
 from megaopt.state.owned import Group, Owned
@@ -224,6 +225,7 @@ class Stepper:
         rule: the update rule.
         masters: as `master_weights` was given.
         homes: of states in host memory.
+        replicas: the ranks that hold copies of parameters.
         said: the warnings that were given, to share with others.
     """
 
@@ -233,9 +235,11 @@ class Stepper:
         rule: Rule,
         masters: MasterWeights,
         homes: Homes,
+        replicas: Replicas,
         said: set[str] | None = None,
     ) -> None:
         self.options, self.masters, self.homes = options, masters, homes
+        self.replicas = replicas
         self.rule = rule.drawing if options.draws else rule
         self.writes = ExternalWrites(said)
         self.quantities: tuple[str, ...] = ()
@@ -265,8 +269,8 @@ class Stepper:
         """Whether a CUDA graph may capture a step; None: not known yet."""
 
     def owned(self, groups: Sequence[Group]) -> Owned:
-        """Groups with the stepper's options, rule, masters and homes: what a step works on."""
-        return Owned(groups, self.options, self.rule, self.masters, self.homes)
+        """Groups with all that the stepper has for them: what a step works on."""
+        return Owned(groups, self.options, self.rule, self.masters, self.homes, self.replicas)
 
     def reset(self, owned: Owned, state: States, written: Iterable[int] = ()) -> None:
         """Weights, masters or states are others: all is made anew, and compared from now on.
@@ -439,7 +443,10 @@ class Stepper:
         """Whom this rank meets before a first step; nobody without a rule for matrices."""
         if self.options.MATRIX is None:
             return []
-        return [*self._agreed.sharers, *sharers_of(self.owned(groups).usual_views)]
+        views = self.owned(groups).usual_views
+        if is_asked_by_torch() and not any(view.is_sharded for view in views):
+            return []  # of plain parameters one rank may ask alone
+        return [*self._agreed.sharers, *sharers_of(views)]
 
     def _disagree(self, met: Sequence[Sharers]) -> None:
         """Tells the ranks that compare what they have that this one raises an error."""

@@ -19,6 +19,7 @@ from megatron_muon import (
     load_and_train,
     load_parts,
     load_weights_first,
+    matrices_made,
     muon_config,
     names_owned,
     run_the_page,
@@ -107,6 +108,36 @@ def test_owners_and_shards_move_no_bit(pools, contract):
     runs = ((2, one), (2, owned), (3, owned), (1, shards), (2, shards), (3, shards))
     for world, case in runs:
         assert pools(world)(step_given_gradients, case) == [whole] * world
+
+
+DIVIDED = {
+    "bf16 gradients": (2, {"fp32_grads": False, "options": {}}, {2}),
+    "fp32": (3, {"dtype": torch.float32, "options": {}}, {3}),
+    "eo, clipped": (2, {"clip_grad": 0.1}, {2}),
+    "experts": (2, {"experts": 2, "options": {}}, {1, 2}),
+    "experts that all have": (3, {"experts": 2, "options": {}}, {3}),
+    "tensor parallel": (4, {"tensor_parallel": 2, "options": {}}, {2}),
+    "pipeline": (4, {"pipeline": 2, "options": {}}, {2}),
+    "context parallel": (2, {"context": 2, "options": {}}, {2}),
+}
+
+
+@pytest.mark.parametrize("name", names_but(DIVIDED, ("bf16 gradients", "experts")))
+def test_data_parallel_ranks_divide_the_work_and_move_no_bit(pools, name):
+    """Of experts those that have the same ones."""
+    world, settings, ranks = DIVIDED[name]
+    case = case_of("main_shards", **settings)
+    alone = replace(case, options={**case.options, "divides_matrices": False})
+    found = pools(world)(matrices_made, case)
+    expected = pools(world)(matrices_made, alone)
+    assert [own for own, _ in found] == [own for own, _ in expected]
+    assert {each for _, own in found for each in own} == ranks
+    assert {each for _, own in expected for each in own} == {1}
+
+
+def test_owners_of_weights_know_no_copies(pools):
+    for _, ranks in pools(2)(matrices_made, case_of("main_shards", **ON_OWNERS)):
+        assert {*ranks} == {1}
 
 
 AS_WHOLES = (

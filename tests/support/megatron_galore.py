@@ -11,9 +11,8 @@ from unfused_torch import BETAS, EPS
 
 from megaopt import GaLoreAdamW
 from megaopt.commands.regression.megatron.optimizer import leaves
-from megaopt.kernels.matrix import galore
+from megaopt.kernels.matrix import galore, shared
 from megaopt.params.view import EMBEDDING
-from megaopt.step.ranks import owners
 
 KEPT = ("projection", "captured_energy")
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -153,7 +152,7 @@ def alone(case, steps=10, factors=None):
 
 
 PLACES = {
-    "exchange": (owners, "_copy"),
+    "exchange": (shared, "unpacked"),
     "refresh": (galore, "refreshed"),
     "update": (galore, "projected_back"),
 }

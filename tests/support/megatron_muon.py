@@ -164,6 +164,15 @@ def step_clipped(case, factors=(1.0, 1.0, 1.0)):
     return seen(trainer), found
 
 
+def matrices_made(case, steps=2):
+    """What a run has, and for each of Muon's weights among how many ranks the work is divided."""
+    trainer = MuonTrainer(case)
+    for step in range(steps):
+        trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
+    muons = [leaf.fused for leaf in leaves(trainer.optimizer) if hasattr(leaf.fused, "describe")]
+    return seen(trainer), [each.ranks for muon in muons for each in muon.describe()]
+
+
 def names_owned(case):
     """The weights that this rank steps."""
     return [name for name, *_ in MuonTrainer(case).parts()]

@@ -205,7 +205,9 @@ class Meeting:
         heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
         if request.found_inf is not None:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
-        if request.skip_nonfinite and not all(each.measures for each in self._peers):
+        # a norm over ranks says it, but to those that have copies of all parts
+        knows = all(each.measures and (each.groups or each.size == 1) for each in self._peers)
+        if request.skip_nonfinite and not knows:
             heard[NONFINITE:].copy_(look(heard.device))
         for each in self._peers:
             # ranks that share fp8 weights may have other groups beside

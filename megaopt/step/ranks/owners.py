@@ -319,9 +319,9 @@ class Owners:
         shapes = [view.whole_shape for view in views]
         matrices, boxes = _laid_out(views, shapes, cuts, places)
         holders = [
-            [rank for rank, own in enumerate(boxes) if _has(own[each.piece.param], each)]
+            [rank for rank, own in enumerate(boxes) if dims and _has(own[each.piece.param], each)]
             for each in matrices
-        ]
+        ]  # where all ranks have all, nobody is preferred
         costs = [cost_of(each.piece.shape) for each in matrices]
         owners = owners_of(costs, holders, len(places))
         self.owned: list[list[Piece]] = [[] for _ in places]
@@ -339,6 +339,8 @@ class Owners:
         total = sum(cost for index, cost in enumerate(costs) if index not in local)
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > total]
         large = [index for index in large if index not in local]
+        # where all ranks have all, each has memory for the updates of all
+        room = room if dims else room // len(places)
         rest = self._cut(matrices, owners, {*large, *local}, room // itemsize)
         order = [large, *rest] if large else rest
 
@@ -379,6 +381,10 @@ class Owners:
 
     def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits."""
+        if not self._groups:  # owners have all of them
+            count = sum(bucket.sent) * size
+            far[:count].copy_(near[:count])
+            return None
         return self._sent(near, far, bucket.sent, bucket.received, size)
 
     def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:

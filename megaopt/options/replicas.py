@@ -1,0 +1,85 @@
+"""Ranks that hold copies of plain parameters, and divide the making of updates among them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from megaopt.options.checks import refuse
+from megaopt.options.options import MISSING, Options
+
+REPLICAS = "replicas"
+"""The argument, and the key of a group that says something else than the optimizer."""
+ALLOWED = (
+    "None, or a torch.distributed.ProcessGroup or DeviceMesh that this rank is in and whose ranks "
+    "all hold the same parameters and gradients"
+)
+
+
+class Replicas:
+    """The ranks that hold copies of an optimizer's parameters.
+
+    Args:
+        default: a ProcessGroup or DeviceMesh, of parameters whose group says nothing; None: no
+            others are known.
+
+    Raises ValueError for anything else.
+    """
+
+    def __init__(self, default: Any = None) -> None:
+        self.default = _checked(default, REPLICAS)
+        self.groups: dict[torch.Tensor, Any] = {}
+        """The ranks of parameters that have others than `default`."""
+        self._meshes: dict[Any, Any] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
+        """The same ranks, which meet as before, of the copied parameters."""
+        found = Replicas(self.default)
+        pairs = self.groups.items()
+        found.groups = {copy.deepcopy(param, memo): ranks for param, ranks in pairs}
+        return found
+
+    def __reduce__(self) -> Any:
+        """For pickle: nobody's, as process groups are of a process."""
+        return Replicas, ()
+
+    def put(self, params: Iterable[torch.Tensor], ranks: Any) -> None:
+        """Sets who holds copies of some parameters; MISSING: the ranks of `default`."""
+        for param in params:
+            self.groups.pop(param, None)
+            if ranks is not MISSING:
+                self.groups[param] = ranks
+
+    def of(self, param: torch.Tensor) -> Any:
+        """A mesh of the ranks that hold copies of a parameter; None where nobody else does."""
+        ranks = self.groups.get(param, self.default)
+        if ranks is None or ranks.size() == 1:
+            return None
+        if isinstance(ranks, DeviceMesh):
+            return ranks
+        key = ranks, param.device.type
+        if key not in self._meshes:
+            self._meshes[key] = DeviceMesh.from_group(*key)
+        return self._meshes[key]
+
+
+def replicas_of(group: dict[str, Any], options: Options, where: str) -> Any:
+    """Takes replicas out of a new group, as loads would look for it there; MISSING without it."""
+    if REPLICAS not in options.TAKEN or REPLICAS not in group:
+        return MISSING
+    return _checked(group.pop(REPLICAS), f"{where}: {REPLICAS}")
+
+
+def _checked(ranks: Any, where: str) -> Any:
+    if ranks is None:
+        return None
+    is_mesh = isinstance(ranks, DeviceMesh)
+    is_group = isinstance(ranks, getattr(dist, "ProcessGroup", ()))  # not in every torch
+    if not (is_group or (is_mesh and ranks.get_coordinate() is not None)):
+        refuse(where, ALLOWED, ranks)
+    return ranks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, chain, product, zip_longest
 from typing import Any, NamedTuple
 
@@ -375,6 +375,11 @@ class Owners:
             found.setdefault(bucket, []).append(index)
         return [found[bucket] for bucket in sorted(found)]
 
+    @cached_property
+    def _group(self) -> Any:
+        """The group of all ranks; they meet where it is asked for first."""
+        return group_of(self._mesh)
+
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
         return reduced(own, self._groups, SUM)
@@ -393,9 +398,8 @@ class Owners:
 
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
-        group: Any = group_of(self._mesh)
-        source: Any = dist.get_global_rank(group, owner)  # untyped in torch
-        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)
+        source: Any = dist.get_global_rank(self._group, owner)  # untyped in torch
+        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self._group)
 
     def spread(
         self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor
@@ -426,6 +430,6 @@ class Owners:
             out[: sum(outgoing)],
             incoming,
             outgoing,
-            group=group_of(self._mesh),
+            group=self._group,
             async_op=True,
         )

@@ -68,18 +68,22 @@ def matrices_made(options, steps, **named):
 
 
 def bytes_sent(options, shapes):
-    """Bytes of updates that this rank sends each other one in a step, and how many messages."""
+    """What this rank sends in a step after the first: bytes of each gather to every other rank."""
     model, optimizer = made(options, shapes)
     train(model, optimizer, 1)
-    sent, send = [], dist.all_to_all_single
+    sent, gather = [], dist.all_gather_into_tensor
 
-    def counting(into, out, coming, leaving, **named):
-        sent.append([count for rank, count in enumerate(leaving) if rank != dist.get_rank()])
-        return send(into, out, coming, leaving, **named)
+    def counting(into, out, **named):
+        sent.append(out.numel() * out.element_size())
+        return gather(into, out, **named)
 
-    with mock.patch.object(dist, "all_to_all_single", counting):
+    nothing = mock.Mock(side_effect=AssertionError("directions are sent"))
+    with (
+        mock.patch.object(dist, "all_gather_into_tensor", counting),
+        mock.patch.object(dist, "all_to_all_single", nothing),
+    ):
         train(model, optimizer, 1, first=1)
-    return [sum(own) for own in zip(*sent, strict=True)], len(sent)
+    return sent
 
 
 def groups_apart(steps, alone=False):

@@ -26,6 +26,9 @@ On NVLink they are there in some 0.2 ms, while their products take 1 ms or more;
 parts and whole matrices stay below half a gigabyte.
 """
 
+ALIGNED = 128
+"""Numbers of which what an owner sends to all is a multiple: the next owner's begin aligned."""
+
 Box = tuple[tuple[int, int], ...]
 """The first index and the one behind the last, in each dimension."""
 
@@ -162,6 +165,7 @@ class Bucket:
         rank: this one's place in the group.
         gives: for each rank whether this one's copy of a matrix is that which it takes.
         together: all ranks make the one matrix.
+        alike: all ranks have all of every parameter: each gets all updates of each owner.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class Bucket:
         rank: int,
         gives: Sequence[bool],
         together: bool,
+        alike: bool = False,
     ) -> None:
         self.owner = owners[0] if together else None
         ranks = range(len(boxes))
@@ -217,10 +222,21 @@ class Bucket:
         self.unpacked = _one_behind_another(
             [own if gives[each] else [] for each, own in enumerate(boxes_of)], self.received
         )
+        self.width = -(-max(self.coming) // ALIGNED) * ALIGNED if alike else 0
+        """Numbers that each owner sends to all, where all ranks have all; else 0."""
+        if alike:
+            before = dict(zip(ranks, accumulate(self.coming, initial=0), strict=False))
+            self.returned = [
+                first - before[owner] + owner * self.width
+                for first, (_, owner) in zip(self.returned, found, strict=True)
+            ]
+            self.packed = self.unpacked
 
     @property
     def most(self) -> tuple[int, int]:
         """Numbers of this rank's parts, and of those of all ranks of what this one makes."""
+        if self.width:
+            return self.width * len(self.coming), self.width
         return sum(self.coming), sum(self.leaving)
 
 
@@ -346,7 +362,7 @@ class Owners:
 
         def bucket(found: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
             given = [found[i] for i in chosen], [owners[i] for i in chosen]
-            return Bucket(*given, boxes, self.rank, gives, chosen == large)
+            return Bucket(*given, boxes, self.rank, gives, chosen == large, not dims)
 
         self.buckets = self.lows = [bucket(matrices, boxes, chosen) for chosen in order]
         if lows is not None:
@@ -394,6 +410,10 @@ class Owners:
 
     def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
         """Sends each rank its parts; returns what waits."""
+        if bucket.width:  # all ranks get all
+            count = bucket.width * size
+            into, out = near[: self.ranks * count], far[:count]
+            return dist.all_gather_into_tensor(into, out, group=self._group, async_op=True)
         return self._sent(far, near, bucket.leaving, bucket.coming, size)
 
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:

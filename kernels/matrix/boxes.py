@@ -45,6 +45,12 @@ class Box(NamedTuple):
     """How far apart the rows begin."""
     target_stride: int
 
+    @property
+    def turned(self) -> Box:
+        """The way back."""
+        sizes, strides = (self.rows, self.columns), (self.target_stride, self.source_stride)
+        return Box(self.target, self.source, *sizes, *strides)
+
 
 class BoxCopies:
     """The launch that copies some boxes, whose table is made once.

@@ -16,7 +16,7 @@ fp32 numbers in `room` and their squares in `sums`, which ranks add up, and `sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -31,6 +31,7 @@ from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
 from megaopt.kernels.matrix.muon import FP16, Scales
 from megaopt.kernels.matrix.muon_wave import (
+    Area,
     Iteration,
     Part,
     PartLaunches,
@@ -76,26 +77,26 @@ class MuonBucket:
         self._is_scaled = how.precision == FP16
         wide = torch.float32 if self._is_scaled else how.dtype
         self._parts = PartLaunches(formats, wide, params, firsts, numels, groups, places, device)
+        # where each part's numbers begin in a message, in bytes
         begins = numpy.cumsum([0, *numels])[:-1]
         self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
         self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
-        self._iterations, self._turns = list[Iteration](), list[torch.Tensor]()
-        made = [_part_of(bucket.pieces[index]) for index in bucket.own]
-        turns = {
-            (part.param, part.row): index for part, index in zip(made, bucket.own, strict=True)
-        }
-        for layout in waves(how, made, WITHOUT_END) if made else ():
-            self._iterations.append(Iteration(layout, groups, device))
-            order = [turns[piece.param, piece.row] for piece in layout.pieces]
-            self._turns.append(to_device(numpy.array(order), device))
-        self.room = max((each.layout.used for each in self._iterations), default=0)
+        # the matrices that this rank makes, those of one form in one iteration
+        parts = {_part_of(bucket.pieces[index]): index for index in bucket.own}
+        indices = {(part.param, part.row): index for part, index in parts.items()}
+        self._iterations: list[tuple[Iteration, torch.Tensor]] = []
+        for layout in waves(how, list(parts), WITHOUT_END) if parts else ():
+            order = [indices[piece.param, piece.row] for piece in layout.pieces]
+            in_bucket = to_device(numpy.array(order), device)
+            self._iterations.append((Iteration(layout, groups, device), in_bucket))
+        self.room = max((step.layout.used for step, _ in self._iterations), default=0)
+        """Bytes that the launches of `make` take beside messages."""
         self._norms = PartNorms(bucket, how, device) if self._is_scaled else None
         self.sums = None if self._norms is None else self._norms.sums
-        self._replayed, self._is_noted = Replayed(device), False
-        self._measured, self._cast = Replayed(device), Replayed(device)
+        """What ranks add up between `direct` and `send`; None: nothing."""
+        self._measured, self._cast, self._made = (Replayed(device) for _ in range(3))
         self._begins: dict[str, int] = {}
-        self._unpacked: list[BoxCopies] = []
-        self._packed: list[BoxCopies] = []
+        self._copies: list[tuple[BoxCopies, BoxCopies]] = []
 
     def lie(self, begins: dict[str, int]) -> None:
         """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
@@ -106,94 +107,90 @@ class MuonBucket:
     def ready(self) -> None:
         """Nothing is taken but the step's memory."""
 
-    def direct(self, run: Run, memory: Memory, given: Any) -> None:
+    def direct(self, run: Run, memory: Memory, grads: None) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
         base = memory.whole.data_ptr()
         if run.has_moved:
-            where = base + self._begins["near"] + self._sent
+            directions = base + self._begins["near"] + self._sent
             if self._is_scaled:
-                where = base + self._begins["wide"] + self._wide
+                directions = base + self._begins["wide"] + self._wide
             updates = base + self._begins["back"] + self._returned
-            self._parts.look(run.addresses, where, updates)
+            self._parts.look(run.addresses, directions, updates)
         self._parts.direct(run.scalars, run.controls)
         if self._norms is not None:
-            norms, told = self._norms, (stream_of(self._device), base)
-            self._measured(told, lambda: norms.measure(memory.whole))
+            state, measure = (stream_of(self._device), base), self._norms.measure
+            self._measured(state, lambda: measure(memory.whole))
 
     def send(self, memory: Memory) -> None:
         """Casts fp32 directions, by the sums over all ranks."""
         if self._norms is not None:
-            norms, told = self._norms, (stream_of(self._device), memory.whole.data_ptr())
-            self._cast(told, lambda: norms.cast(memory.whole))
+            state, cast_all = (stream_of(self._device), memory.whole.data_ptr()), self._norms.cast
+            self._cast(state, lambda: cast_all(memory.whole))
 
     def make(self, run: Run, memory: Memory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
         if not self._iterations:
             return
-        if not self._is_noted:
+        if not self._copies:
             with compiling_together(self._device):
-                for each in self._iterations:
-                    each.note(memory.room)
-            self._copies()
-            self._is_noted = True
+                for iteration, _ in self._iterations:
+                    iteration.note(memory.room)
+            self._plan_copies()
         addresses, left_out = run.addresses, run.left_out
 
         def launches() -> None:
-            steps = zip(self._iterations, self._turns, self._unpacked, self._packed, strict=True)
-            for iteration, turns, unpacked, packed in steps:
-                unpacked.copy(memory.whole)
+            for (iteration, in_bucket), (unpack, pack) in zip(
+                self._iterations, self._copies, strict=True
+            ):
+                unpack.copy(memory.whole)
                 if self._norms is None:
                     iteration.norms.step(memory.room)
                 else:
                     scales = iteration.layout.scales.of(memory.room)
-                    torch.index_select(self._norms.scales, 1, turns, out=scales)
+                    torch.index_select(self._norms.scales, 1, in_bucket, out=scales)
                 iteration.step(memory.room, addresses, left_out)
-                packed.copy(memory.whole)
+                pack.copy(memory.whole)
 
-        told: list[Any] = [stream_of(self._device), memory.whole.data_ptr()]
+        # all that the launches depend on
+        state: list[Any] = [stream_of(self._device), memory.whole.data_ptr()]
         if self._how.second_moment:
-            left_out_at = None if left_out is None else left_out.data_ptr()
-            told += addresses[SECOND_MOMENT].tobytes(), left_out_at
-        self._replayed(told, launches)
+            state.append(addresses[SECOND_MOMENT].tobytes())
+            state.append(None if left_out is None else left_out.data_ptr())
+        self._made(state, launches)
 
     def finish(self, run: Run, memory: Memory) -> None:
         """Steps weights and masters by the updates in `back`."""
         self._parts.apply(run.scalars, run.left_out)
 
-    def _copies(self) -> None:
+    def _plan_copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
-        pieces = {
-            (piece.param, piece.row): (iteration, piece)
-            for iteration in self._iterations
-            for piece in iteration.layout.pieces
-        }
+        for iteration, _ in self._iterations:
+            begins = {(piece.param, piece.row): piece.begin for piece in iteration.layout.pieces}
 
-        def boxes(chosen: Sequence[MatrixBox], iteration: Iteration, area: Any) -> list[Box]:
-            found = []
-            for index, first, rows, columns, stride, place in chosen:
-                part = _part_of(self._bucket.pieces[self._bucket.own[index]])
-                owner, piece = pieces[part.param, part.row]
-                if owner is iteration:
-                    matrix = room + area.begin // UNIT + piece.begin + first
-                    found.append(Box(far + place, matrix, rows, columns, columns, stride))
-            return found
+            def boxes(
+                chosen: Sequence[MatrixBox],
+                area: Area,
+                begins: dict[tuple[int, int], int] = begins,
+            ) -> Iterator[Box]:
+                """Those of the iteration's matrices, from a message to where these lie."""
+                for index, first, rows, columns, stride, place in chosen:
+                    part = _part_of(self._bucket.pieces[self._bucket.own[index]])
+                    begin = begins.get((part.param, part.row))
+                    if begin is not None:
+                        matrix = room + area.begin // UNIT + begin + first
+                        yield Box(far + place, matrix, rows, columns, columns, stride)
 
-        for each in self._iterations:
-            coming = boxes(self._bucket.unpacked, each, each.layout.first)
-            going = boxes(self._bucket.packed, each, each.result)
-            self._unpacked.append(BoxCopies(coming, self._device))
-            turned = [
-                Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.columns)
-                for box in going
-            ]
-            self._packed.append(BoxCopies(turned, self._device))
+            unpack = boxes(self._bucket.unpacked, iteration.layout.first)
+            pack = [box.turned for box in boxes(self._bucket.packed, iteration.result)]
+            copies = BoxCopies(list(unpack), self._device), BoxCopies(pack, self._device)
+            self._copies.append(copies)
 
 
 def _part_of(piece: Piece) -> Part:
     """A matrix as a wave has it, of whose elementwise launches nothing is asked."""
     row = 0 if piece.rows is WHOLLY else piece.rows.start
-    return Part(piece.param, row, [piece.shape], [])
+    return Part(piece.param, row, (piece.shape,), ())
 
 
 class PartNorms:
@@ -214,7 +211,7 @@ class PartNorms:
         self._firsts = numpy.cumsum([0, *numels])[:-1]
         self._offsets = numpy.zeros((2, len(numels)), dtype=numpy.int64)
         self._matrices = to_device(numpy.array([part.piece for part in bucket.parts], int), device)
-        ratios = [1.0 if how.second_moment else how.ratio(each.shape) for each in bucket.pieces]
+        ratios = [1.0 if how.second_moment else how.ratio(piece.shape) for piece in bucket.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         count = len(ratios)
         with torch.inference_mode(False):

@@ -160,6 +160,16 @@ def test_ranks_that_wait_for_long_say_for_whom(on_ranks):
     assert found[1] == []
 
 
+def test_ranks_that_wait_for_one_that_raised_say_its_error(on_ranks):
+    """In the middle of a step, where the others of a GPU hear nothing of it."""
+    found = on_ranks(3, attacks.waits_told, 1, 2.0, raises=True)
+    for rank in (0, 2):
+        ((_, told),) = found[rank]
+        assert told.endswith(
+            "not there yet: rank 1; rank 1 raised RuntimeError: no memory in step 2"
+        )
+
+
 def test_another_clip_norm(on_ranks):
     assert_refused(on_ranks(2, attacks.another_clip_norm))
 

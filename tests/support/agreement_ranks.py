@@ -12,7 +12,7 @@ import float8_ranks
 import torch
 import torch.distributed as dist
 from float8_ranks import initial_weights, shards_of
-from fsdp2_ranks import Bare, give, gradients, mesh_of, sharded, snapshot, values
+from fsdp2_ranks import Bare, give, gradients, mesh_of, raised_by, sharded, snapshot, values
 from runs import BF16, FP32, REMAINDERS, copied, params_of
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
+from megaopt.kernels.step.reference import ReferencePlan
 from megaopt.step.ranks import answers
 from megaopt.step.ranks.peers import Peers
 
@@ -329,12 +330,20 @@ def said_of(edit, value, clip_norm=1.0, odd=(2,), waits=True):
     return error, after[0], before[0]
 
 
-def waits_told(late, seconds):
-    """What is logged where one rank comes late to its step; half a second is long then."""
+def waits_told(late, seconds, raises=False):
+    """What is logged where one rank comes late to its step; half a second is long then.
+
+    raises: that rank has failed in the middle of the step before.
+    """
     told, logger = [], logging.getLogger("megaopt")
     handler = logging.Handler()
     handler.emit = lambda record: told.append((record.levelname, record.getMessage()))
     optimizer = named()
+    if raises:
+        fails = mock.Mock(side_effect=RuntimeError("no memory"))
+        is_late, ended = dist.get_rank() == late, contextlib.nullcontext()
+        with mock.patch.object(ReferencePlan, "step", fails) if is_late else ended:
+            assert raised_by(lambda: optimizer.step(clip_norm=1.0))
     dist.barrier()
     logger.addHandler(handler)
     try:

@@ -33,6 +33,8 @@ LONGEST = 300
 """Characters of an error that other ranks show."""
 FAILED = "!"
 """Begins what a rank tells that raises an error of its own."""
+RAISED = "megaopt/raised"
+"""Where ranks tell of errors in the middle of a step."""
 
 
 # --- ranks that differ
@@ -56,6 +58,15 @@ def tell_failure(key: str, error: BaseException | None) -> None:
     text = "an error" if error is None else f"{type(error).__name__}: {error}"
     tell(key, FAILED + text[:LONGEST])
     tell(f"{key}/found", "")
+
+
+def tell_raised(error: Exception, step: Any) -> None:
+    """What a rank tells that raises in the middle of a step, for those that will wait for it.
+
+    step: the number of steps taken before.
+    """
+    where = f" in step {step + 1}" if type(step) is int else ""
+    tell(RAISED, f"{type(error).__name__}: {error}"[:LONGEST] + where)
 
 
 def tell(key: str, told: str) -> None:
@@ -203,17 +214,20 @@ class Wait:
     def _who_comes(self, where: str) -> str:
         """Who waits as well, and who has said nothing of that."""
         waiting: list[int] = []
+        raised = ""
         with contextlib.suppress(Exception):
             store = _store()
             for rank in self._others:
-                key = f"{where}/{rank}"
+                key, error = f"{where}/{rank}", f"{RAISED}/{rank}"
                 if store.check([key]) and time.time() - float(store.get(key)) < LONG:
                     waiting.append(rank)
+                elif store.check([error]):
+                    raised += f"; rank {rank} raised {store.get(error).decode()}"
         missing = [rank for rank in self._others if rank not in waiting]
         too = f"{_ranks(waiting)} waiting too; " if waiting else ""
         if not missing:
             return f"{too}all are there, so a collective hangs"
-        return f"{too}not there yet: {_ranks(missing)}"
+        return f"{too}not there yet: {_ranks(missing)}{raised}"
 
 
 _WAITS: weakref.WeakSet[Wait] = weakref.WeakSet()

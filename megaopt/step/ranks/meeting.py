@@ -29,6 +29,7 @@ from megaopt.step.ranks.answers import (
     of_groups,
     passed_on,
     tell_failure,
+    tell_raised,
 )
 from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
 
@@ -276,7 +277,8 @@ class Meeting:
         """
         try:
             yield
-        except Exception:
+        except Exception as error:
+            tell_raised(error, self._wait.step)
             self._has_failed(True)
             raise
         if self._has_failed(False):

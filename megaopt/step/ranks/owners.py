@@ -379,17 +379,24 @@ class Owners:
         self, matrices: Sequence[Matrix], owners: Sequence[int], but: Collection[int], room: int
     ) -> list[list[int]]:
         """The places of matrices in buckets, those of one shape one after another; but: these."""
-        found: dict[int, list[int]] = {}
+        buckets: dict[int, list[int]] = {}
+        sizes: dict[int, int] = {}
         used = [(0, 0)] * self.ranks
         order = [index for index in range(len(matrices)) if index not in but]
+        numels = [math.prod(matrix.piece.shape) for matrix in matrices]
+        # a step has memory for the largest matrix, and so for as many numbers of others
+        room = max([room, *(numels[index] for index in order)])
         for index in sorted(order, key=lambda i: matrices[i].piece.shape):
-            numel, owner = math.prod(matrices[index].piece.shape), owners[index]
+            numel, owner = numels[index], owners[index]
             bucket, taken = used[owner]
             if taken and taken + numel > room:
                 bucket, taken = bucket + 1, 0
             used[owner] = bucket, taken + numel
-            found.setdefault(bucket, []).append(index)
-        return [found[bucket] for bucket in sorted(found)]
+            buckets.setdefault(bucket, []).append(index)
+            sizes[bucket] = max(sizes.get(bucket, 0), taken + numel)
+        # nothing hides the way there of the first bucket, nor the way back of the last
+        first, *rest = sorted(buckets, key=lambda bucket: (sizes[bucket], bucket)) or [None]
+        return [] if first is None else [buckets[b] for b in (first, *rest[1:], *rest[:1])]
 
     @cached_property
     def _group(self) -> Any:

@@ -384,8 +384,6 @@ class Owners:
         used = [(0, 0)] * self.ranks
         order = [index for index in range(len(matrices)) if index not in but]
         numels = [math.prod(matrix.piece.shape) for matrix in matrices]
-        # a step has memory for the largest matrix, and so for as many numbers of others
-        room = max([room, *(numels[index] for index in order)])
         for index in sorted(order, key=lambda i: matrices[i].piece.shape):
             numel, owner = numels[index], owners[index]
             bucket, taken = used[owner]

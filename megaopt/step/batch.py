@@ -239,9 +239,10 @@ class Batches:
             return None
         if self.counts.with_group and not self.counts.fit(param_groups):
             return None
-        now = [own.get(STEP) for own in self._with_counts]
-        if not same_objects(now, self._own_counts):
-            return None
+        if self._with_counts:
+            now = [own.get(STEP) for own in self._with_counts]
+            if not same_objects(now, self._own_counts):
+                return None
         seen = self.watch.look(param_groups, state, decoupled)
         if seen is None:
             return None

@@ -59,7 +59,7 @@ struct Guards {
   Guards(std::vector<std::int64_t> positions, std::vector<py::str> names,
          std::vector<at::ScalarType> dtypes, const std::vector<std::optional<Sizes>>& scales,
          const Sizes& shapes, std::vector<at::Device> devices, bool contiguous,
-         std::vector<Addresses> addresses)
+         std::vector<Addresses> addresses, bool sharded)
       : positions(std::move(positions)),
         names(std::move(names)),
         dtypes(std::move(dtypes)),
@@ -67,7 +67,8 @@ struct Guards {
         shapes(shapes),
         devices(std::move(devices)),
         contiguous(contiguous),
-        addresses(std::move(addresses)) {}
+        addresses(std::move(addresses)),
+        sharded(sharded) {}
 
   std::vector<std::int64_t> positions;
   std::vector<py::str> names;
@@ -77,6 +78,7 @@ struct Guards {
   std::vector<at::Device> devices;
   bool contiguous;
   std::vector<Addresses> addresses;
+  bool sharded;
 
   bool fits(const at::Tensor& tensor, std::size_t slot, std::size_t place) const {
     // what has no memory of its own, or another sign than its memory; weights may be fp8 wrappers
@@ -162,6 +164,86 @@ struct Things {
   }
 };
 
+// What tells DTensors and their shards, all as in watch.py: the class, same_sharding, waited.
+struct Sharding {
+  py::object kind, same, waited;
+
+  bool is_wrapped(PyObject* object) const {
+    return PyType_Check(kind.ptr()) &&
+           PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(kind.ptr()));
+  }
+
+  // The shard, or a plain tensor itself; nothing where a shard is no plain tensor.
+  std::optional<py::object> shard(PyObject* object) const {
+    static PyObject* const name = PyUnicode_InternFromString("_local_tensor");
+    const bool wrapped = is_wrapped(object);
+    py::object found = wrapped ? owned(PyObject_GetAttr(object, name))
+                               : py::reinterpret_borrow<py::object>(object);
+    if (!THPVariable_CheckExact(found.ptr())) found = waited(found);
+    if (wrapped && !THPVariable_CheckExact(found.ptr())) return std::nullopt;
+    return found;
+  }
+
+  // same_sharding in dtensor.py, of DTensors without a call of Python
+  bool are_alike(PyObject* grad, PyObject* param) const {
+    static PyObject* const name = PyUnicode_InternFromString("_spec");
+    static PyObject* const names[] = {PyUnicode_InternFromString("placements"),
+                                      PyUnicode_InternFromString("mesh"),
+                                      PyUnicode_InternFromString("shard_order")};
+    if (!is_wrapped(grad)) return py::cast<bool>(same(py::handle(grad), py::handle(param)));
+    const py::object one = owned(PyObject_GetAttr(grad, name));
+    const py::object other = owned(PyObject_GetAttr(param, name));
+    if (one.is(other)) return true;  // FSDP2 gives every gradient its parameter's
+    if (one.is_none() || other.is_none()) return false;
+    for (PyObject* const fact : names) {
+      const py::object left = optional(one, fact), right = optional(other, fact);
+      const int equal = PyObject_RichCompareBool(left.ptr(), right.ptr(), Py_EQ);
+      if (equal < 0) throw py::error_already_set();
+      if (!equal) return false;
+    }
+    return true;
+  }
+
+ private:
+  // An attribute, None where there is none.
+  static py::object optional(const py::object& of, PyObject* name) {
+    PyObject* found = nullptr;
+    if (PyObject_GetOptionalAttr(of.ptr(), name, &found) < 0) throw py::error_already_set();
+    return found == nullptr ? py::none() : py::reinterpret_steal<py::object>(found);
+  }
+};
+
+// shards_of in watch.py: lists by slot; nothing where something is not split as its parameter is.
+std::optional<py::list> shards_of(const Guards& guards, const Things& things,
+                                  const Sharding& sharding) {
+  const std::size_t count = guards.positions.size(), slots = guards.dtypes.size();
+  py::list found(slots);
+  for (std::size_t slot = 0; slot < slots; ++slot) {
+    py::list shards(count);
+    for (std::size_t place = 0; place < count; ++place) {
+      const std::size_t position = guards.positions[place];
+      PyObject* const param = things.param(position);
+      PyObject* object = param;
+      if (slot == 0) object = PyList_GET_ITEM(things.grads->ptr(), position);
+      if (slot > 1) {
+        PyObject* const name = guards.names[slot - 2].ptr();
+        object = PyDict_GetItemWithError(things.state(position), name);
+        if (object == nullptr && PyErr_Occurred()) throw py::error_already_set();
+        if (object == nullptr) return std::nullopt;
+      }
+      // what Python calls may drop it from where it was found
+      const auto held = py::reinterpret_borrow<py::object>(object);
+      if (sharding.is_wrapped(object) != sharding.is_wrapped(param)) return std::nullopt;
+      if (slot == 0 && !sharding.are_alike(object, param)) return std::nullopt;
+      const std::optional<py::object> shard = sharding.shard(object);
+      if (!shard || !THPVariable_Check(shard->ptr())) return std::nullopt;
+      PyList_SET_ITEM(shards.ptr(), place, Py_NewRef(shard->ptr()));
+    }
+    found[slot] = std::move(shards);
+  }
+  return found;
+}
+
 // Starts the loading of a cache line.
 void prefetch(const void* object, std::size_t offset = 0) {
   __builtin_prefetch(static_cast<const char*>(object) + offset);
@@ -216,6 +298,19 @@ class Looker {
       if (place(3) < count && !find_tensors(place(3))) return false;
       if (place(4) < count) send_for_storages(place(4));
       if (place(5) < count && !fit_and_note(place(5))) return false;
+    }
+    return true;
+  }
+
+  // The same of the shards of DTensors.
+  bool look(const py::list& shards) {
+    for (std::size_t slot = 0; slot < slots_; ++slot) {
+      PyObject* const own = PyList_GET_ITEM(shards.ptr(), slot);
+      for (std::size_t place = 0; place < guards_.positions.size(); ++place) {
+        const at::Tensor& tensor = THPVariable_Unpack(PyList_GET_ITEM(own, place));
+        if (!guards_.fits(tensor, slot, place)) return false;
+        note(tensor, slot, place);
+      }
     }
     return true;
   }
@@ -329,7 +424,8 @@ std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tup
                               const std::vector<std::int64_t>& sizes, const py::tuple& states,
                               const py::tuple& keys, const py::tuple& values,
                               const py::object& groups, const py::object& state, bool decoupled,
-                              const py::list& counted, const Addresses& noted) {
+                              const py::list& counted, const Addresses& noted,
+                              const py::tuple& sharding) {
   TORCH_CHECK(states.size() == params.size() && keys.size() == values.size());
   if (!PyDict_Check(state.ptr()) || !same_params(groups, params, sizes)) return std::nullopt;
   if (!same_items(py::reinterpret_borrow<py::dict>(state), keys, values)) return std::nullopt;
@@ -342,13 +438,22 @@ std::optional<py::tuple> look(const std::vector<Guards*>& batches, const py::tup
   }
   std::vector<bool> moved;
   bool elsewhere = false;
+  py::list shards;
   for (Guards* batch : batches) {
     Looker looker(*batch, things);
-    if (!looker.look()) return std::nullopt;
+    if (batch->sharded) {
+      TORCH_CHECK(grads && sharding.size() == 3);
+      const auto own = shards_of(*batch, things, {sharding[0], sharding[1], sharding[2]});
+      if (!own || !looker.look(*own)) return std::nullopt;
+      shards.append(*own);
+    } else {
+      if (!looker.look()) return std::nullopt;
+      shards.append(py::none());
+    }
     moved.push_back(looker.moved);
     elsewhere = elsewhere || looker.elsewhere;
   }
-  return py::make_tuple(moved, elsewhere, written_of(counted, noted), grads);
+  return py::make_tuple(moved, elsewhere, written_of(counted, noted), grads, shards);
 }
 
 // Kinds in looks.py; a place without a tensor has no number of elements
@@ -483,7 +588,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Guards>(module, "Guards")
       .def(py::init<std::vector<std::int64_t>, std::vector<py::str>, std::vector<at::ScalarType>,
                     std::vector<std::optional<Sizes>>, Sizes, std::vector<at::Device>, bool,
-                    std::vector<Addresses>>());
+                    std::vector<Addresses>, bool>());
   py::class_<Kinds>(module, "Kinds")
       .def(py::init<std::vector<std::optional<std::int64_t>>, std::vector<at::ScalarType>,
                     std::vector<at::Device>>());

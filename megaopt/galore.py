@@ -326,10 +326,10 @@ class GaLoreAdamW(FusedOptimizer):
         stepper.check_numbers(groups)
         batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
         counts = self._counts() if steps is None else [steps] * len(groups)
-        for batch in batches.batches:
+        for batch, shards in zip(batches.batches, seen.shards, strict=True):
             if batch.matrices is None:
                 continue
-            batch.feed(seen.grads)
+            batch.feed(seen.grads, shards)
             try:
                 batch.matrices.refresh(groups, counts)
                 batch.matrices.plan.renew()

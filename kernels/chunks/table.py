@@ -37,6 +37,11 @@ class CopyEvent:
         """Whether it has passed."""
         return self._event is None or bool(self._event.query())
 
+    def wait(self) -> None:
+        """Waits until it has passed."""
+        if self._event is not None:
+            self._event.synchronize()
+
 
 @dataclass(frozen=True)
 class Piece:

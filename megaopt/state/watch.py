@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,10 @@ import numpy
 import torch
 
 from megaopt.kernels import native
+from megaopt.params.dtensor import dtensor_class, same_sharding, waited
+from megaopt.params.view import PLAIN
 
+KIND = operator.attrgetter("dtype", "device", "layout")
 GRAD, WEIGHT = 0, 1
 """Their places among a batch's tensors; weights may be wrappers of fp8 codes."""
 
@@ -43,6 +47,12 @@ class Guards:
     """Whether all have to be contiguous."""
     addresses: list[numpy.ndarray]
     """int64 rows, one for each dtype, to note addresses in; empty where nobody reads them."""
+    sharded: bool = False
+    """Some parameters are DTensors: of these, their gradients and states shards are looked at."""
+
+
+Shards = list[list[torch.Tensor]]
+"""For each dtype of a batch's guards what is stepped: of DTensors their shards."""
 
 
 class Seen(NamedTuple):
@@ -56,6 +66,8 @@ class Seen(NamedTuple):
     """Which of the counted tensors have another version than the one that was noted."""
     grads: Grads
     """To hold until they have been read: a property may have made them for this step alone."""
+    shards: Sequence[Shards | None]
+    """For each batch with DTensors, None for others; to hold as long."""
 
 
 class Gradients(Sequence[Any]):
@@ -100,6 +112,7 @@ class Watch:
     def __post_init__(self) -> None:
         self._guards: list[Any] = []
         self._gradients = Gradients(self.params)
+        self._is_sharded = any(guards.sharded for guards in self.batches)
         # the extension reads past what a subclass may do
         self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
         self._ask()
@@ -134,13 +147,14 @@ class Watch:
                     return self._look(param_groups, state, decoupled)
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
-                found = self.module.look(self._guards, *was, *now)
+                sharding = (dtensor_class(), same_sharding, waited) if self._is_sharded else ()
+                found = self.module.look(self._guards, *was, *now, sharding)
         except (RuntimeError, TypeError, KeyError):
             return None  # a nested tensor has no shape, a group no list of parameters
         if found is None:
             return None
-        moved, elsewhere, written, grads = found
-        return Seen(moved, elsewhere, written, self._gradients if grads is None else grads)
+        moved, elsewhere, written, grads, shards = found
+        return Seen(moved, elsewhere, written, self._gradients if grads is None else grads, shards)
 
     def count_up(self) -> None:
         """After a step: counts all versions up, which kernels do not, and notes them."""
@@ -165,12 +179,17 @@ class Watch:
         if [grad is None for grad in grads] != [state is None for state in self.states]:
             return None
         moved, elsewhere = [], False
-        found = []
+        found, shards = [], []
         for guards in self.batches:
             states: list[Any] = [self.states[place] for place in guards.positions]
             own: list[list[Any]]
             own = [[of[place] for place in guards.positions] for of in (grads, self.params)]
             own += [[state.get(name) for state in states] for name in guards.names]
+            shards.append(shards_of(own) if guards.sharded else None)
+            if guards.sharded:
+                if shards[-1] is None:
+                    return None
+                own = shards[-1]
             if not fit(guards, own):
                 return None
             found.append(own)
@@ -184,12 +203,36 @@ class Watch:
             moved.append(has_moved)
         noted = enumerate(zip(self.counted, self.noted.tolist(), strict=True))
         written = [place for place, (each, version) in noted if each._version != version]
-        return Seen(moved, elsewhere, written, grads)
+        return Seen(moved, elsewhere, written, grads, shards)
 
 
 def same_objects(some: Collection[object], others: Collection[object]) -> bool:
     """Whether two collections hold the very same objects in one order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
+    """The shards of DTensors, once they are there, and plain tensors as they are.
+
+    slots: as of a batch's guards; None where a gradient or state is not split as its parameter is,
+    or a shard is no plain tensor.
+    """
+    kind = dtensor_class()
+    wrapped = [isinstance(param, kind) for param in slots[WEIGHT]]
+    if any([isinstance(tensor, kind) for tensor in tensors] != wrapped for tensors in slots):
+        return None
+    if not all(map(same_sharding, slots[GRAD], slots[WEIGHT])):
+        return None
+    found = []
+    for tensors in slots:
+        pairs = zip(tensors, wrapped, strict=True)
+        shards = [tensor._local_tensor if is_wrapped else tensor for tensor, is_wrapped in pairs]
+        if not {*map(type, shards)} <= PLAIN:  # some are being made
+            shards = [*map(waited, shards)]
+            if not {*map(type, itertools.compress(shards, wrapped))} <= PLAIN:
+                return None
+        found.append(shards)
+    return found
 
 
 def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
@@ -207,8 +250,7 @@ def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
         shapes = guards.shapes if scales is None else scales
         if [tensor.shape for tensor in tensors] != shapes:
             return False
-        one = (dtype, device, torch.strided)
-        if any((each.dtype, each.device, each.layout) != one for each in tensors):
+        if any(map((dtype, device, torch.strided).__ne__, map(KIND, tensors))):
             return False
         if guards.contiguous and not all(map(torch.Tensor.is_contiguous, tensors)):
             return False

@@ -19,7 +19,7 @@ from megaopt.params.view import whole_shape_of
 from megaopt.state.looks import Marks
 from megaopt.state.numbers import chosen, given_numbers
 from megaopt.state.ownership import Versions
-from megaopt.state.watch import Grads, Guards, Seen, Watch, is_worth_building, same_objects
+from megaopt.state.watch import Grads, Guards, Seen, Shards, Watch, is_worth_building, same_objects
 from megaopt.step.counts import StepRows
 from megaopt.step.float8 import Float8
 from megaopt.step.matrix import Matrices
@@ -71,7 +71,7 @@ class Batch:
         source = self.source
         self.formats: Formats = source.formats
         self.device = source.params[0].device
-        plain = not (source.sharded or source.staged or self.float8 is not None)
+        plain = not (source.staged or self.float8 is not None)
         rows = self.plan.addresses if plain else {}
         self.addresses = [rows[slot] for slot in source.formats.slots] if rows else []
         """The plan's rows of addresses, by slot; empty where it is given tensors instead."""
@@ -98,12 +98,15 @@ class Batch:
 
     # --- a step of a plan without addresses
 
-    def feed(self, grads: Grads, writes_grads: bool = False) -> None:
+    def feed(self, grads: Grads, shards: Shards | None, writes_grads: bool = False) -> None:
         """Before a step gives the plan its tensors, copies of those that are not contiguous.
 
-        writes_grads: the step stores gradients unscaled.
+        Args:
+            grads: of all parameters.
+            shards: what the watch saw of DTensors.
+            writes_grads: the step stores gradients unscaled.
         """
-        own = self.source.buffers(grads)
+        own = self.source.buffers(grads, shards)
         if self.float8 is not None:
             own["weight"] = self.float8.codes
         if self.plan.many_calls:
@@ -205,8 +208,6 @@ class Batches:
         self._marks = Marks(matrices, matrix_marks) if matrix_marks else None
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
-        self._watched = [batch for batch in batches if not batch.source.sharded]
-        self._sharded = [batch for batch in batches if batch.source.sharded]
         self._apart = [batch for batch in batches if batch.apart]
         stepped = {position for batch in batches for position in batch.positions}
         worth = is_worth_building(params)
@@ -217,7 +218,7 @@ class Batches:
             states=tuple(state[p] if i in stepped else None for i, p in enumerate(params)),
             keys=tuple(state.keys()),
             values=tuple(state.values()),
-            batches=[batch.guards() for batch in self._watched],
+            batches=[batch.guards() for batch in batches],
             find=partial(native.get, worth),
             awaits=worth,
             counted=counted,
@@ -238,26 +239,29 @@ class Batches:
             return None
         if self.counts.with_group and not self.counts.fit(param_groups):
             return None
-        now = [own.get(STEP) for own in self._with_counts]
-        if not same_objects(now, self._own_counts):
-            return None
+        if self._with_counts:
+            now = [own.get(STEP) for own in self._with_counts]
+            if not same_objects(now, self._own_counts):
+                return None
         seen = self.watch.look(param_groups, state, decoupled)
         if seen is None:
             return None
         elsewhere = seen.elsewhere
-        for batch in self._sharded:
-            if not batch.source.fits(seen.grads):
-                return None
-            elsewhere |= batch.source.elsewhere()
         for batch in self.quantized:
             assert batch.float8 is not None
             elsewhere |= batch.float8.look()
-        for batch, moved in zip(self._watched, seen.moved, strict=True):
+        for batch, moved in zip(self.batches, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         moved_apart = [batch.host_memory_moved() for batch in self._apart]  # all are noted
         if any(moved_apart):
             return None
         return seen if elsewhere == seen.elsewhere else seen._replace(elsewhere=elsewhere)
+
+    def feed(self, seen: Seen, writes_grads: bool) -> None:
+        """See Batch.feed."""
+        for batch, shards in zip(self.batches, seen.shards, strict=True):
+            if not batch.addresses:
+                batch.feed(seen.grads, shards, writes_grads)
 
     def keep_counts(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Copies the counts on the device, where the host's calls count."""

@@ -45,8 +45,8 @@ def request_of(asked: Asked, options: Options, groups: int) -> Request:
     Raises ValueError for a clip_norm, clip_coefficient, grad_scale or found_inf of no use.
     """
     clip_norm, coefficient, grad_scale, found_inf, _ = asked
-    given = (clip_norm, coefficient, grad_scale, found_inf)
-    if options.nonfinite == "propagate" and all(each is None for each in given):
+    is_given = not (clip_norm is coefficient is grad_scale is found_inf is None)
+    if options.nonfinite == "propagate" and not is_given:
         return NOTHING
     _check_clipping(clip_norm, coefficient, groups)
     _check_scaler(grad_scale, found_inf, groups)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.params.dtensor import dtensor_class, local_of, same_sharding, waited
-from megaopt.params.view import PLAIN
+from megaopt.params.dtensor import local_of
 from megaopt.state.tensors import MASTER, state_name
-from megaopt.state.watch import Grads, Guards, fit
+from megaopt.state.watch import Grads, Guards, Shards
 
 
 @dataclass
 class Source:
-    """Parameters of one device and one combination of formats.
-
-    DTensors have no memory of their own, and looking at their attributes is slow: where some are,
-    the source looks at the shards itself, once a step, instead of the watch.
-    """
+    """Parameters of one device and one combination of formats."""
 
     formats: Formats
     positions: list[int]
@@ -31,22 +25,17 @@ class Source:
     params: list[torch.Tensor]
     states: list[dict[str, Any]]
     sharded: bool
-    """Some parameters are DTensors."""
+    """Some parameters are DTensors: their shards are stepped."""
     staged: bool
     """Some tensors are not contiguous."""
-    _shards: Buffers = field(default_factory=dict)
-    """The shards that `fits` saw."""
-    _guards: Guards | None = None
-    _addresses: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.names = {slot: state_name(slot) for slot in self.formats.state_slots}
 
-    def buffers(self, grads: Grads) -> Buffers:
-        """The tensors in use now, by slot; of DTensors the shards that `fits` saw."""
-        if self.sharded:
-            seen, self._shards = self._shards, {}
-            return seen
+    def buffers(self, grads: Grads, shards: Shards | None) -> Buffers:
+        """The tensors in use now, by slot; shards: what the watch saw of DTensors."""
+        if shards is not None:
+            return dict(zip(("grad", "weight", *self.names), shards, strict=True))
         own: Buffers = {
             "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
             "weight": self.params,
@@ -81,6 +70,7 @@ class Source:
             devices=[device, device, *(tensors[0].device for tensors in own)],
             contiguous=not self.staged,
             addresses=list(rows),
+            sharded=self.sharded,
         )
 
     def _own_shapes(self, slot: str) -> list[torch.Size] | None:
@@ -89,47 +79,3 @@ class Source:
         if reshaped or self.formats.is_reshaped(slot):
             return [each.shape for each in self.tensors(slot)]
         return None
-
-    def fits(self, grads: Grads) -> bool:
-        """Whether shards, gradients and states of DTensors are what the batch was made for."""
-        kind, whole = dtensor_class(), self._whole(grads)
-        dtensors = [isinstance(param, kind) for param in self.params]
-        if any([isinstance(t, kind) for t in tensors] != dtensors for tensors in whole.values()):
-            return False
-        if not all(map(same_sharding, whole["grad"], self.params)):
-            return False
-        self._shards = {
-            slot: [
-                tensor._local_tensor if wrapped else tensor
-                for tensor, wrapped in zip(tensors, dtensors, strict=True)
-            ]
-            for slot, tensors in whole.items()
-        }
-        if not self._have_memory(dtensors):
-            return False
-        if self._guards is None:  # the first look: everything was just checked
-            self._guards = replace(self.guards(), names=[])
-        return fit(self._guards, list(self._shards.values()))
-
-    def _whole(self, grads: Grads) -> dict[str, list[Any]]:
-        states = {slot: [state.get(n) for state in self.states] for slot, n in self.names.items()}
-        return {
-            "grad": [grads[position] for position in self.positions],
-            "weight": self.params,
-            **states,
-        }
-
-    def _have_memory(self, dtensors: list[bool]) -> bool:
-        """Whether all shards are plain tensors; those that are being made are waited for."""
-        for slot, tensors in self._shards.items():
-            if not set(map(type, tensors)) <= PLAIN:
-                tensors = self._shards[slot] = list(map(waited, tensors))
-                shards = itertools.compress(tensors, dtensors)
-                if not set(map(type, shards)) <= PLAIN:
-                    return False
-        return True
-
-    def elsewhere(self) -> bool:
-        """Whether a weight that `fits` saw lies elsewhere than at the last look."""
-        before, self._addresses = self._addresses, [t.data_ptr() for t in self._shards["weight"]]
-        return before != self._addresses

@@ -159,10 +159,11 @@ class Run:
         request: Request,
         rows: list[Row] | None,
         batches: Batches,
-        grads: Grads,
+        seen: Seen,
     ) -> None:
         self._stepper, self.groups, self.request = stepper, groups, request
-        self.rows, self.batches, self.grads = rows, batches, grads
+        self.rows, self.batches, self.grads = rows, batches, seen.grads
+        self._seen = seen  # launches read shards that may be in nobody else's hands
         self.ready: list[Any] = []
         """For each batch the rows of scalars as its plan takes them."""
         self.prepared: Prepared = {}
@@ -389,7 +390,7 @@ class Stepper:
                 self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
             batches, seen = self.gather(groups, state, asked.decoupled, check, captures)
-            run = Run(self, groups, request, rows, batches, seen.grads)
+            run = Run(self, groups, request, rows, batches, seen)
             run.is_captured = captures
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
@@ -402,8 +403,8 @@ class Stepper:
             if writes:
                 grads = [local_of(grad) for grad in seen.grads]
                 check_written_grads(grads, run.owned.labels)
-            for batch in batches.fed:
-                batch.feed(seen.grads, writes)
+            if batches.fed:
+                batches.feed(seen, writes)
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
             if request is not NOTHING or self._is_shared:

@@ -181,11 +181,14 @@ class Meeting:
     ) -> Request | None:
         try:
             heard = self._heard(request, reads, look, numbers)
-            differ, skip = heard[:FOUND_INF].amax(), heard.amax()
+            skips = request.is_skippable or not at_once
+            skip = heard.sum() if skips and not waits else None
+            flag = heard[NONFINITE].long() if waits else None
             if not reads:
-                self._notice.post(differ)
+                self._notice.post(heard)
                 self._unheard = [self._notice]
-            refused, is_over = reads and bool(differ), waits and bool(heard[FOUND_INF])
+            refused = reads and bool(heard[:FOUND_INF].any())
+            is_over = waits and bool(heard[FOUND_INF])
         except Exception:
             self._leave(waits)
             raise
@@ -194,22 +197,24 @@ class Meeting:
             raise ValueError(self._terms.refusal(PATIENCE if at_once else SHORT))
         self._were_alike = self._were_alike or reads
         if waits:
-            return None if is_over else replace(request, found_inf=heard[NONFINITE])
-        if at_once and not request.is_skippable:
-            return request
-        return replace(request, found_inf=skip)  # in one form always: a graph may be captured next
+            return None if is_over else replace(request, found_inf=flag)
+        # in one form always where there is one: a graph may be captured next
+        return replace(request, found_inf=skip) if skips else request
 
     def _heard(
         self, request: Request, reads: bool, look: Look, numbers: Sequence[int | None]
     ) -> torch.Tensor:
         """The sum of all ranks' words: each meeting passes on what was heard in those before."""
-        heard = torch.zeros(WORDS, dtype=torch.int64, device=self._peers[0].device)
-        if request.found_inf is not None:
-            heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
         # a norm over ranks says it, but to those that have copies of all parts
         knows = all(each.measures and (each.groups or each.size == 1) for each in self._peers)
-        if request.skip_nonfinite and not knows:
-            heard[NONFINITE:].copy_(look(heard.device))
+        looks = request.skip_nonfinite and not knows
+        device, heard = self._peers[0].device, None
+        if request.found_inf is not None or looks:  # else nothing was heard before the first
+            heard = torch.zeros(WORDS, dtype=torch.bool, device=device)
+        if heard is not None and request.found_inf is not None:
+            heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
+        if heard is not None and looks:
+            heard[NONFINITE:].copy_(look(device))
         for each in self._peers:
             # ranks that share fp8 weights may have other groups beside
             alike = numbers if each.measures else numbers[1:]
@@ -221,6 +226,7 @@ class Meeting:
             heard = each.heard()
             if reads and each.measures and bool(heard[0]):
                 break  # the next meeting might never end
+        assert heard is not None  # somebody was met
         return heard
 
     def withdraw(self, waits: bool) -> None:
@@ -239,7 +245,7 @@ class Meeting:
             self._has_failed(True)
             return
         for each in self._peers[self._terms.met :]:
-            each.write()
+            each.refuse()
             each.meet()
             if not is_capturing(each.device):
                 tell_failure(each.event, sys.exc_info()[1])
@@ -289,10 +295,13 @@ class Meeting:
 
     def _has_failed(self, own: bool) -> bool:
         """Whether this rank failed, or another of those that have met."""
+        asked = [each for each in self._peers if each.is_read_at_once]
+        if not asked:
+            return own
         vote = self._vote.fill_(own)  # a rank without memory has it already
         with self._wait:
-            for each in self._peers:
-                reduced(vote, each.all_groups if each.is_read_at_once else ())
+            for each in asked:
+                reduced(vote, each.all_groups)
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:

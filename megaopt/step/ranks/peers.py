@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megaopt.kernels.backends import Plan
-from megaopt.kernels.chunks.table import DeviceTable, is_capturing
+from megaopt.kernels.chunks.table import CopyEvent, Upload, is_capturing, pinned_copy, stream_of
 from megaopt.kernels.norm.bins import new_bins
 
 FOUND_INF, NONFINITE, WORDS = 2, 3, 4
@@ -79,12 +79,19 @@ class Peers:
         self.size = prod(map(dist.get_world_size, self.all_groups))
         self.measures = plans is not None
         """They meet in steps that measure their gradients, and in no others."""
-        self._sent = DeviceTable(device)
+        self._stream = stream_of(device)
         # it stays where it is, for CUDA graphs
         with torch.inference_mode(False):
             bins = new_bins(device)[: None if self.measures else 0]
-            own = self._message = torch.cat([bins.flatten(), bins.new_zeros(WORDS)])
-            self._bins, self._words = own[:-WORDS].view(bins.shape), own[-WORDS:]
+            own = self._written = torch.cat([bins.flatten(), bins.new_zeros(2 * WORDS)])
+            # beside the message what its words are where all ranks have the same: one copy for all
+            self._message, self._alike = own[:-WORDS], own[-WORDS:]
+            self._words = self._message[-WORDS:]
+            self.bins = own[: -2 * WORDS].view(bins.shape)
+            """The squares of all ranks' gradients, once they have met in a step that measures."""
+        self._host = numpy.zeros(len(own), dtype=numpy.int64)
+        self._upload = Upload(own)
+        self._captured: list[torch.Tensor] = []  # what CUDA graphs copy from
 
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
@@ -102,25 +109,39 @@ class Peers:
         return self.device.type == "cpu"
 
     def write(
-        self, asked: object = None, heard: torch.Tensor | None = None, measures: bool = True
+        self, asked: object, heard: torch.Tensor | None = None, measures: bool = True
     ) -> None:
-        """Writes this rank's message: that it raises an error, unless something was heard.
+        """Writes this rank's message.
 
         Args:
             asked: what the ranks must have alike in this step.
-            heard: in the meeting before, to be passed on.
+            heard: in the meeting before, to be passed on; None: nothing.
             measures: whether the step asks for the norm.
         """
-        digest = REFUSED if heard is None else digest_of((self.alike, asked))
-        own = numpy.array([self.meetings, digest, 0, 0], dtype=numpy.int64)
-        # numpy's product is modulo 2**64, as the sum is
-        words, self._alike = self._sent.update(numpy.stack([own, own * self.size]))
-        self._message.zero_()
-        self._words.copy_(words)
+        self._write(digest_of((self.alike, asked)))
         if heard is not None:
             self._words.add_(heard.to(self.device))
-            for plan in (self.plans or ()) if measures else ():
-                plan.accumulate(self._bins)
+        for plan in (self.plans or ()) if measures else ():
+            plan.accumulate(self.bins)
+
+    def refuse(self) -> None:
+        """Writes that this rank raises an error."""
+        self._write(REFUSED)
+
+    def _write(self, digest: int) -> None:
+        """Clears the table and writes the words, in one copy."""
+        words = self._host[-2 * WORDS : -WORDS]
+        words[:2] = self.meetings, digest
+        # numpy's product is modulo 2**64, as the sum is
+        self._host[-WORDS:] = words * self.size
+        if is_capturing(self.device):
+            own = pinned_copy(self._host, self.device)
+            self._captured.append(own)
+            self._written.copy_(own, non_blocking=True)
+            return
+        if self._stream != stream_of(self.device):  # its events are on another
+            self._stream, self._upload = stream_of(self.device), Upload(self._written)
+        self._upload.write(self._host)
 
     def meet(self) -> None:
         """Adds up the messages of all ranks."""
@@ -128,38 +149,41 @@ class Peers:
         reduced(self._words, self._copies, SUM)
 
     def heard(self) -> torch.Tensor:
-        """int64 [WORDS], 0 or 1: which digests are others, and what is set, on any rank."""
-        apart: torch.Tensor = self._words != self._alike
-        return apart.long()
+        """[WORDS], bool: which digests are others, and what is set, on any rank."""
+        return torch.ne(self._words, self._alike)
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the squares of all ranks' gradients to the bins."""
-        bins.add_(self._bins)
+        bins.add_(self.bins)
 
 
 class Notice:
-    """A flag on the device that the host reads a step later, so that it waits for nothing.
+    """Flags on the device that the host reads a step later, so that it waits for nothing.
 
-    message: finds that of the error that it stands for.
+    message: finds that of the error that they stand for.
     """
 
     def __init__(self, device: torch.device, message: Callable[[], str]) -> None:
         self.message = message
         with torch.inference_mode(False):
             pinned = device.type == "cuda"
-            self._flag = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._sent: torch.cuda.Event | None = None
+            self._flags = torch.zeros(WORDS, dtype=torch.bool, device="cpu", pin_memory=pinned)
+        self._array = self._flags.numpy()  # which is looked at without an operation of torch
+        self._sent: CopyEvent | None = None
+        self._stream = 0
 
-    def post(self, flag: torch.Tensor) -> None:
-        """Sends a flag, int64 of shape (), on its way to the host."""
-        self._flag.copy_(flag, non_blocking=True)
-        # nobody can wait for a captured event: the flag is that of a replay some time ago
-        if flag.is_cuda and not is_capturing(flag.device):
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's has no types
-            self._sent.record(torch.cuda.current_stream(flag.device))
+    def post(self, flags: torch.Tensor) -> None:
+        """Sends flags, bool [WORDS], on their way to the host."""
+        self._flags.copy_(flags, non_blocking=True)
+        # nobody can wait for a captured event: the flags are those of a replay some time ago
+        if flags.is_cuda and not is_capturing(flags.device):
+            stream = stream_of(flags.device)
+            if self._sent is None or self._stream != stream:
+                self._sent, self._stream = CopyEvent(flags.device), stream
+            self._sent.record()
 
     def is_set(self) -> bool:
-        """The flag, once it is there."""
+        """Whether ranks differ, once it is known here."""
         if self._sent is not None:
-            self._sent.synchronize()
-        return bool(self._flag)
+            self._sent.wait()
+        return bool(self._array[:FOUND_INF].any())

@@ -162,6 +162,7 @@ class MuonBucket:
 
     def _copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""
+        self._unpacked, self._packed = [], []  # an attempt before may have failed
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         pieces = {
             (piece.param, piece.row): (iteration, piece)

@@ -1,6 +1,7 @@
 """What ranks do in the tests of FusedMuon's DTensors."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import torch
@@ -16,7 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import muon, shared, tiles
+from megaopt.kernels.matrix import (
+    boxes,
+    muon,
+    muon_launch,
+    muon_ranks,
+    muon_wave,
+    shared,
+    tiles,
+)
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -30,6 +39,7 @@ MESHES = {
     "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
     "rows twice": lambda shape: [Shard(0), Shard(0)],
     "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
+    "copies of rows": lambda shape: [Replicate(), Shard(0)],
     "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
     "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
 }
@@ -68,6 +78,25 @@ def in_small_buckets(room, *arguments, made=placed, **named):
     """What `made` returns with buckets of so many bytes."""
     with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, False, room)):
         return made(*arguments, **named)
+
+
+def by_launches(options, *arguments, made=placed, **named):
+    """What `made` returns where no rank steps a bucket by torch's operations, as the twin does."""
+    refused = AssertionError("a bucket of torch's operations")
+    with mock.patch.object(shared.TorchBucket, "direct", side_effect=refused):
+        return made({**options, "backend": "triton"}, *arguments, **named)
+
+
+def beside_local(*arguments, **named):
+    """What `by_launches` returns, and how many matrices no other rank has a part of."""
+    counts, init = [], owners.Owners.__init__
+
+    def counting(self, *own):
+        init(self, *own)
+        counts.append(len(self.local))
+
+    with mock.patch.object(owners.Owners, "__init__", counting):
+        return by_launches(*arguments, **named), sum(counts)
 
 
 def bytes_sent(options, shapes, replicas=1):
@@ -133,11 +162,54 @@ CHANGED = {
 }
 
 
+LAUNCHES = {
+    "direct": (muon_wave.PartLaunches, "direct"),
+    "sums": (muon_ranks.PartNorms, "measure"),
+    "cast": (muon_ranks.PartNorms, "cast"),
+    "boxes": (boxes.BoxCopies, "copy"),
+    "products": (muon_wave.Iteration, "step"),
+    "apply": (muon_wave.PartLaunches, "apply"),
+    "local": (muon_launch.MuonLaunches, "step"),
+}
+PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+"""Where a step fails."""
+AT_FIRST = {
+    "plans": (muon_ranks, "BoxCopies"),
+    "notes": (muon_wave.Iteration, "note"),
+    **LAUNCHES,
+}
+
+
+def said_of_a_first_step(kind, turn, options, shapes):
+    """The error of a first step in which the last rank fails, and what steps after it come to.
+
+    kind: of AT_FIRST. turn: which of the calls of this rank fails.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    give(model.parameters(), gradients(0, shapes, next(model.parameters()).dtype))
+    error = None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        place, name = AT_FIRST[kind]
+        calls, call = itertools.count(), getattr(place, name)
+
+        def failing(*own, **others):
+            if next(calls) == turn:
+                raise RuntimeError("no memory")
+            return call(*own, **others)
+
+        with mock.patch.object(place, name, failing):
+            error = raised_by(optimizer.step)
+    else:
+        error = raised_by(optimizer.step)
+    train(model, optimizer, 2)
+    return error, snapshot(optimizer)
+
+
 def said_of(kind, options, shapes=SHAPES):
     """The error of a step in which the last rank does something else, and what was before and is.
 
     kind: it lacks a "gradient", has one of another "dtype", has a group CHANGED, or fails in the
-        exchange or in the "tiles" of a product.
+        exchange, in the "tiles" of a product, or in a LAUNCH.
     """
     model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
@@ -154,7 +226,7 @@ def said_of(kind, options, shapes=SHAPES):
         elif is_last and kind in CHANGED:
             group.update(CHANGED[kind])
         elif is_last:
-            place = (shared, "unpacked") if kind == "exchange" else (tiles, "products")
+            place = PLACES[kind]
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)
@@ -242,15 +314,15 @@ def counted(function, work):
     return call
 
 
-def left_out(options, reason):
+def left_out(options, reason, shapes=SHAPES):
     """What there is before a step that is left out, after it, and after one that is not.
 
     reason: "found_inf", or a "nan" in the last rank's gradient.
     """
-    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
     before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(2, SHAPES, params[0].dtype))
+    give(params, gradients(2, shapes, params[0].dtype))
     if reason == "found_inf":
         optimizer.found_inf = torch.tensor(1.0)
     elif dist.get_rank() == dist.get_world_size() - 1:

@@ -6,7 +6,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, give, gradients, raised_by, said, snapshot, train, trained
+from fsdp2_ranks import (
+    Bare,
+    build,
+    give,
+    gradients,
+    raised_by,
+    said,
+    snapshot,
+    split_like,
+    train,
+    trained,
+)
 from runs import FP32, on_cpu
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -55,10 +66,8 @@ def groups_of(params, split):
     return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
 
 
-def placed(
-    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
-):
-    """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
+def made_at(options, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu"):
+    """A model and an optimizer of its DTensors; without placements of whole tensors."""
     options = dict(options)
     model = Bare(shapes, options.pop("weights", FP32)).to(device)
     if placements is not None:
@@ -69,7 +78,14 @@ def placed(
             own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
             setattr(model, name, torch.nn.Parameter(own))
     kind = options.pop("optimizer", FusedMuon)
-    optimizer = kind(groups_of(list(model.parameters()), split), **options)
+    return model, kind(groups_of(list(model.parameters()), split), **options)
+
+
+def placed(
+    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
+):
+    """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
+    model, optimizer = made_at(options, placements, sizes, shapes, split, device)
     train(model, optimizer, steps, **step)
     return on_cpu(snapshot(optimizer))
 
@@ -235,6 +251,36 @@ def said_of(kind, options, shapes=SHAPES):
     give(params, gradients(2, shapes, params[0].dtype))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
+
+
+def moved_once(kind, options, shapes):
+    """What four steps come to whose gradients lie in one place, but for one that fails between.
+
+    kind: of LAUNCHES, which fails on all ranks. A step's memory is always the same.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    params, place = list(model.parameters()), LAUNCHES[kind]
+    memory, empty = {}, torch.empty
+
+    def same(*size, dtype=None, **others):
+        if dtype != torch.uint8:
+            return empty(*size, dtype=dtype, **others)
+        return memory.setdefault(size, empty(*size, dtype=dtype, **others))
+
+    with mock.patch.object(torch, "empty", same):
+        give(params, gradients(0, shapes, params[0].dtype))
+        before = [param.grad for param in params]
+        for step in range(4):
+            news = gradients(step, shapes, params[0].dtype)
+            for param, grad, new in zip(params, before, news, strict=True):
+                grad.to_local().copy_(split_like(param, new).to_local())
+                param.grad = grad
+            optimizer.step()
+            if step == 2:
+                give(params, gradients(9, shapes, params[0].dtype))
+                with mock.patch.object(*place, side_effect=RuntimeError("no memory")):
+                    assert "no memory" in raised_by(optimizer.step)
+    return snapshot(optimizer)
 
 
 def said_after_a_fault(options):

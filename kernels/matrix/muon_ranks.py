@@ -104,7 +104,7 @@ class MuonBucket:
             self._norms.lie(begins)
 
     def ready(self) -> None:
-        """Nothing is taken but the step's memory."""
+        """Takes nothing but the step's memory."""
 
     def direct(self, run: Run, memory: Memory, given: Any) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""

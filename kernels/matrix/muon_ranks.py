@@ -105,7 +105,7 @@ class MuonBucket:
             self._norms.lie(begins)
 
     def ready(self) -> None:
-        """Nothing is taken but the step's memory."""
+        """Takes nothing but the step's memory."""
 
     def direct(self, run: Run, memory: Memory, grads: None) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
@@ -164,6 +164,7 @@ class MuonBucket:
 
     def _plan_copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""
+        self._unpacked, self._packed = [], []  # an attempt before may have failed
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         for iteration, _ in self._iterations:
             begins = {(piece.param, piece.row): piece.begin for piece in iteration.layout.pieces}

@@ -99,9 +99,10 @@ LATE = {
 
 @pytest.mark.parametrize(("made", "options"), LATE.values(), ids=list(LATE))
 @pytest.mark.parametrize("room", [1, 700, 2**26])
-def test_nobody_touches_memory_that_is_on_its_way(on_ranks, made, options, room):
+@pytest.mark.parametrize("in_order", [False, True], ids=["apart", "in order"])
+def test_nobody_touches_memory_that_is_on_its_way(on_ranks, made, options, room, in_order):
     """Messages move when they are waited for; a poison stands where they come until then."""
-    named = {"placements": "rows", "sizes": (2,)}
+    named = {"placements": "rows", "sizes": (2,), "in_order": in_order}
     found = on_ranks(2, late, in_small_buckets, room, options, 3, made=made, **named)
     assert_same_on_all(found, made(options, 3))
 
@@ -131,6 +132,185 @@ def test_launches_have_the_same_bits(on_ranks, kind):
     expected = trained(options, 2, shapes=SHAPES[:6], clip_norm=1.0)
     own = ({**options, "backend": "triton"}, 2)
     assert_same_on_all(on_ranks(2, trained, *own, shapes=SHAPES[:6], clip_norm=1.0), expected)
+
+
+TINY = [(6, 10), (10, 6), (5, 9), (1, 7), (9,), (5, 4, 6)]
+"""Of none is half of the work, which all ranks would make together; of 5 experts 2 ranks have 3 and
+2."""
+SHORT = {"ns_steps": 2}
+LAUNCHED = {
+    "columns": {"weights": BF16, **MASTER},
+    "by turns": {"weights": BF16, **MASTER, **FP16, "method": "gram"},
+    "rows": {"weights": BF16, **REMAINDERS, **FP16, **NORMUON},
+    "rows twice": {"weights": BF16, **DRAWN, **NORMUON},
+    "copies of columns": {"weights": BF16, **REMAINDERS, **FP16, "momentum_buffer_dtype": BF16},
+    "columns and copies": {"weights": FP32, **FP16, **NORMUON, "method": "gram"},
+    "rows and columns": {"weights": BF16, **DRAWN, **FP16},
+    "the last two": {"weights": FP32, **NORMUON},
+}
+"""For each placement options that step by launches; with them all precisions and forms."""
+
+
+def launched(on_ranks, placements, options, steps=2, **named):
+    """What steps by launches leave on each rank."""
+    sizes = (2, 2) if placements in MESHES else (2,)
+    own = {"placements": placements, "sizes": sizes, "shapes": TINY, **named}
+    called = (muon_ranks.by_launches, {**SHORT, **options}, steps)
+    return on_ranks(4 if placements in MESHES else 2, *called, **own)
+
+
+def one_process(options, steps=2, **step):
+    return placed({**SHORT, **options}, steps, shapes=TINY, **step)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "placements", names_but(LAUNCHED, ["columns", "by turns", "rows twice", "copies of columns"])
+)
+def test_launches_of_any_placements_have_the_same_bits(on_ranks, placements):
+    options = LAUNCHED[placements]
+    found = launched(on_ranks, placements, options, clip_norm=1.0)
+    assert_same_on_all(found, one_process(options, clip_norm=1.0))
+
+
+MANY = [(5, 6), (6, 5), (5, 5), (4, 6)] * 2
+"""Four or more a rank."""
+LATE_LAUNCHES = {
+    f"{room}-{'in order' if in_order else 'apart'}-{placements}": (room, in_order, placements)
+    for placements in ("rows", "by turns", "rows and columns")
+    for room in (1, 120, 2**26)
+    for in_order in (False, True)
+}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("room", "in_order", "placements"),
+    slow_but(
+        LATE_LAUNCHES,
+        ["1-apart-rows", "1-in order-by turns", "120-in order-rows", f"{2**26}-apart-by turns"],
+    ),
+)
+def test_launches_do_not_touch_memory_that_is_on_its_way(on_ranks, room, in_order, placements):
+    """Many buckets take turns with it: each of a matrix or two a rank, or of all."""
+    options, sizes = LAUNCHED[placements], (2, 2) if placements in MESHES else (2,)
+    called = (late, in_small_buckets, room, {**SHORT, **options}, 2)
+    own = {"made": muon_ranks.by_launches, "in_order": in_order}
+    named = {"placements": placements, "sizes": sizes, "shapes": MANY}
+    found = on_ranks(4 if placements in MESHES else 2, *called, **own, **named)
+    assert_same_on_all(found, placed({**SHORT, **options}, 2, shapes=MANY))
+
+
+BLOCKS = {
+    "rows": {"momentum_buffer_dtype": "block_int8", **MASTER, "weights": BF16, **FP16},
+    "columns": {"momentum_buffer_dtype": "block_int8", "weights": FP32, **NORMUON},
+    "rows and columns": {"momentum_buffer_dtype": "block_e4m3", **MASTER, "weights": BF16},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("placements", BLOCKS)
+def test_launches_of_momenta_in_blocks_have_the_same_bits(on_ranks, placements):
+    options = {**BLOCKS[placements], "seed": 5}
+    shapes = [(16, 256), (17, 256), (16, 256)]
+    shapes += [(3, 16, 256)] if placements == "rows" else []  # of which a rank has two
+    found = launched(on_ranks, placements, options, shapes=shapes)
+    assert found[0]["states"][0]["momentum_buffer"].dtype == torch.uint8
+    assert_same_on_all(found, placed({**SHORT, **options}, 2, shapes=shapes))
+
+
+@interpreted
+@pytest.mark.parametrize("placements", names_but(("rows", "columns", "rows twice"), ["columns"]))
+def test_launches_of_rows_of_several_matrices_have_the_same_bits(on_ranks, placements):
+    """Three in a parameter, which begin within a rank's rows."""
+    options = {**LAUNCHED[placements], "adjust_lr_fn": "match_rms_adamw"}
+    own = {"shapes": [(24, 6)] * 3 + [(10, 6), (6, 10), (9, 7)], "split": True}
+    found = launched(on_ranks, placements, options, **own)
+    assert_same_on_all(found, placed({**SHORT, **options}, 2, **own))
+
+
+EXPERTS = {
+    "3 and 2": ("rows", [(5, 4, 6), (6, 10), (10, 6)], [3, 2]),
+    "2 and none": ("rows", [(2, 4, 6), (1, 6, 5), (1, 6, 5), (6, 10), (10, 6)], [3, 1]),
+    "more than its part": ("rows", [(3, 4, 4)] * 4 + [(4, 4)], [6, 4]),
+    "on four": ("rows twice", [(5, 4, 6), (6, 10), (10, 6), (6, 10)], [2, 1, 1, 1]),
+    "with copies": ("copies of rows", [(5, 4, 6), (6, 10), (10, 6)], [0, 0, 0, 0]),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("placements", "shapes", "local"), EXPERTS.values(), ids=EXPERTS)
+def test_experts_that_one_rank_has_are_launched_beside_the_rest(
+    on_ranks, placements, shapes, local
+):
+    """As many as each has alone; others of the same parameter go to their owners."""
+    options = {**SHORT, "weights": BF16, **MASTER, **FP16, **NORMUON}
+    sizes = (2, 2) if len(local) == 4 else (2,)
+    named = {"placements": placements, "sizes": sizes, "shapes": shapes}
+    found = on_ranks(len(local), muon_ranks.beside_local, options, 2, **named)
+    assert [count for _, count in found] == local
+    assert_same_on_all([run for run, _ in found], placed(options, 2, shapes=shapes))
+
+
+LEFT_OUT = {f"{why}-{way}": (why, way) for why in ("found_inf", "nan") for way in (False, True)}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("reason", "capturable"), slow_but(LEFT_OUT, ["found_inf-True", "nan-False"])
+)
+def test_launches_that_are_left_out_leave_everything(on_ranks, reason, capturable):
+    options = {**SHORT, **KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
+    launches = {**options, "backend": "triton"}
+    expected = muon_ranks.left_out(options, "found_inf", TINY)
+    for before, after, then in on_ranks(2, muon_ranks.left_out, launches, reason, TINY):
+        assert_same(after, before)
+        assert_same(then, expected[2])
+
+
+MATRICES = [shape for shape in TINY if len(shape) > 1]
+"""Without those that other launches step, which nobody takes back."""
+
+
+@interpreted
+@pytest.mark.parametrize("kind", names_but(muon_ranks.LAUNCHES, ["boxes", "cast"]))
+def test_launches_that_fail_on_one_rank_change_nothing_on_any(on_ranks, kind):
+    options = {**SHORT, **KINDS["kahan, normuon"]}
+    straight = placed(options, 3, shapes=MATRICES)
+    launches = {**options, "backend": "triton"}
+    for rank, found in enumerate(on_ranks(2, muon_ranks.said_of, kind, launches, MATRICES)):
+        error, before, after, then = found
+        assert ("RuntimeError: no memory" if rank else FAILED) in error
+        assert_same(after, before)
+        assert_same(then, straight)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", names_but(("direct", "boxes", "apply"), ["boxes"]))
+def test_gradients_that_move_for_a_step_that_fails_are_followed(on_ranks, kind):
+    """Steps before and after read them in one place, the one that fails on one rank in another."""
+    options = {**SHORT, "weights": BF16, **MASTER, **FP16}
+    straight = placed(options, 4, shapes=MANY[:4])
+    launches = {**options, "backend": "triton"}
+    found = on_ranks(2, muon_ranks.moved_once, kind, launches, MANY[:4])
+    assert_same_on_all(found, straight)
+
+
+FIRST = [*((kind, 0) for kind in muon_ranks.AT_FIRST), ("plans", 1), ("boxes", 1), ("notes", 1)]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "turn"), slow_but({f"{k}-{t}": (k, t) for k, t in FIRST}, ["plans-1", "notes-0"])
+)
+def test_a_first_step_whose_launches_fail_on_one_rank_can_be_taken_again(on_ranks, kind, turn):
+    """What was planned before is not planned twice."""
+    options = {**SHORT, **KINDS["kahan, normuon"]}
+    launches = {**options, "backend": "triton"}
+    found = on_ranks(2, muon_ranks.said_of_a_first_step, kind, turn, launches, MATRICES)
+    for rank, (error, _) in enumerate(found):
+        assert ("RuntimeError: no memory" if rank else FAILED) in error
+    assert_same_on_all([then for _, then in found], placed(options, 2, shapes=MATRICES))
 
 
 @pytest.mark.sample(2)

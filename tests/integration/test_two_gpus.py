@@ -2,18 +2,20 @@
 
 import shutil
 
+import card_ranks
 import pytest
 import torch
+from card_ranks import captured_beside_eager, gone_on
 from disturbed import disturbed
 from fsdp2_ranks import assert_same_on_all
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
 from galore_whole_ranks import placed_galore
 from llama_ranks import OPTIMIZERS, trained_and_resumed
-from muon_ranks import placed
+from muon_ranks import by_launches, in_small_buckets, placed
 from ranks import Ranks
-from runs import BF16, MASTER, REMAINDERS, assert_same
+from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 
-from megaopt import FusedAdam, FusedLion
+from megaopt import FusedAdam, FusedLion, FusedSGD
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +30,22 @@ SHAPES = (
 CASES = {
     "adam": (placed, {"optimizer": FusedAdam, "weights": BF16, **MASTER}),
     "adam, remainders": (placed, {"optimizer": FusedAdam, "weights": BF16, **REMAINDERS}),
+    "adam, drawn": (
+        placed,
+        {
+            "optimizer": FusedAdam, "weights": BF16, "weight_rounding": "stochastic", "seed": 7,
+            "exp_avg_dtype": "bfloat16_stochastic",
+        },
+    ),
+    "adam, blocks": (
+        placed,
+        {
+            "optimizer": FusedAdam, "weights": BF16, **MASTER, "exp_avg_dtype": "block_e4m3",
+            "exp_avg_sq_dtype": "block_e5m3", "seed": 5,
+        },
+    ),
     "lion": (placed, {"optimizer": FusedLion, "weights": BF16, **MASTER}),
+    "sgd": (placed, {"optimizer": FusedSGD, "weights": BF16, **MASTER, "momentum": 0.9, "lr": 0.1}),
     "muon": (placed, {"weights": BF16, **MASTER}),
     "muon, block_int8": (
         placed, {"weights": BF16, **MASTER, "momentum_buffer_dtype": "block_int8"},
@@ -63,6 +80,31 @@ def on_two_cards(tmp_path_factory):
         pool.close(kill=True)  # nobody needs NCCL to end its groups one after another
 
 
+EVEN = ((256, 640), (640, 256), (77, 130), (33,), (1, 40), (5, 96, 64), (300, 300), (192, 512))
+"""None is half of the work, which two ranks would make together by torch's operations."""
+DRAWN = {"weight_rounding": "stochastic", "seed": 7, "momentum_buffer_dtype": "bfloat16_stochastic"}
+NORMUON = {"second_moment": "normuon"}
+FP16, GRAM = {"precision": "fp16"}, {"method": "gram"}
+REMAINDER8, KAHAN = (
+    {"master_weights": True, "master_weight_dtype": name} for name in ("remainder8", "kahan")
+)
+BLOCKS = {"momentum_buffer_dtype": "block_int8", "seed": 5}
+LAUNCHED = {
+    "fp32": {"weights": FP32},
+    "fp32, fp16, gram": {"weights": FP32, **FP16, **GRAM},
+    "masters": {"weights": BF16, **MASTER, "method": "standard"},
+    "masters, fp16, gram": {"weights": BF16, **MASTER, **FP16, **GRAM},
+    "masters, fp16, normuon": {"weights": BF16, **MASTER, **FP16, "method": "standard", **NORMUON},
+    "remainders, normuon": {"weights": BF16, **REMAINDERS, **NORMUON},
+    "remainders, fp16, blocks": {"weights": BF16, **REMAINDERS, **FP16, **BLOCKS},
+    "24 bits, fp16, gram": {"weights": BF16, **REMAINDER8, **FP16, **GRAM},
+    "kahan, normuon, blocks": {"weights": BF16, **KAHAN, **NORMUON, **BLOCKS},
+    "drawn": {"weights": BF16, **DRAWN},
+    "drawn, fp16, gram, normuon": {"weights": BF16, **DRAWN, **FP16, **GRAM, **NORMUON},
+}
+"""FusedMuon's formats, precisions and forms."""
+
+
 @pytest.mark.parametrize("placements", ["rows", "by turns"])
 @pytest.mark.parametrize("name", CASES)
 def test_two_cards_have_the_bits_of_one(on_two_cards, name, placements):
@@ -72,6 +114,86 @@ def test_two_cards_have_the_bits_of_one(on_two_cards, name, placements):
     split = {"placements": placements, "sizes": (2,)}
     found = on_two_cards(disturbed, 0, made, options, 12, **split, **step)
     assert_same_on_all(found, made(options, 12, **step))
+
+
+@pytest.mark.parametrize("room", [2**18, 2**26])
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_launches_on_two_cards_have_the_bits_of_one(on_two_cards, name, room):
+    """Buckets of a matrix or two take turns with the memory; or there is one of all."""
+    step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
+    split = {"placements": "rows" if room == 2**18 else "by turns", "sizes": (2,)}
+    called = (in_small_buckets, room, LAUNCHED[name], 8)
+    found = on_two_cards(disturbed, 1, *called, made=by_launches, **split, **step)
+    assert_same_on_all(found, placed(LAUNCHED[name], 8, **step))
+
+
+@pytest.mark.parametrize(
+    "placements", ["copies of rows", "copies of columns", "columns and copies"]
+)
+@pytest.mark.parametrize("name", ["masters, fp16, normuon", "drawn"])
+def test_two_cards_with_copies_have_the_bits_of_one(on_two_cards, name, placements):
+    """Each has all of every matrix, of which one makes the update for both; or each has columns."""
+    step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
+    split = {"placements": placements, "sizes": (2, 1)}
+    found = on_two_cards(disturbed, 2, placed, LAUNCHED[name], 8, **split, **step)
+    assert_same_on_all(found, placed(LAUNCHED[name], 8, **step))
+
+
+GRAPHS = {
+    "adam": {"optimizer": FusedAdam, "weights": BF16, **MASTER},
+    "adam, remainders": {"optimizer": FusedAdam, "weights": BF16, **REMAINDERS},
+    "muon": LAUNCHED["masters"],
+    "muon, fp16": LAUNCHED["masters, fp16, normuon"],
+    "muon, gram": LAUNCHED["drawn, fp16, gram, normuon"],
+    "muon, blocks": LAUNCHED["remainders, fp16, blocks"],
+}
+
+
+@pytest.mark.parametrize("placements", ["rows", "by turns"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_graph_repeats_the_steps_of_two_cards(on_two_cards, name, placements):
+    """Of launches and messages; another optimizer takes eager steps, to the same bits."""
+    split = {"placements": placements, "sizes": (2,)}
+    for replayed, eager in on_two_cards(captured_beside_eager, GRAPHS[name], EVEN, 5, **split):
+        assert_same(replayed, eager)
+
+
+RESUMED = {
+    "adam, remainders": (GRAPHS["adam, remainders"], "rows"),
+    "muon, fp16": (LAUNCHED["masters, fp16, normuon"], "by turns"),
+    "muon, drawn": (LAUNCHED["drawn, fp16, gram, normuon"], "rows"),
+    "muon, blocks": (LAUNCHED["kahan, normuon, blocks"], "rows"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("options", "placements"), RESUMED.values(), ids=RESUMED)
+def test_a_run_goes_on_on_one_card_and_comes_back(on_two_cards, tmp_path, options, placements):
+    """Three steps on two cards, on one without a mesh, and on two."""
+    split = {"placements": placements, "sizes": (2,)}
+    folder = str(tmp_path)
+    on_two_cards(gone_on, options, folder, 0, 3, EVEN, **split)
+    alone = gone_on(options, folder, 3, 3, EVEN, number=1)
+    step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
+    assert_same(alone, placed(options, 6, **step))
+    found = on_two_cards(gone_on, options, folder, 6, 3, EVEN, number=2, **split)
+    assert_same_on_all(found, placed(options, 9, **step))
+
+
+@pytest.mark.parametrize("kind", card_ranks.MIDDLE)
+def test_a_card_that_fails_within_a_step_has_both_raise(on_two_cards, kind):
+    """It goes on with the exchange, so that nobody waits for it, and raises at its end.
+
+    The other one's host does not wait to hear of it: its next step finds that the counts of steps
+    differ, the device leaves that one out, and the step after it raises on both.
+    """
+    options = LAUNCHED["masters, fp16, normuon"]
+    split = {"placements": "rows", "sizes": (2,)}
+    first, last = on_two_cards(card_ranks.said_of, kind, options, EVEN, **split)
+    assert [*first[:2], *last[:2]] == [None, None, "RuntimeError: no memory", None]
+    differ = "ranks that hold parts of the same parameters must step the same"
+    for error in (first[2], last[2]):
+        assert f"{differ}, got step of group 0: 3 on rank 0, 2 on rank 1" in error
 
 
 @pytest.mark.parametrize("kind", ["adam", "muon", "galore"])
@@ -89,6 +211,21 @@ def test_a_run_goes_on_from_a_checkpoint(on_two_cards, tmp_path, use, kind):
     saves = (resumed_beside_one, use, kind, str(tmp_path / "saved"), True)
     for straight, resumed in on_two_cards(disturbed, 0, *saves, device="cuda"):
         assert_same(resumed, straight)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["masters", "drawn, fp16, gram, normuon"])
+def test_a_thousand_steps_of_cards_that_are_late_have_the_bits_of_one(name, tmp_path):
+    """Either one, by chance; many buckets take turns with the memory."""
+    shapes = ((64, 96), (96, 64), (40, 130), (33,), (5, 32, 48), (64, 64))
+    step = {"clip_norm": 1.0, "shapes": shapes, "device": "cuda"}
+    called = (in_small_buckets, 2**13, LAUNCHED[name], 1000)
+    ranks = Ranks(2, tmp_path, backend="cpu:gloo,cuda:nccl", patience=600)
+    try:
+        found = ranks(disturbed, 3, *called, placements="rows", sizes=(2,), **step)
+    finally:
+        ranks.close(kill=True)
+    assert_same_on_all(found, placed(LAUNCHED[name], 1000, **step))
 
 
 @pytest.mark.exhaustive

@@ -1,11 +1,23 @@
 """What ranks do in the tests of FusedMuon's DTensors."""
 
 import contextlib
+import itertools
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, build, give, gradients, raised_by, said, snapshot, train, trained
+from fsdp2_ranks import (
+    Bare,
+    build,
+    give,
+    gradients,
+    raised_by,
+    said,
+    snapshot,
+    split_like,
+    train,
+    trained,
+)
 from runs import FP32, on_cpu
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -16,7 +28,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import muon, shared, tiles
+from megaopt.kernels.matrix import (
+    boxes,
+    muon,
+    muon_launch,
+    muon_ranks,
+    muon_wave,
+    shared,
+    tiles,
+)
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -30,6 +50,7 @@ MESHES = {
     "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
     "rows twice": lambda shape: [Shard(0), Shard(0)],
     "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
+    "copies of rows": lambda shape: [Replicate(), Shard(0)],
     "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
     "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
 }
@@ -45,10 +66,8 @@ def groups_of(params, split):
     return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
 
 
-def placed(
-    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
-):
-    """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
+def made_at(options, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu"):
+    """A model and an optimizer of its DTensors; without placements of whole tensors."""
     options = dict(options)
     model = Bare(shapes, options.pop("weights", FP32)).to(device)
     if placements is not None:
@@ -59,7 +78,14 @@ def placed(
             own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
             setattr(model, name, torch.nn.Parameter(own))
     kind = options.pop("optimizer", FusedMuon)
-    optimizer = kind(groups_of(list(model.parameters()), split), **options)
+    return model, kind(groups_of(list(model.parameters()), split), **options)
+
+
+def placed(
+    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
+):
+    """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
+    model, optimizer = made_at(options, placements, sizes, shapes, split, device)
     train(model, optimizer, steps, **step)
     return on_cpu(snapshot(optimizer))
 
@@ -68,6 +94,25 @@ def in_small_buckets(room, *arguments, made=placed, **named):
     """What `made` returns with buckets of so many bytes."""
     with mock.patch.object(owners.Owners.__init__, "__defaults__", (False, False, room)):
         return made(*arguments, **named)
+
+
+def by_launches(options, *arguments, made=placed, **named):
+    """What `made` returns where no rank steps a bucket by torch's operations, as the twin does."""
+    refused = AssertionError("a bucket of torch's operations")
+    with mock.patch.object(shared.TorchBucket, "direct", side_effect=refused):
+        return made({**options, "backend": "triton"}, *arguments, **named)
+
+
+def beside_local(*arguments, **named):
+    """What `by_launches` returns, and how many matrices no other rank has a part of."""
+    counts, init = [], owners.Owners.__init__
+
+    def counting(self, *own):
+        init(self, *own)
+        counts.append(len(self.local))
+
+    with mock.patch.object(owners.Owners, "__init__", counting):
+        return by_launches(*arguments, **named), sum(counts)
 
 
 def bytes_sent(options, shapes, replicas=1):
@@ -133,11 +178,54 @@ CHANGED = {
 }
 
 
+LAUNCHES = {
+    "direct": (muon_wave.PartLaunches, "direct"),
+    "sums": (muon_ranks.PartNorms, "measure"),
+    "cast": (muon_ranks.PartNorms, "cast"),
+    "boxes": (boxes.BoxCopies, "copy"),
+    "products": (muon_wave.Iteration, "step"),
+    "apply": (muon_wave.PartLaunches, "apply"),
+    "local": (muon_launch.MuonLaunches, "step"),
+}
+PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+"""Where a step fails."""
+AT_FIRST = {
+    "plans": (muon_ranks, "BoxCopies"),
+    "notes": (muon_wave.Iteration, "note"),
+    **LAUNCHES,
+}
+
+
+def said_of_a_first_step(kind, turn, options, shapes):
+    """The error of a first step in which the last rank fails, and what steps after it come to.
+
+    kind: of AT_FIRST. turn: which of the calls of this rank fails.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    give(model.parameters(), gradients(0, shapes, next(model.parameters()).dtype))
+    error = None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        place, name = AT_FIRST[kind]
+        calls, call = itertools.count(), getattr(place, name)
+
+        def failing(*own, **others):
+            if next(calls) == turn:
+                raise RuntimeError("no memory")
+            return call(*own, **others)
+
+        with mock.patch.object(place, name, failing):
+            error = raised_by(optimizer.step)
+    else:
+        error = raised_by(optimizer.step)
+    train(model, optimizer, 2)
+    return error, snapshot(optimizer)
+
+
 def said_of(kind, options, shapes=SHAPES):
     """The error of a step in which the last rank does something else, and what was before and is.
 
     kind: it lacks a "gradient", has one of another "dtype", has a group CHANGED, or fails in the
-        exchange or in the "tiles" of a product.
+        exchange, in the "tiles" of a product, or in a LAUNCH.
     """
     model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
@@ -154,7 +242,7 @@ def said_of(kind, options, shapes=SHAPES):
         elif is_last and kind in CHANGED:
             group.update(CHANGED[kind])
         elif is_last:
-            place = (shared, "unpacked") if kind == "exchange" else (tiles, "products")
+            place = PLACES[kind]
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)
@@ -163,6 +251,36 @@ def said_of(kind, options, shapes=SHAPES):
     give(params, gradients(2, shapes, params[0].dtype))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
+
+
+def moved_once(kind, options, shapes):
+    """What four steps come to whose gradients lie in one place, but for one that fails between.
+
+    kind: of LAUNCHES, which fails on all ranks. A step's memory is always the same.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    params, place = list(model.parameters()), LAUNCHES[kind]
+    memory, empty = {}, torch.empty
+
+    def same(*size, dtype=None, **others):
+        if dtype != torch.uint8:
+            return empty(*size, dtype=dtype, **others)
+        return memory.setdefault(size, empty(*size, dtype=dtype, **others))
+
+    with mock.patch.object(torch, "empty", same):
+        give(params, gradients(0, shapes, params[0].dtype))
+        before = [param.grad for param in params]
+        for step in range(4):
+            news = gradients(step, shapes, params[0].dtype)
+            for param, grad, new in zip(params, before, news, strict=True):
+                grad.to_local().copy_(split_like(param, new).to_local())
+                param.grad = grad
+            optimizer.step()
+            if step == 2:
+                give(params, gradients(9, shapes, params[0].dtype))
+                with mock.patch.object(*place, side_effect=RuntimeError("no memory")):
+                    assert "no memory" in raised_by(optimizer.step)
+    return snapshot(optimizer)
 
 
 def said_after_a_fault(options):
@@ -242,15 +360,15 @@ def counted(function, work):
     return call
 
 
-def left_out(options, reason):
+def left_out(options, reason, shapes=SHAPES):
     """What there is before a step that is left out, after it, and after one that is not.
 
     reason: "found_inf", or a "nan" in the last rank's gradient.
     """
-    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
     train(model, optimizer, 2)
     before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(2, SHAPES, params[0].dtype))
+    give(params, gradients(2, shapes, params[0].dtype))
     if reason == "found_inf":
         optimizer.found_inf = torch.tensor(1.0)
     elif dist.get_rank() == dist.get_world_size() - 1:

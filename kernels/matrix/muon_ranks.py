@@ -164,7 +164,7 @@ class MuonBucket:
 
     def _plan_copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""
-        self._unpacked, self._packed = [], []  # an attempt before may have failed
+        planned = []
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         for iteration, _ in self._iterations:
             begins = {(piece.param, piece.row): piece.begin for piece in iteration.layout.pieces}
@@ -185,7 +185,8 @@ class MuonBucket:
             unpack = boxes(self._bucket.unpacked, iteration.layout.first)
             pack = [box.turned for box in boxes(self._bucket.packed, iteration.result)]
             copies = BoxCopies(list(unpack), self._device), BoxCopies(pack, self._device)
-            self._copies.append(copies)
+            planned.append(copies)
+        self._copies = planned  # not before all are made
 
 
 def _part_of(piece: Piece) -> Part:

@@ -31,7 +31,7 @@ import torch
 from megaopt.kernels.calling import Replayed
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of
-from megaopt.kernels.formats import GRADS, NONE, WEIGHTS
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
 from megaopt.kernels.matrix.galore import PROJECTION, projected, projected_back
 from megaopt.kernels.matrix.launch import (
@@ -45,7 +45,6 @@ from megaopt.kernels.matrix.launch import (
     waves,
 )
 from megaopt.kernels.matrix.plan import (
-    FLOAT32,
     CompiledStep,
     MatrixPlan,
     PartLaunch,
@@ -97,16 +96,18 @@ class Kind:
         if how.low_rank.precision != IEEE:
             own = (UPDATES, GALORE_KEEP, device, shapes, [0] * len(shapes))
             self._products = Products(how, *own, [Place(0)] * len(shapes))
-            sizes[2] = how.projection.dtype.itemsize * self._products.rounded_numel
+            sizes[2] = _dtype(how.projection).itemsize * self._products.rounded_numel
             sizes[3] = 4 * self._products.slabs_numel
-            # of which the update takes none; a kernel reads it all the same
+            # of which the rule takes nothing; the kernel has a row to read all the same
             self._row = torch.zeros((1, GALORE_KEEP.row_length), device=device)
         ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=begin))
         self.wholes: list[int] = (begin + 4 * firsts).tolist()
         """Where gradients begin, and in their place updates, in bytes."""
         self.lows: list[int] = (ends[1] + 4 * lows).tolist()
         """Where projected gradients begin."""
-        self.directions: list[int] = (ends[1] + how.direction.weight.dtype.itemsize * lows).tolist()
+        self.directions: list[int] = (
+            ends[1] + _dtype(how.direction.weight).itemsize * lows
+        ).tolist()
         """Where directions begin, in the place of these."""
         self._areas = [slice(a, a + size) for a, size in zip(ends, sizes, strict=False)]
         self.end = ends[-1]
@@ -114,7 +115,7 @@ class Kind:
     def grad(self, room: torch.Tensor, index: int) -> torch.Tensor:
         """The gradient of one of them."""
         form = self._how.formats.grad
-        return _matrix(room, self.wholes[index], form.dtype, self._shapes[index])
+        return _matrix(room, self.wholes[index], _dtype(form), self._shapes[index])
 
     def project(self, room: torch.Tensor, projections: Tensors) -> None:
         """Projects the gradients."""
@@ -123,7 +124,7 @@ class Kind:
             for index, projection in enumerate(projections):
                 grad = form.decode_reference(self.grad(room, index))
                 found = projected(grad, projection, side, IEEE)
-                _matrix(room, self.lows[index], FLOAT32.dtype, found.shape).copy_(found)
+                _matrix(room, self.lows[index], torch.float32, found.shape).copy_(found)
             return
         self._look(self._products, room, projections)
         _, low, _, slabs = (room[area] for area in self._areas)
@@ -133,12 +134,12 @@ class Kind:
     def project_back(self, room: torch.Tensor, projections: Tensors) -> None:
         """Makes updates of the directions."""
         if self._products is None:
-            own, dtype = self._how.low_rank, self._how.direction.weight.dtype
+            own, dtype = self._how.low_rank, _dtype(self._how.direction.weight)
             for index, projection in enumerate(projections):
                 shape = own.low_shape(self._shapes[index])
                 low = _matrix(room, self.directions[index], dtype, shape)
                 found = projected_back(low, projection, own.side, IEEE)
-                _matrix(room, self.wholes[index], FLOAT32.dtype, found.shape).copy_(found)
+                _matrix(room, self.wholes[index], torch.float32, found.shape).copy_(found)
             return
         self._look(self._products, room, projections)
         self._products.project_back(self._row, None)
@@ -148,17 +149,22 @@ class Kind:
         whole = room.data_ptr() + numpy.array(self.wholes)
         _, low, rounded, _ = (room[area] for area in self._areas)
         own = [each.data_ptr() for each in projections]
-        directions = low.view(self._how.direction.weight.dtype)
+        directions = low.view(_dtype(self._how.direction.weight))
         products.look({"grad": whole, "weight": whole}, own, directions)
         if self._how.tiles.ahead:
-            products.round(rounded.view(self._how.projection.dtype))
+            products.round(rounded.view(_dtype(self._how.projection)))
+
+
+def _dtype(form: Format) -> torch.dtype:
+    """The dtype of numbers of a format."""
+    assert form.dtype is not None
+    return form.dtype
 
 
 def _matrix(
-    room: torch.Tensor, begin: int, dtype: torch.dtype | None, shape: Sequence[int]
+    room: torch.Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """A matrix in `room`."""
-    assert dtype is not None
     return room[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view(*shape)
 
 

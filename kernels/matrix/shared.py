@@ -341,6 +341,7 @@ class TorchBucket:
         assert formats.matrix is not None
         self._bucket, self._low, self._making, self._device = bucket, low, making, device
         self._groups, self._grad, rule = groups, formats.grad, formats.matrix.rule
+        self._grad_dtype = formats.dtype("grad")
         self._before = rule.before
         inner, apply = inner_formats(formats, making.direction), apply_formats
         self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
@@ -363,13 +364,13 @@ class TorchBucket:
 
     def send_grads(self, run: Run, memory: Memory) -> None:
         """Leaves this rank's parts of gradients in `near`, where `before` makes others of them."""
-        into = self.apply.views(memory.near.view(self._grad.dtype))
+        into = self.apply.views(memory.near.view(self._grad_dtype))
         if into:
             torch._foreach_copy_(into, self.apply.cut("grad", run.buffers["grad"]))
 
     def renew(self, run: Run, memory: Memory) -> Tensors:
         """Makes anew what is kept, of the whole gradients in `far`, and returns these."""
-        grads = unpacked(self._bucket, memory.far.view(self._grad.dtype))
+        grads = unpacked(self._bucket, memory.far.view(self._grad_dtype))
         renewed(self._bucket, run.renewal, grads)
         return grads
 
@@ -382,7 +383,8 @@ class TorchBucket:
 
     def direct(self, run: Run, memory: Memory) -> None:
         """Steps moments, and makes directions."""
-        making, sent, grads = self._making, memory.near, {}
+        making, sent = self._making, memory.near
+        grads: dict[str, Any] = {}
         if self._before is not SAME:
             near = memory.near.view(making.sent.dtype)
             sent, grads = memory.wide, {"grad": self.inner.views(near, self._low.returned)}

@@ -22,7 +22,8 @@ from megaopt.kernels.matrix.galore import (
     LowRank,
     saves,
 )
-from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, galore_plan, is_fused, why_not_kernel
+from megaopt.kernels.matrix.galore_ranks import galore_plan
+from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, is_fused, why_not_kernel
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix

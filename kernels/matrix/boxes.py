@@ -1,4 +1,4 @@
-"""Copies boxes of matrices within one memory: many of them in one launch.
+"""Copies boxes of matrices within one memory, and parts of tensors into it: many in one launch.
 
 What ranks send one another lies there part behind part; a matrix lies row behind row. A part is a
 box of its matrix: whole rows where a rank has rows, and a piece of each row where it has columns.
@@ -79,19 +79,8 @@ class BoxCopies:
 
     def copy(self, memory: torch.Tensor) -> None:
         """Copies all boxes; memory: uint8, begins at a multiple of 16 bytes."""
-        if not self._boxes:
-            return
-        options: dict[str, object] = {
-            "BLOCK": GEOMETRY.block,
-            "ITERATIONS": GEOMETRY.iterations,
-            "SPAN": GEOMETRY.span,
-            "num_warps": GEOMETRY.warps,
-        }
-        arguments = (
-            *(self._table.kept(), self._chunks.table),
-            *(memory.view(torch.int16), len(self._boxes)),
-        )
-        call(copy_kernel, self._chunks.count, arguments, options)
+        if self._boxes:
+            _launch(self._table.kept(), self._chunks, memory, len(self._boxes))
 
     def copy_reference(self, memory: torch.Tensor) -> None:
         """The twin of `copy`."""
@@ -101,6 +90,48 @@ class BoxCopies:
             begin = numbers.storage_offset()
             into = numbers.as_strided(size, (target_stride, 1), begin + target)
             into.copy_(numbers.as_strided(size, (source_stride, 1), begin + source))
+
+
+class PartCopies:
+    """The launch that copies numbers of tensors, which may move, into a memory.
+
+    Args:
+        targets: where the numbers of each part go in the memory, in numbers of 16 bits.
+        sizes: how many such numbers each has; none is empty, and targets do not overlap.
+        device: of all.
+    """
+
+    def __init__(self, targets: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(sizes)), dtype=numpy.int64)
+        self._rows[int(WEIGHT)], self._rows[int(table_rows.NUMEL)] = targets, sizes
+        for row in (COLUMNS, SOURCE_STRIDE, TARGET_STRIDE):
+            self._rows[int(row)] = WIDTH
+        self._chunks, self._table = Chunks(sizes, GEOMETRY, device), DeviceTable(device)
+
+    def copy(self, sources: numpy.ndarray, memory: torch.Tensor) -> None:
+        """Copies all parts.
+
+        sources: int64, the address of each; memory: uint8, begins at a multiple of 16 bytes.
+        """
+        if not self._chunks.count:
+            return
+        # as numbers of the memory, which the kernel counts from, though they lie elsewhere
+        places = (sources - memory.data_ptr()) // UNIT
+        self._rows[int(GRAD)] = places
+        both = places | self._rows[int(WEIGHT)]
+        self._rows[int(table_rows.ALIGNED)] = both % VECTOR == 0
+        _launch(self._table.update(self._rows), self._chunks, memory, len(places))
+
+
+def _launch(table: torch.Tensor, chunks: Chunks, memory: torch.Tensor, count: int) -> None:
+    options: dict[str, object] = {
+        "BLOCK": GEOMETRY.block,
+        "ITERATIONS": GEOMETRY.iterations,
+        "SPAN": GEOMETRY.span,
+        "num_warps": GEOMETRY.warps,
+    }
+    arguments = (table, chunks.table, memory.view(torch.int16), count)
+    call(copy_kernel, chunks.count, arguments, options)
 
 
 @helper

@@ -437,7 +437,9 @@ def back_project_kernel(
             mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)
         # pointers to a tile's own first element: offsets stay within 32 bits
         pointers = pointers_of(own, start, FORMATS)
-        param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
+        param = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if RULE.reads_param:
+            param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
         ends = (rows - first_row, columns - column)
         right_at = right_ptr + column.to(tl.int64) * (PRODUCT.rank if PRODUCT.turned else 1)
         update = product_tile(left_ptr, right_at, row, beside, ends, columns, whole, PRODUCT, INNER)
@@ -582,8 +584,10 @@ def back_strips_kernel(
                 bottom = tl.minimum(top + down * ROWS, places.rows)
                 # with the number of stages masters come ahead, too, not only what is multiplied
                 for row in tl.range(loop_bound(top), loop_bound(bottom), ROWS, num_stages=STAGES):
-                    param = described_param(places, row, column, FORMATS)
                     nothing = tl.zeros((ROWS, COLUMNS), tl.float32)
+                    param = nothing
+                    if RULE.reads_param:
+                        param = described_param(places, row, column, FORMATS)
                     left = places.left.load([row, 0])
                     update = chained(left, right, nothing)
                     step_back(places, row, column, param, update, FORMATS, RULE)
@@ -625,5 +629,7 @@ def back_blocks_kernel(
                     left = places.left.load([row, inner])
                     right = right_factor(places, inner, column, PRODUCT)
                     total = chained(left, right, total)
-                param = described_param(places, row, column, FORMATS)
+                param = tl.zeros((ROWS, COLUMNS), tl.float32)
+                if RULE.reads_param:
+                    param = described_param(places, row, column, FORMATS)
                 step_back(places, row, column, param, total, FORMATS, RULE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -21,7 +21,6 @@ from megaopt.kernels.matrix import kernel
 from megaopt.kernels.matrix.galore import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
-    CompiledStep,
     MatrixPlan,
     apply_formats,
     inner_formats,
@@ -31,10 +30,10 @@ from megaopt.kernels.matrix.products import BF16, IEEE, TF32, Product
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
+from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import step_tensor
 
 # --- how large the tiles of the two launches are: it shows in no bit
 
@@ -285,21 +284,6 @@ def why_not_kernel(kernel: str, device: torch.device) -> str | None:
     return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
 
 
-def galore_plan(
-    kernel: str,
-    formats: Formats,
-    shapes: Sequence[torch.Size],
-    groups: Sequence[int],
-    places: Sequence[Place],
-    device: torch.device,
-) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled" or as launched_plan, whose the arguments are."""
-    if kernel in (*LAUNCHED, BY_SHAPE):
-        return launched_plan(formats, shapes, groups, device, places, kernel)
-    step = CompiledStep() if kernel == "compiled" else step_tensor
-    return MatrixPlan(formats, groups, places, step)
-
-
 def launched_plan(
     formats: Formats,
     shapes: Sequence[torch.Size],
@@ -400,13 +384,15 @@ class How:
         """The last launch finds its right factor turned."""
         return self.turns and (self.fused or self.low_rank.side == RIGHT)
 
-    def whole_tile(self, device: torch.device) -> WholeTile | None:
+    def whole_tile(self, device: torch.device, apply: Formats) -> WholeTile | None:
         """The tile of matrices that have whole ones only; None where there is none of its own.
 
         Left factors come as tensor cores take them, in rows of whole 16 bytes. Of weights and
         masters a stage less is held: the results take its room. By blocks right factors too.
+
+        apply: the formats of what the last launch writes.
         """
-        low_rank, apply, strip = self.low_rank, apply_formats(self.formats), self.tiles.strip
+        low_rank, strip = self.low_rank, self.tiles.strip
         is_projection = low_rank.side == LEFT
         is_rounded = low_rank.precision == BF16 or self.fused or is_projection
         if (
@@ -455,7 +441,7 @@ class GaLoreLaunches:
         formats, sizes = how.formats, [shape.numel() for shape in shapes]
         room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
         self._waves = []
-        for own in _waves(how, shapes, room):
+        for own in waves(how, shapes, room):
             of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
             self._waves.append((own, Wave(how, device, *of_matrices)))
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
@@ -477,7 +463,7 @@ class GaLoreLaunches:
             wave.step(theirs, kept, scalars, controls)
 
 
-def _waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
+def waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
     """The places of the matrices that are stepped together, as many as there is room for."""
 
     def kind(index: int) -> Any:
@@ -544,25 +530,29 @@ def whole_launch(
     return WholeLaunch("back_strips_kernel", chunks, min(chunks.count, most), (down,), options)
 
 
-class Wave:
-    """Steps some matrices of a batch, all with as many slabs and of even shape, or not."""
+class Products:
+    """The launches of the two products of some matrices: project, and project back and update.
+
+    Args:
+        how: what all matrices have in common.
+        apply: the formats of what the last launch reads and writes.
+        rule: its rule, of the update that was projected back, in the gradient's place.
+        device: of all.
+        shapes, groups, places: of the matrices, all with as many slabs and of even shape, or not.
+    """
 
     def __init__(
         self,
         how: How,
+        apply: Formats,
+        rule: Rule,
         device: torch.device,
         shapes: Sequence[torch.Size],
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
-        self.shapes, self.device = shapes, device
-        sizes = [how.low_numel(shape) for shape in shapes]
-        padded = [-(-size // UNIT) * UNIT for size in sizes]
-        self._firsts, self._numel = numpy.cumsum([0, *padded[:-1]]), sum(padded)
-        assert how.formats.matrix is not None
-        low_places = list(map(how.formats.matrix.low_place, places, shapes))
-        low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
-        self._direction, self._apply = TritonPlan(*low), apply_formats(how.formats)
+        self._shapes, self._device, self._apply, self._rule = shapes, device, apply, rule
+        self._firsts, self.numel = places_of([how.low_numel(shape) for shape in shapes])
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
         own, rank = how.tiles, how.low_rank.rank
         self._project_tile = first = own.project if self._even[0] else own.uneven_project
@@ -579,7 +569,7 @@ class Wave:
         arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
-        tile = how.whole_tile(device)
+        tile = how.whole_tile(device, apply)
         is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
         self._whole = (
             whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
@@ -590,74 +580,61 @@ class Wave:
         self._copies = [-(-torch.Size(each).numel() // UNIT) * UNIT for each in kept]
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
-    def step(
-        self,
-        buffers: Buffers,
-        projections: Sequence[torch.Tensor],
-        scalars: torch.Tensor,
-        controls: torch.Tensor | None,
-    ) -> None:
-        """One step; buffers, projections: of the wave's matrices."""
-        low, how = self._new(torch.float32), self.how
-        direction = low if how.shares_low else self._new(how.direction.dtype("weight"))
-        for slot in self._apply.slots:
-            self._rows[self._apply.rows[slot]] = list(map(torch.Tensor.data_ptr, buffers[slot]))
-        for row in (kernel.PROJECTION, kernel.FIRST_FACTOR, kernel.LAST_FACTOR):
-            self._rows[row.value] = list(map(torch.Tensor.data_ptr, projections))
-        rooms = [low, direction]  # kept until all launches are made
-        if how.tiles.ahead:
-            rooms.append(self._rounded())
-        self._rows[kernel.DIRECTION.value] = self._addresses(direction)
-        self._look_low(buffers, low, direction)
-        if self.how.grouped:
-            self._project(low, scalars, controls)
-        else:
-            self._project_by_torch(low, buffers["grad"], projections)
-        if not self.how.fused:
-            self._direction.step(scalars, controls)
-        self._back_project(scalars, controls)
+    @property
+    def rounded_numel(self) -> int:
+        """Numbers of `how.projection` that `round` makes."""
+        return (2 if self.how.turns else 1) * sum(self._copies) * self.how.tiles.ahead
 
-    def _rounded(self) -> torch.Tensor:
-        """The projections as products take them, one behind another; their addresses are noted."""
-        how, form = self.how, self.how.projection
-        count = 2 if how.turns else 1
-        room = torch.empty(count * sum(self._copies), dtype=form.dtype, device=self.device)
-        size = room.element_size()
+    @property
+    def slabs_numel(self) -> int:
+        """fp32 numbers of slabs, which are added up behind the launch; 0 where it does this."""
+        return self.numel * self._slabs * self._apart
+
+    def addresses(self, whole: torch.Tensor) -> numpy.ndarray:
+        """The addresses of the projected gradients, or directions, in a workspace of `numel`."""
+        found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
+        return found
+
+    def look(self, tensors: Mapping[str, Any], projections: Any, direction: torch.Tensor) -> None:
+        """Notes the addresses of tensors, by the slots of what the last launch writes.
+
+        Of the gradients, too; projections: addresses; direction: the directions' workspace.
+        """
+        for slot in self._apply.slots:
+            self._rows[self._apply.rows[slot]] = tensors[slot]
+        for row in (kernel.PROJECTION, kernel.FIRST_FACTOR, kernel.LAST_FACTOR):
+            self._rows[row.value] = projections
+        self._rows[kernel.DIRECTION.value] = self.addresses(direction)
+
+    def round(self, room: torch.Tensor) -> None:
+        """Makes the projections as products take them, one behind another, in a room for them."""
+        how, count, size = self.how, 2 if self.how.turns else 1, room.element_size()
         straight = room.data_ptr() + size * numpy.cumsum([0, *self._copies[:-1]])
         turned = straight + size * (count - 1) * sum(self._copies)
         first, last = (straight, turned) if how.low_rank.side == RIGHT else (turned, straight)
         self._rows[kernel.FIRST_FACTOR.value], self._rows[kernel.LAST_FACTOR.value] = first, last
         options = {"PRODUCT": self._product(how.formats.grad, False), "BLOCK": ROUNDED}
         tables = (self._table.update(self._rows), self._round_tiles.table)
-        arguments, own = (*tables, len(self.shapes)), {"SPAN": ONE_TILE.span}
+        arguments, own = (*tables, len(self._shapes)), {"SPAN": ONE_TILE.span}
         call(kernel.round_kernel, self._round_tiles.count, arguments, {**options, **own})
-        return room
 
-    def _new(self, dtype: torch.dtype, count: int = 1) -> torch.Tensor:
-        return torch.empty(count * self._numel, dtype=dtype, device=self.device)
-
-    def _addresses(self, whole: torch.Tensor) -> numpy.ndarray:
-        """The addresses of the matrices' parts of a workspace."""
-        found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
-        return found
-
-    def _project_by_torch(
-        self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
+    def project(
+        self,
+        low: torch.Tensor,
+        slabs: torch.Tensor,
+        plan: TritonPlan | None = None,
+        scalars: torch.Tensor | None = None,
+        controls: torch.Tensor | None = None,
     ) -> None:
-        own = zip(self._firsts.tolist(), grads, projections, strict=True)
-        for first, grad, projection in own:
-            grad = self.how.formats.grad.decode_reference(grad)
-            found = projected(grad, projection, self.how.low_rank.side)
-            low[first : first + found.numel()] = found.view(-1)
+        """Projects the gradients into a workspace; plan: of Adam's step that the launch takes.
 
-    def _project(
-        self, low: torch.Tensor, scalars: torch.Tensor, controls: torch.Tensor | None
-    ) -> None:
-        """Projects the gradients; fused: and steps the moments."""
-        how, own, plan = self.how, self._project_tile, self._direction
-        step_table, even, step = None, self._even[0], None
-        if how.fused:
-            step_table, step = plan.table(), Spec(plan.formats, plan.rule, controls is not None)
+        slabs: of `slabs_numel`, or `low` where that is 0.
+        """
+        how, own, even = self.how, self._project_tile, self._even[0]
+        step_table, step, count = None, None, 0
+        if plan is not None and scalars is not None:
+            step_table, count = plan.table(), scalars.shape[1]
+            step = Spec(plan.formats, plan.rule, controls is not None)
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
@@ -673,39 +650,27 @@ class Wave:
             "num_warps": own.warps,
             "num_stages": own.stages,
         }
-        slabs = self._new(torch.float32, self._slabs) if self._apart else low
-        self._rows[kernel.LOW.value] = self._addresses(slabs)
+        self._rows[kernel.LOW.value] = self.addresses(slabs)
         tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
-        numbers = (len(self.shapes), self._numel, scalars.shape[1])
+        numbers = (len(self._shapes), self.numel, count)
         arguments = (*tables, scalars, controls, self._arrived, *numbers)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
-        if self._apart and not how.fused:
+        if self._apart and step is None:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
-            programs = -(-self._numel // ADDED)
-            call(kernel.add_slabs_kernel, programs, (slabs, low, self._numel), options)
+            programs = -(-self.numel // ADDED)
+            call(kernel.add_slabs_kernel, programs, (slabs, low, self.numel), options)
 
-    def _look_low(self, buffers: Buffers, low: torch.Tensor, direction: torch.Tensor) -> None:
-        """Tells Adam's step where things lie; the direction goes where the weight is."""
-        plan = self._direction
-        moments = [slot for slot in plan.formats.slots if slot not in ("grad", "weight")]
-        found: dict[str, Any] = {
-            slot: list(map(torch.Tensor.data_ptr, buffers[slot])) for slot in moments
-        }
-        found |= {"grad": self._addresses(low), "weight": self._addresses(direction)}
-        for slot, row in plan.addresses.items():
-            row[:] = found[slot]
-        plan.stale = True
-
-    def _back_project(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
+    def project_back(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
+        """Projects the directions back, and updates."""
         how, whole = self.how, self._whole
         product = self._product(how.direction.weight, whole is not None or self._even[1])
         options: dict[str, object] = {
             "PRODUCT": replace(product, turned=how.turned, form_rounded=how.fused),
             "FORMATS": self._apply,
-            "RULE": GALORE_APPLY,
+            "RULE": self._rule,
             "CONTROLLED": controls is not None,
         }
-        table, numbers = self._table.update(self._rows), (len(self.shapes), scalars.shape[1])
+        table, numbers = self._table.update(self._rows), (len(self._shapes), scalars.shape[1])
         if whole is not None and product.even:  # else something is not aligned
             whole((table, scalars, controls, *numbers), options)
             return
@@ -732,6 +697,89 @@ class Wave:
         on_left, even = low_rank.side == LEFT, even and aligned
         own = (form, self.how.projection, precision, on_left, even, low_rank.rank)
         return Product(*own, projection_rounded=self.how.tiles.ahead)
+
+
+class Wave:
+    """Steps some matrices of a batch, all with as many slabs and of even shape, or not."""
+
+    def __init__(
+        self,
+        how: How,
+        device: torch.device,
+        shapes: Sequence[torch.Size],
+        groups: Sequence[int],
+        places: Sequence[Place],
+    ) -> None:
+        self._device = device
+        own = (apply_formats(how.formats), GALORE_APPLY, device, shapes, groups, places)
+        self._products = Products(how, *own)
+        self.how = how = self._products.how
+        assert how.formats.matrix is not None
+        sizes = [how.low_numel(shape) for shape in shapes]
+        low_places = list(map(how.formats.matrix.low_place, places, shapes))
+        low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
+        self._direction = TritonPlan(*low)
+
+    def step(
+        self,
+        buffers: Buffers,
+        projections: Sequence[torch.Tensor],
+        scalars: torch.Tensor,
+        controls: torch.Tensor | None,
+    ) -> None:
+        """One step; buffers, projections: of the wave's matrices."""
+        how, products = self.how, self._products
+        low = self._new(torch.float32, products.numel)
+        direction = low
+        if not how.shares_low:
+            direction = self._new(how.direction.dtype("weight"), products.numel)
+        tensors = {slot: list(map(torch.Tensor.data_ptr, own)) for slot, own in buffers.items()}
+        products.look(tensors, list(map(torch.Tensor.data_ptr, projections)), direction)
+        rooms = [low, direction]  # kept until all launches are made
+        if how.tiles.ahead:
+            rooms.append(self._new(how.projection.dtype, products.rounded_numel))
+            products.round(rooms[-1])
+        self._look_low(tensors, low, direction)
+        if how.grouped:
+            slabs = low
+            if products.slabs_numel:
+                rooms.append(slabs := self._new(torch.float32, products.slabs_numel))
+            step = (self._direction, scalars, controls) if how.fused else ()
+            products.project(low, slabs, *step)
+        else:
+            self._project_by_torch(low, buffers["grad"], projections)
+        if not how.fused:
+            self._direction.step(scalars, controls)
+        products.project_back(scalars, controls)
+
+    def _new(self, dtype: torch.dtype | None, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=self._device)
+
+    def _project_by_torch(
+        self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
+    ) -> None:
+        firsts = (self._products.addresses(low) - low.data_ptr()) // low.element_size()
+        for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
+            grad = self.how.formats.grad.decode_reference(grad)
+            found = projected(grad, projection, self.how.low_rank.side)
+            low[first : first + found.numel()] = found.view(-1)
+
+    def _look_low(
+        self, tensors: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
+    ) -> None:
+        """Tells Adam's step where things lie; the direction goes where the weight is."""
+        plan, products = self._direction, self._products
+        others = {"grad": products.addresses(low), "weight": products.addresses(direction)}
+        found = {**tensors, **others}
+        for slot, row in plan.addresses.items():
+            row[:] = found[slot]
+        plan.stale = True
+
+
+def places_of(sizes: Sequence[int]) -> tuple[numpy.ndarray, int]:
+    """Where matrices of so many numbers begin in a workspace, and how many numbers it takes."""
+    padded = [-(-size // UNIT) * UNIT for size in sizes]
+    return numpy.cumsum([0, *padded[:-1]]), sum(padded)
 
 
 def _rows(

@@ -60,6 +60,8 @@ class MuonBucket:
         device: a CUDA device, or the CPU under Triton's interpreter.
     """
 
+    is_captured = True
+
     def __init__(
         self,
         bucket: Bucket,
@@ -107,7 +109,7 @@ class MuonBucket:
     def ready(self) -> None:
         """Takes nothing but the step's memory."""
 
-    def direct(self, run: Run, memory: Memory, grads: None) -> None:
+    def direct(self, run: Run, memory: Memory) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
         base = memory.whole.data_ptr()
         if run.has_moved:

@@ -35,14 +35,13 @@ from megaopt.kernels.matrix.muon import (
     ordered,
 )
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
-from megaopt.kernels.matrix.plan import apply_formats, inner_formats
+from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.epilogue import Numbers
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Shape
-from megaopt.kernels.step.launch import TritonPlan
 
 UNIT = 256
 """What lies in the workspace begins at multiples of so many bytes."""
@@ -388,13 +387,13 @@ class PartLaunches:
     ) -> None:
         assert formats.matrix is not None
         how, rule = formats.matrix.how, formats.matrix.rule
-        self._params = numpy.array(params, dtype=numpy.int64)
-        self._firsts = numpy.array(firsts, dtype=numpy.int64)
-        parts = list(zip(params, firsts, sizes, strict=True))
-        own_places = [places[param].after(first, size) for param, first, size in parts]
-        tables = (list(sizes), [groups[param] for param in params], device, None, own_places)
-        self._direction = TritonPlan(inner_formats(formats, WEIGHTS[wide]), rule.inner, *tables)
-        self._apply = TritonPlan(apply_formats(formats, GRADS[how.dtype]), rule.apply, *tables)
+        parts = (params, firsts, sizes, groups, places, device)
+        inner, apply = (
+            inner_formats(formats, WEIGHTS[wide]),
+            apply_formats(formats, GRADS[how.dtype]),
+        )
+        self._direction = PartLaunch(inner, rule.inner, *parts)
+        self._apply = PartLaunch(apply, rule.apply, *parts)
 
     def look(
         self,
@@ -406,14 +405,8 @@ class PartLaunches:
 
         addresses: of each parameter's tensors; directions, updates: where those of each part lie.
         """
-        sides = ((self._direction, "weight", directions), (self._apply, "grad", updates))
-        for plan, slot, where in sides:
-            for name, row in plan.addresses.items():
-                now = where
-                if name != slot:
-                    now = addresses[name][self._params] + _bytes(plan.formats, name, self._firsts)
-                plan.stale = plan.stale or not numpy.array_equal(now, row)
-                row[:] = now
+        self._direction.look(addresses, weight=directions)
+        self._apply.look(addresses, grad=updates)
 
     def direct(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         """Steps momenta, and leaves directions."""
@@ -422,15 +415,6 @@ class PartLaunches:
     def apply(self, scalars: torch.Tensor, left_out: torch.Tensor | None) -> None:
         """Steps weights and masters by the updates; left_out: controls of the update."""
         self._apply.step(scalars, left_out)
-
-
-def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
-    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
-    form = formats.by_slot.get(slot)
-    if form is None:  # a scale: of each block a byte, or of the whole tensor
-        block = formats.by_slot[slot.removesuffix("_scale")].block
-        return firsts // block if block else 0 * firsts
-    return firsts * formats.dtype(slot).itemsize // form.packed
 
 
 class Iteration:

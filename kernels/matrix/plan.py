@@ -206,6 +206,65 @@ class LaunchedStep:
         plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], row)
 
 
+class PartLaunch:
+    """An elementwise launch of parts of parameters' tensors, which is told addresses alone.
+
+    Args:
+        formats: of the step's buffers.
+        rule: the step's.
+        params: for each part its parameter, by its place in the batch.
+        firsts: how many numbers of the parameter's tensors lie before the part.
+        sizes: how many numbers it has.
+        groups, places: of the batch's parameters; or of their moments, whose parts these are.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        rule: Rule,
+        params: Sequence[int],
+        firsts: Sequence[int],
+        sizes: Sequence[int],
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+    ) -> None:
+        self._params = numpy.array(params, dtype=numpy.int64)
+        self._firsts = numpy.array(firsts, dtype=numpy.int64)
+        parts = list(zip(params, firsts, sizes, strict=True))
+        own_places = [places[param].after(first, size) for param, first, size in parts]
+        tables = (list(sizes), [groups[param] for param in params], device, None, own_places)
+        self._plan = TritonPlan(formats, rule, *tables)
+
+    def look(self, addresses: dict[str, numpy.ndarray], **others: numpy.ndarray) -> None:
+        """Tells the launch where all lies.
+
+        addresses: of each parameter's tensors; others: of each part, in the place of these, by
+        slot.
+        """
+        plan = self._plan
+        for slot, row in plan.addresses.items():
+            now = others.get(slot)
+            if now is None:
+                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+            plan.stale = plan.stale or not numpy.array_equal(now, row)
+            row[:] = now
+
+    def step(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
+        """Launches it; arguments as of TritonPlan.step."""
+        self._plan.step(scalars, controls)
+
+
+def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
+    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
+    form = formats.by_slot.get(slot)
+    if form is None:  # a scale: of each block a byte, or of the whole tensor
+        block = formats.by_slot[slot.removesuffix("_scale")].block
+        return firsts // block if block else 0 * firsts
+    return firsts * formats.dtype(slot).itemsize // form.packed
+
+
 LIMIT = 64
 """Combinations of formats in one process; beyond torch's own limit, 8, it compiles no more."""
 COMPILERS = ("g++", "clang++", "c++")

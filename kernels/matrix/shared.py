@@ -163,7 +163,8 @@ class Making:
     shares_work = False
     """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
     launches: Any = None
-    """What steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket."""
+    """What steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket; where
+    the rule has a `before`, it is also given the low bucket and places: GaLoreBucket."""
     alone: Any = None
     """Makes the launches of matrices that one rank alone has; None: they are in buckets, too."""
 
@@ -322,6 +323,9 @@ class TorchBucket:
         device: of all.
     """
 
+    is_captured = False
+    """A CUDA graph can repeat its part of a step."""
+
     def __init__(
         self,
         bucket: Bucket,
@@ -336,7 +340,9 @@ class TorchBucket:
     ) -> None:
         assert formats.matrix is not None
         self._bucket, self._low, self._making, self._device = bucket, low, making, device
-        self._groups, rule = groups, formats.matrix.rule
+        self._groups, self._grad, rule = groups, formats.grad, formats.matrix.rule
+        self._grad_dtype = formats.dtype("grad")
+        self._before = rule.before
         inner, apply = inner_formats(formats, making.direction), apply_formats
         self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
         update = apply(formats, GRADS[making.sent.dtype])
@@ -356,14 +362,36 @@ class TorchBucket:
         """Takes the memory of what is added up."""
         self.sums = self._making.sums(self._low.pieces, self._device)
 
-    def direct(self, run: Run, memory: Memory, given: Tensors | None) -> None:
-        """Steps moments, and makes directions; given: the gradients that `before` has made."""
-        making, sent = self._making, memory.near if given is None else memory.wide
+    def send_grads(self, run: Run, memory: Memory) -> None:
+        """Leaves this rank's parts of gradients in `near`, where `before` makes others of them."""
+        into = self.apply.views(memory.near.view(self._grad_dtype))
+        if into:
+            torch._foreach_copy_(into, self.apply.cut("grad", run.buffers["grad"]))
+
+    def renew(self, run: Run, memory: Memory) -> Tensors:
+        """Makes anew what is kept, of the whole gradients in `far`, and returns these."""
+        grads = unpacked(self._bucket, memory.far.view(self._grad_dtype))
+        renewed(self._bucket, run.renewal, grads)
+        return grads
+
+    def project(self, run: Run, memory: Memory) -> None:
+        """Makes what `before` makes of gradients, and leaves its parts in `far`."""
+        grads = map(self._grad.decode_reference, self.renew(run, memory))
+        pairs = zip(grads, params_of(self._bucket), strict=True)
+        lows = [self._before.run(grad, run.works[param]) for grad, param in pairs]
+        pack(self._low, lows, memory.far.view(self._making.sent.dtype))
+
+    def direct(self, run: Run, memory: Memory) -> None:
+        """Steps moments, and makes directions."""
+        making, sent = self._making, memory.near
+        grads: dict[str, Any] = {}
+        if self._before is not SAME:
+            near = memory.near.view(making.sent.dtype)
+            sent, grads = memory.wide, {"grad": self.inner.views(near, self._low.returned)}
         self._out = self.inner.views(sent.view(making.sent.dtype))
         self._directions = self._out
         if making.direction.dtype is not making.sent.dtype:
             self._directions = self.inner.views(memory.wide.view(making.direction.dtype))
-        grads = {} if given is None else {"grad": given}
         numbers = (run.buffers, run.scalars, run.controls)
         self.inner.step(*numbers, weight=self._directions, **grads)
         if self.sums is not None:
@@ -419,6 +447,18 @@ def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
     if pairs:
         torch._foreach_copy_([box for box, _ in pairs], [part for _, part in pairs])
     return matrices
+
+
+def renewed(bucket: Bucket, renewal: Renewal, grads: Sequence[torch.Tensor]) -> None:
+    """Makes anew what is kept of the matrices `bucket.own` whose turn it is."""
+    own = dict(zip(params_of(bucket), grads, strict=True))
+    turns = [param for param in renewal.turns if param in own]
+    renewal.renew(turns, lambda index: own[turns[index]])
+
+
+def params_of(bucket: Bucket) -> list[int]:
+    """The parameters of the matrices `bucket.own`."""
+    return [bucket.pieces[index].param for index in bucket.own]
 
 
 def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
@@ -488,7 +528,7 @@ class SharedSteps:
     ) -> None:
         assert formats.matrix is not None
         self._making, self._exchange, self._device = making, exchange, device
-        self._formats, self._local = formats, local
+        self._local = local
         self._before = formats.matrix.rule.before
         self._is_projected, self._grad_dtype = self._before is not SAME, formats.dtype("grad")
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
@@ -501,13 +541,12 @@ class SharedSteps:
         self._ways = []
         for bucket, low in zip(exchange.buckets, exchange.lows, strict=True):
             if making.launches is not None and bucket.owner is None:
-                steps = making.launches(bucket, formats, groups, places, device)
+                others = (low, low_places) if self._is_projected else ()
+                steps = making.launches(bucket, formats, groups, places, device, *others)
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(Way(bucket, low, steps))
-        self.is_captured = exchange.keeps_order and all(
-            not isinstance(way.steps, TorchBucket) for way in self._ways
-        )
+        self.is_captured = exchange.keeps_order and all(way.steps.is_captured for way in self._ways)
         """A CUDA graph can repeat a step: of launches, and of messages that it can capture."""
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
@@ -564,7 +603,7 @@ class SharedSteps:
         nears, fars, wides = 2, 2 if exchange.keeps_order else 3, 1
         if self._is_projected:
             nears = fars = wides = 5
-        if room:  # an iteration has ended when directions are made of the next ones
+        elif room:  # an iteration has ended when directions are made of the next ones
             room, wides = max(room, wide), 0
         sizes = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
         begins = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
@@ -643,6 +682,7 @@ class SharedSteps:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""
         if self.renewal.turns:
             self.ready()
+            self._lay = None  # launches hear of other memory than the last step's
             run = Run(buffers, works, None, None, None, self.renewal)
             self._go([(0, self._send), (1, self._renew)], run)
 
@@ -677,46 +717,29 @@ class SharedSteps:
     def _send(self, turn: int, run: Run) -> None:
         """Gradients go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
-        near = memory.near.view(self._grad_dtype)
-        apply = way.steps.apply
-        self._try(_copy, apply.views(near), apply, run.buffers["grad"])
+        self._try(way.steps.send_grads, run, memory)
         size = self._grad_dtype.itemsize
         way.on_its_way = self._exchange.there(way.bucket, memory.near, memory.far, size)
 
     def _project(self, turn: int, run: Run) -> None:
         """Owners make another matrix of each gradient, of which each rank gets its part."""
         way, memory = self._ways[turn], self._memory[turn]
-        wholes = self._renew(turn, run)
-        far = memory.far.view(self._making.sent.dtype)
-        lows = self._try(self._projected, way, wholes, run.works)
-        self._try(pack, way.low, lows, far)
-        way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, far.itemsize)
+        way.arrive()
+        self._try(way.steps.project, run, memory)
+        size = self._making.sent.dtype.itemsize
+        way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, size)
 
-    def _renew(self, turn: int, run: Run) -> Any:
-        """Whole gradients of `bucket.own`, fp32, of which what is kept has been made anew."""
+    def _renew(self, turn: int, run: Run) -> None:
+        """Owners make anew what is kept."""
         self._ways[turn].arrive()
-        far = self._memory[turn].far.view(self._grad_dtype)
-        return self._try(self._renewed, self._ways[turn], far, run.renewal)
-
-    def _renewed(self, way: Way, far: torch.Tensor, renewal: Renewal) -> Tensors:
-        grads = unpacked(way.bucket, far)
-        own = dict(zip(_params(way), grads, strict=True))
-        turns = [param for param in renewal.turns if param in own]
-        renewal.renew(turns, lambda index: own[turns[index]])
-        return [self._formats.grad.decode_reference(grad) for grad in grads]
-
-    def _projected(self, way: Way, wholes: Tensors, works: Sequence[Work]) -> Tensors:
-        pairs = zip(wholes, _params(way), strict=True)
-        return [self._before.run(whole, works[param]) for whole, param in pairs]
+        self._try(self._ways[turn].steps.renew, run, self._memory[turn])
 
     def _direct(self, turn: int, run: Run) -> None:
         """Moments are stepped, and directions made."""
-        way, memory, given = self._ways[turn], self._memory[turn], None
+        way, memory = self._ways[turn], self._memory[turn]
         if self._is_projected:
             way.arrive()
-            near = memory.near.view(self._making.sent.dtype)
-            given = way.steps.inner.views(near, way.low.returned)
-        self._try(way.steps.direct, run, memory, given)
+        self._try(way.steps.direct, run, memory)
         if way.steps.sums is not None:
             self._exchange.add_up(way.steps.sums)
         self._try(way.steps.send, memory)
@@ -724,8 +747,11 @@ class SharedSteps:
     def _leave(self, turn: int, run: Run) -> None:
         """Directions go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
-        sent, size = memory.wide if self._is_projected else memory.near, self._making.sent.dtype
-        way.on_its_way = self._exchange.there(way.low, sent, memory.far, size.itemsize)
+        sent, form = memory.near, self._making.sent
+        if self._is_projected:
+            sent, form = memory.wide, self._making.direction
+        size = form.dtype.itemsize
+        way.on_its_way = self._exchange.there(way.low, sent, memory.far, size)
 
     def _make(self, turn: int, run: Run) -> None:
         """Owners make updates."""
@@ -786,16 +812,6 @@ class SharedSteps:
         flat = [each for own in kept for each in own]
         for each, part in zip(flat, torch.split(found, [e.numel() for e in flat]), strict=True):
             each.copy_(part.view(each.shape))
-
-
-def _copy(into: Tensors, steps: PartSteps, tensors: Tensors) -> None:
-    if into:
-        torch._foreach_copy_(into, steps.cut("grad", tensors))
-
-
-def _params(way: Way) -> list[int]:
-    """The parameters of the matrices that this rank makes."""
-    return [way.bucket.pieces[index].param for index in way.bucket.own]
 
 
 def _kept(works: Sequence[Work], piece: Piece) -> dict[str, torch.Tensor]:

@@ -96,6 +96,11 @@ def apply(param, moments, grad, scalars):
     return param, ()
 
 
+@helper
+def keep(param, moments, grad, scalars):
+    return grad, ()
+
+
 def adamw_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
@@ -121,6 +126,13 @@ def apply_reference(
     return param - param * decay, ()
 
 
+def keep_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
+) -> tuple[torch.Tensor, Moments]:
+    """The update itself."""
+    return grad, ()
+
+
 _ROW = (scalars, 11, hyper, prepare)
 
 GALORE_ADAMW = Rule("galore_adamw", "ieee", MOMENTS, *_ROW, adamw, adamw_reference)
@@ -128,3 +140,5 @@ GALORE_DIRECTION = Rule(
     "galore_direction", "ieee", MOMENTS, *_ROW, direction, direction_reference, reads_param=False
 )
 GALORE_APPLY = Rule("galore_apply", "ieee", (), *_ROW, apply, apply_reference)
+GALORE_KEEP = Rule("galore_keep", "ieee", (), *_ROW, keep, keep_reference, reads_param=False)
+"""Leaves an update in the weight's place, for ranks that apply its parts."""

@@ -66,12 +66,64 @@ def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, side)
     assert_same_on_all(found, expected)
 
 
+LAUNCHES = ("exchange", "projection", "update")
+"""Those that fail in a test."""
+LAUNCHED = {
+    "ieee": {"weights": BF16, **MASTER},
+    "tf32": {"precision": "tf32"},
+    "bf16": {**KINDS["drawn"], "precision": "bf16"},
+    "remainders": {"weights": BF16, **REMAINDERS, "kernel": "grouped", "precision": "bf16"},
+}
+
+
 @interpreted
-def test_launches_have_the_same_bits(on_ranks):
-    options, shapes = {**LEFT, **KINDS["drawn"], "precision": "bf16"}, SHAPES[:3]
-    expected = trained(options, 2, shapes=shapes, clip_norm=1.0)
-    given = ({**options, "backend": "triton"}, 2, 1, shapes)
-    assert_same_on_all(on_ranks(2, trained, *given, clip_norm=1.0), expected)
+@pytest.mark.parametrize(
+    ("kind", "world", "replicas"),
+    [
+        ("ieee", 2, 1),
+        ("bf16", 3, 1),
+        pytest.param("tf32", 2, 1, marks=pytest.mark.slow),
+        pytest.param("remainders", 2, 1, marks=pytest.mark.slow),
+        pytest.param("bf16", 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_launches_have_the_same_bits(on_ranks, kind, world, replicas):
+    """Over a refresh, and a step behind it; products of "ieee" are torch's."""
+    options, shapes = {**LEFT, **LAUNCHED[kind]}, SHAPES[:4]
+    alone = {**options, "kernel": "torch"}
+    expected = trained(alone, 5, shapes=shapes, clip_norm=1.0)
+    given = ({**options, "backend": "triton"}, 5, replicas, shapes)
+    assert_same_on_all(on_ranks(world, trained, *given, clip_norm=1.0), expected)
+
+
+@interpreted
+def test_launches_take_columns_and_matrices_of_several_slabs(on_ranks):
+    options = {**LEFT, "precision": "bf16", "weights": BF16, **MASTER}
+    shapes = [(1030, 40), (40, 6), (6, 44)]
+    for side in ("left", "right"):
+        own = {**options, "proj_type": side, "kernel": "torch"}
+        expected = placed_galore(own, 2, shapes=shapes)
+        named = {"placements": "columns", "sizes": (2,), "shapes": shapes}
+        own = {**own, "kernel": "auto", "backend": "triton"}
+        assert_same_on_all(on_ranks(2, placed_galore, own, 2, **named), expected)
+
+
+@interpreted
+def test_launches_refresh_between_steps_as_steps_do(on_ranks):
+    """capturable=True; a refresh takes other memory than steps."""
+    options = {**LEFT, "precision": "bf16", "backend": "triton"}
+    found = on_ranks(2, refreshed_by_hand, options, 4)
+    assert_same_on_all(found, trained({**options, "kernel": "torch", "backend": "reference"}, 4))
+
+
+@interpreted
+def test_launches_step_buckets_without_plain_torch(on_ranks):
+    """Of "auto"; "torch" has torch's operations."""
+    options = {**LEFT, "backend": "triton"}
+    found = on_ranks(2, galore_whole_ranks.kinds_of_steps, options, SHAPES)
+    assert found == [["GaLoreBucket"]] * 2
+    found = on_ranks(2, galore_whole_ranks.kinds_of_steps, {**options, "kernel": "torch"}, SHAPES)
+    assert found == [["TorchBucket"]] * 2
 
 
 def test_refreshes_between_steps_are_those_of_steps(on_ranks):
@@ -174,6 +226,21 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
     found = on_ranks(3, galore_whole_ranks.said_of, kind, options, SHAPES)
     for rank, (error, before, after, then) in enumerate(found):
         assert (there if rank == 2 else elsewhere) in error
+        assert_same(after, before)
+        assert_same(then, straight)
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["refresh", *(f"launched {n}" for n in LAUNCHES)])
+@pytest.mark.sample(2)
+def test_ranks_whose_launches_fail_change_nothing_on_any(on_ranks, kind):
+    """And all go on with the next step."""
+    options, shapes = {**LEFT, "weights": BF16, **MASTER, "stagger": False}, MATRICES[:3]
+    straight = trained({**options, "precision": "bf16"}, 4, shapes=shapes)
+    options |= {"precision": "bf16", "backend": "triton"}
+    found = on_ranks(2, galore_whole_ranks.said_of, kind, options, shapes)
+    for rank, (error, before, after, then) in enumerate(found):
+        assert ("RuntimeError: no memory" if rank else FAILED) in error
         assert_same(after, before)
         assert_same(then, straight)
 

@@ -280,9 +280,11 @@ def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
 
 def test_a_rounding_that_is_not_there_is_noticed(device, monkeypatch):
     """The kernel's own: in the twin numbers are rounded."""
-    product = launch.Wave._product
+    product = launch.Products._product
     monkeypatch.setattr(
-        launch.Wave, "_product", lambda *own: dataclasses.replace(product(*own), precision="ieee")
+        launch.Products,
+        "_product",
+        lambda *own: dataclasses.replace(product(*own), precision="ieee"),
     )
     with pytest.raises(AssertionError, match="differ"):
         assert_roundings_agree("tf32", device)

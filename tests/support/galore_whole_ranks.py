@@ -12,7 +12,7 @@ from muon_ranks import placed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix import galore, shared
+from megaopt.kernels.matrix import boxes, galore, galore_ranks, shared
 
 
 def placed_galore(options, steps, *placed_as, **named):
@@ -88,7 +88,7 @@ def said_of(kind, options, shapes):
     """The error of a step in which the last rank does something else, and what was before and is.
 
     kind: it lacks a "gradient", has taken other "steps", has an "lr" that is none, or fails in
-        the "exchange", in a "refresh" or when it makes an "update".
+        the "exchange", in a "refresh" or when it makes an "update"; or in one of the launches.
     """
     model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, 3)
@@ -99,6 +99,9 @@ def said_of(kind, options, shapes):
         "exchange": (shared, "unpacked"),
         "refresh": (galore, "refreshed"),
         "update": (galore, "projected_back"),
+        "launched exchange": (boxes.PartCopies, "copy"),
+        "launched projection": (galore_ranks.Kind, "project"),
+        "launched update": (galore_ranks.Kind, "project_back"),
     }
     with contextlib.ExitStack() as stack:
         if is_last and kind == "gradient":
@@ -114,6 +117,20 @@ def said_of(kind, options, shapes):
     give(params, gradients(3, shapes, params[0].dtype))
     optimizer.step()
     return error, before, after, snapshot(optimizer)
+
+
+def kinds_of_steps(options, shapes):
+    """The names of what steps the buckets of matrices."""
+    names, init = [], shared.Way.__init__
+
+    def noted(way, bucket, low, steps):
+        names.append(type(steps).__name__)
+        init(way, bucket, low, steps)
+
+    with mock.patch.object(shared.Way, "__init__", noted):
+        model, optimizer = build(options, shapes=shapes)
+        train(model, optimizer, 1)
+    return names
 
 
 class Planted(TorchDispatchMode):

@@ -58,7 +58,7 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
     """The kernel rounds to bf16, where fp32 was asked for."""
-    monkeypatch.setattr(launch.Wave, "_product", lower(launch.Wave._product))
+    monkeypatch.setattr(launch.Products, "_product", lower(launch.Products._product))
     wrong = beyond(setup_of("grouped"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 

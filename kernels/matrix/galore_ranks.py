@@ -1,0 +1,387 @@
+"""GaLore's steps of matrices whose parts are on several ranks, in launches that are planned once.
+
+A bucket's launches, in the order of shared.SharedSteps:
+
+    send_grads  every rank copies its parts of the gradients into `near`
+    (there)     they go to the owners, into `far`
+    project     an owner puts its gradients together in `room`, makes anew the projections whose
+                turn it is, projects, and takes the projected ones apart, into `far`
+    (back)      the parts go to the ranks, into `near`
+    direct      every rank steps its moments, and leaves the directions in `wide`
+    (there)     they go to the owners, into `far`
+    make        an owner projects them back, and takes the updates apart, into `far`
+    (back)      the parts go to the ranks, into `back`
+    finish      every rank steps its weights and masters
+
+What an owner launches between two messages is the same in each step, but where a projection is made
+anew: one CUDA graph. With precision "ieee" the two products are torch's, matrix by matrix, as those
+of shared.TorchBucket are, and have their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+
+import numpy
+import torch
+
+from megaopt.kernels.calling import Replayed
+from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.table import stream_of
+from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
+from megaopt.kernels.matrix.galore import PROJECTION, projected, projected_back
+from megaopt.kernels.matrix.launch import (
+    BY_SHAPE,
+    LAUNCHED,
+    How,
+    Products,
+    launched_plan,
+    places_of,
+    tiles_of,
+    waves,
+)
+from megaopt.kernels.matrix.plan import (
+    CompiledStep,
+    MatrixPlan,
+    PartLaunch,
+    apply_formats,
+)
+from megaopt.kernels.matrix.products import IEEE
+from megaopt.kernels.matrix.shared import (
+    ALIGNED,
+    Bucket,
+    Making,
+    MatrixBox,
+    Memory,
+    Run,
+    Tensors,
+    params_of,
+    renewed,
+)
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.galore import GALORE_KEEP
+from megaopt.kernels.step.reference import step_tensor
+
+UPDATES = Formats(GRADS["float32"], WEIGHTS["float32"], NONE, (), ())
+"""The formats of a launch that leaves updates, as ranks are sent them."""
+
+
+class Kind:
+    """Matrices that a bucket's owner projects by one launch, and where they lie in `room`.
+
+    Args:
+        how: what all matrices have in common; its kernel is "grouped".
+        turns: their places among those that the rank makes.
+        shapes: of these.
+        begin: how many bytes of `room` lie before the first.
+        device: of all.
+    """
+
+    def __init__(
+        self,
+        how: How,
+        turns: Sequence[int],
+        shapes: Sequence[torch.Size],
+        begin: int,
+        device: torch.device,
+    ) -> None:
+        self.turns, self._how, self._shapes, self._products = turns, how, shapes, None
+        firsts, count = places_of([shape.numel() for shape in shapes])
+        lows, low_count = places_of([how.low_numel(shape) for shape in shapes])
+        sizes = [4 * count, 4 * low_count, 0, 0]
+        if how.low_rank.precision != IEEE:
+            own = (UPDATES, GALORE_KEEP, device, shapes, [0] * len(shapes))
+            self._products = Products(how, *own, [Place(0)] * len(shapes))
+            sizes[2] = _dtype(how.projection).itemsize * self._products.rounded_numel
+            sizes[3] = 4 * self._products.slabs_numel
+            # of which the rule takes nothing; the kernel has a row to read all the same
+            self._row = torch.zeros((1, GALORE_KEEP.row_length), device=device)
+        ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=begin))
+        self.wholes: list[int] = (begin + 4 * firsts).tolist()
+        """Where gradients begin, and in their place updates, in bytes."""
+        self.lows: list[int] = (ends[1] + 4 * lows).tolist()
+        """Where projected gradients begin."""
+        self.directions: list[int] = (
+            ends[1] + _dtype(how.direction.weight).itemsize * lows
+        ).tolist()
+        """Where directions begin, in the place of these."""
+        self._areas = [slice(a, a + size) for a, size in zip(ends, sizes, strict=False)]
+        self.end = ends[-1]
+
+    def grad(self, room: torch.Tensor, index: int) -> torch.Tensor:
+        """The gradient of one of them."""
+        form = self._how.formats.grad
+        return _matrix(room, self.wholes[index], _dtype(form), self._shapes[index])
+
+    def project(self, room: torch.Tensor, projections: Tensors) -> None:
+        """Projects the gradients."""
+        if self._products is None:
+            form, side = self._how.formats.grad, self._how.low_rank.side
+            for index, projection in enumerate(projections):
+                grad = form.decode_reference(self.grad(room, index))
+                found = projected(grad, projection, side, IEEE)
+                _matrix(room, self.lows[index], torch.float32, found.shape).copy_(found)
+            return
+        self._look(self._products, room, projections)
+        _, low, _, slabs = (room[area] for area in self._areas)
+        workspace = slabs if slabs.numel() else low
+        self._products.project(low.view(torch.float32), workspace.view(torch.float32))
+
+    def project_back(self, room: torch.Tensor, projections: Tensors) -> None:
+        """Makes updates of the directions."""
+        if self._products is None:
+            own, dtype = self._how.low_rank, _dtype(self._how.direction.weight)
+            for index, projection in enumerate(projections):
+                shape = own.low_shape(self._shapes[index])
+                low = _matrix(room, self.directions[index], dtype, shape)
+                found = projected_back(low, projection, own.side, IEEE)
+                _matrix(room, self.wholes[index], torch.float32, found.shape).copy_(found)
+            return
+        self._look(self._products, room, projections)
+        self._products.project_back(self._row, None)
+
+    def _look(self, products: Products, room: torch.Tensor, projections: Tensors) -> None:
+        """Tells the launches where all lies, and rounds the projections."""
+        whole = room.data_ptr() + numpy.array(self.wholes)
+        _, low, rounded, _ = (room[area] for area in self._areas)
+        own = [each.data_ptr() for each in projections]
+        directions = low.view(_dtype(self._how.direction.weight))
+        products.look({"grad": whole, "weight": whole}, own, directions)
+        if self._how.tiles.ahead:
+            products.round(rounded.view(_dtype(self._how.projection)))
+
+
+def _dtype(form: Format) -> torch.dtype:
+    """The dtype of numbers of a format."""
+    assert form.dtype is not None
+    return form.dtype
+
+
+def _matrix(
+    room: torch.Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """A matrix in `room`."""
+    return room[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view(*shape)
+
+
+class GaLoreBucket:
+    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+
+    Args:
+        how: of its matrices; the kernel is "grouped".
+        bucket: the matrices.
+        formats: of every buffer; `matrix` is set.
+        groups: for each parameter of the batch its row of scalars.
+        places: of each rank's part in its parameter.
+        device: a CUDA device, or the CPU under Triton's interpreter.
+        low: the bucket of what is made of the gradients.
+        low_places: of each rank's part of the moments, in all of them.
+    """
+
+    is_captured = False  # projections are made anew between steps, by messages
+    sums = notes = None
+
+    def __init__(
+        self,
+        how: How,
+        bucket: Bucket,
+        formats: Formats,
+        groups: Sequence[int],
+        places: Sequence[Place],
+        device: torch.device,
+        low: Bucket,
+        low_places: Sequence[Place],
+    ) -> None:
+        assert formats.matrix is not None
+        self._how, self._bucket, self._low, self._device = how, bucket, low, device
+        rule, parts, lows = formats.matrix.rule, _parts(bucket), _parts(low)
+        own = (groups, low_places, device)
+        self._direction = PartLaunch(how.direction, rule.inner, *lows, *own)
+        own = (groups, places, device)
+        self._apply = PartLaunch(apply_formats(formats), rule.apply, *parts, *own)
+        self._grad_size = formats.dtype("grad").itemsize
+        self._size = how.direction.dtype("weight").itemsize
+        self._params, firsts, sizes = (numpy.array(each, dtype=numpy.int64) for each in parts)
+        self._firsts, self._sizes = firsts * self._grad_size, sizes * self._grad_size
+        low_sizes = numpy.array(lows[2], dtype=numpy.int64)
+        self._sent = self._size * (numpy.cumsum(low_sizes) - low_sizes)
+        self._came = 4 * numpy.array(low.returned, dtype=numpy.int64)
+        self._returned = 4 * numpy.array(bucket.returned, dtype=numpy.int64)
+        shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.own]
+        self._kinds, end = list[Kind](), 0
+        for turns in waves(how, shapes, math.inf):
+            chosen = [shapes[turn] for turn in turns]
+            self._kinds.append(Kind(how, turns, chosen, end, device))
+            end = self._kinds[-1].end
+        self.room = end
+        self._projecting, self._making = Replayed(device), Replayed(device)
+
+    def lie(self, begins: dict[str, int]) -> None:
+        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        self._begins = begins
+        targets = begins["near"] + numpy.cumsum(self._sizes) - self._sizes
+        own = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device
+        self._grads = PartCopies(*own)
+        begins_of: dict[str, list[int]] = {}
+        for name in ("wholes", "lows", "directions"):
+            pairs = [p for k in self._kinds for p in zip(k.turns, getattr(k, name), strict=True)]
+            begins_of[name] = [begin for _, begin in sorted(pairs)]
+
+        def copies(boxes: Sequence[MatrixBox], name: str, size: int, leave: bool) -> BoxCopies:
+            chosen = self._boxes(boxes, begins_of[name], size // UNIT)
+            return BoxCopies([_turned(box) if leave else box for box in chosen], self._device)
+
+        self._grads_come = copies(self._bucket.unpacked, "wholes", self._grad_size, False)
+        self._lows_leave = copies(self._low.packed, "lows", 4, True)
+        self._directions_come = copies(self._low.unpacked, "directions", self._size, False)
+        self._updates_leave = copies(self._bucket.packed, "wholes", 4, True)
+
+    def _boxes(
+        self, boxes: Sequence[MatrixBox], begins: Sequence[int], units: int
+    ) -> Iterator[Box]:
+        """From `far` into `room`; begins: of each matrix there; units: of a number."""
+        far, room = (self._begins[name] // UNIT for name in ("far", "room"))
+        for index, first, rows, columns, stride, place in boxes:
+            matrix = room + begins[index] // UNIT + first * units
+            wide = (columns * units, columns * units, stride * units)
+            yield Box(far + place * units, matrix, rows, *wide)
+
+    def ready(self) -> None:
+        """Nothing is taken but the step's memory."""
+
+    def send_grads(self, run: Run, memory: Memory) -> None:
+        """Leaves this rank's parts of gradients in `near`."""
+        sources = run.addresses["grad"][self._params] + self._firsts
+        self._grads.copy(sources, memory.whole)
+
+    def renew(self, run: Run, memory: Memory) -> None:
+        """Puts gradients together, and makes the projections anew whose turn it is."""
+        self._grads_come.copy(memory.whole)
+        pairs = (
+            (turn, kind.grad(memory.room, index))
+            for kind in self._kinds
+            for index, turn in enumerate(kind.turns)
+        )
+        renewed(self._bucket, run.renewal, list(dict(sorted(pairs)).values()))
+
+    def project(self, run: Run, memory: Memory) -> None:
+        """Projects gradients, and leaves the parts of that in `far`."""
+        if not self._kinds:
+            return
+        is_due = not set(run.renewal.turns).isdisjoint(params_of(self._bucket))
+        if is_due:
+            self.renew(run, memory)
+        projections = self._projections(run)
+
+        def launches() -> None:
+            if not is_due:
+                self._grads_come.copy(memory.whole)
+            for kind, own in zip(self._kinds, projections, strict=True):
+                kind.project(memory.room, own)
+            self._lows_leave.copy(memory.whole)
+
+        self._launch(None if is_due else self._projecting, memory, projections, launches)
+
+    def direct(self, run: Run, memory: Memory) -> None:
+        """Steps moments by what has come, and leaves directions in `wide`."""
+        if run.has_moved:
+            base, begins = memory.whole.data_ptr(), self._begins
+            came, sent = base + begins["near"] + self._came, base + begins["wide"] + self._sent
+            self._direction.look(run.addresses, grad=came, weight=sent)
+            self._apply.look(run.addresses, grad=base + begins["back"] + self._returned)
+        self._direction.step(run.scalars, run.controls)
+
+    def send(self, memory: Memory) -> None:
+        """Directions are as they are sent."""
+
+    def make(self, run: Run, memory: Memory, update: None) -> None:
+        """Makes updates of the directions in `far`, and leaves their parts there."""
+        if not self._kinds:
+            return
+        projections = self._projections(run)
+
+        def launches() -> None:
+            self._directions_come.copy(memory.whole)
+            for kind, own in zip(self._kinds, projections, strict=True):
+                kind.project_back(memory.room, own)
+            self._updates_leave.copy(memory.whole)
+
+        self._launch(self._making, memory, projections, launches)
+
+    def finish(self, run: Run, memory: Memory) -> None:
+        """Steps weights and masters by the updates in `back`."""
+        self._apply.step(run.scalars, run.left_out)
+
+    def _projections(self, run: Run) -> list[Tensors]:
+        """Those of the matrices of each kind."""
+        params = params_of(self._bucket)
+        return [
+            [run.works[params[turn]].kept[PROJECTION] for turn in kind.turns]
+            for kind in self._kinds
+        ]
+
+    def _launch(
+        self,
+        replayed: Replayed | None,
+        memory: Memory,
+        projections: list[Tensors],
+        launches: Callable[[], None],
+    ) -> None:
+        """Launches; what is the same in each step as a graph. None: it is not."""
+        apart = [each for own in projections for each in own if not each.is_contiguous()]
+        for own in projections if apart else ():
+            own[:] = [each.contiguous() for each in own]  # they live until all is launched
+        if replayed is None or apart or self._how.low_rank.precision == IEEE:
+            return launches()
+        told = [each.data_ptr() for own in projections for each in own]
+        replayed((stream_of(self._device), memory.whole.data_ptr(), told), launches)
+
+
+def _parts(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
+    """For each part its parameter, how many of its numbers lie before it, and how many it has."""
+    params = [bucket.pieces[part.piece].param for part in bucket.parts]
+    firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
+    return params, firsts, sizes
+
+
+def _turned(box: Box) -> Box:
+    """The copy the other way."""
+    return Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.source_stride)
+
+
+# --- the plan
+
+
+class GaLoreMaking(Making):
+    """How ranks exchange what launches step; how: of the batch's matrices."""
+
+    def __init__(self, how: How) -> None:
+        assert how.formats.matrix is not None
+        super().__init__(how.formats.matrix)
+        # as the last product takes them, so that they are rounded before they are sent
+        self.direction = how.direction.weight
+        self.launches = partial(GaLoreBucket, how)
+
+
+def galore_plan(
+    kernel: str,
+    formats: Formats,
+    shapes: Sequence[torch.Size],
+    groups: Sequence[int],
+    places: Sequence[Place],
+    device: torch.device,
+) -> MatrixPlan:
+    """The plan of a kernel: "torch", "compiled" or as launched_plan, whose the arguments are."""
+    if kernel in (*LAUNCHED, BY_SHAPE):
+        plan = launched_plan(formats, shapes, groups, device, places, kernel)
+        assert formats.matrix is not None
+        if not formats.scaled:
+            low_rank = formats.matrix.how
+            plan.making = GaLoreMaking(How(formats, low_rank, "grouped", tiles_of(low_rank)))
+        return plan
+    step = CompiledStep() if kernel == "compiled" else step_tensor
+    return MatrixPlan(formats, groups, places, step)

@@ -251,7 +251,7 @@ class GaLoreBucket:
             yield Box(far + place * units, matrix, rows, *wide)
 
     def ready(self) -> None:
-        """Nothing is taken but the step's memory."""
+        """Takes nothing but the step's memory."""
 
     def send_grads(self, run: Run, memory: Memory) -> None:
         """Leaves this rank's parts of gradients in `near`."""

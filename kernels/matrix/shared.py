@@ -67,8 +67,8 @@ class Part(NamedTuple):
 class MatrixBox(NamedTuple):
     """Rows of numbers of a matrix, and where they lie in a message, one behind another."""
 
-    index: int
-    """The matrix's place in `Bucket.own`."""
+    matrix: int
+    """Its place in `Bucket.own`."""
     first: int
     """How many numbers of the matrix lie before its first."""
     rows: int
@@ -670,7 +670,7 @@ class SharedSteps:
         run = Run(buffers, works, scalars, controls, left_out, self.renewal)
         if self._making.launches is not None and self._memory:
             before, self._lay = self._lay, None
-            lies = [row.tobytes() for row in run.addresses.values()]
+            lies: list[Any] = [row.tobytes() for row in run.addresses.values()]
             lies.append(self._memory[0].whole.data_ptr())
             run.has_moved = lies != before
             self._go(self._phases, run)

@@ -212,8 +212,8 @@ class Bucket:
                 for run, first in matrices[index].runs:
                     box, outer = within(common(shard, run), run), sizes_of(run)
                     for begin, rows, columns, stride in rows_of(box, outer):
-                        own = MatrixBox(turn, first + begin, rows, columns, stride, place)
-                        boxes_of[taker].append(own)
+                        part_box = MatrixBox(turn, first + begin, rows, columns, stride, place)
+                        boxes_of[taker].append(part_box)
                         place += rows * columns
             self.leaving.append(place)
         self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
@@ -393,8 +393,8 @@ class Owners:
             buckets.setdefault(bucket, []).append(index)
             sizes[bucket] = max(sizes.get(bucket, 0), taken + numel)
         # nothing hides the way there of the first bucket, nor the way back of the last
-        first, *rest = sorted(buckets, key=lambda bucket: (sizes[bucket], bucket)) or [None]
-        return [] if first is None else [buckets[b] for b in (first, *rest[1:], *rest[:1])]
+        by_size = sorted(buckets, key=lambda bucket: (sizes[bucket], bucket))
+        return [buckets[bucket] for bucket in (*by_size[:1], *by_size[2:], *by_size[1:2])]
 
     @cached_property
     def _group(self) -> Any:
@@ -435,8 +435,8 @@ class Owners:
         for each, part in zip(own, torch.split(out[:count], [e.numel() for e in own]), strict=True):
             part.view(each.shape).copy_(each)
         out.view(self.ranks, count)[1:].copy_(out[:count])
-        bytes_of = (each.view(torch.uint8) for each in (out, found))
-        self._sent(*bytes_of, [count] * self.ranks, lengths, memory.itemsize).wait()
+        counts, size = [count] * self.ranks, memory.itemsize
+        self._sent(out.view(torch.uint8), found.view(torch.uint8), counts, lengths, size).wait()
         return found
 
     def _sent(

@@ -182,7 +182,6 @@ class GaLoreBucket:
         low_places: of each rank's part of the moments, in all of them.
     """
 
-    is_captured = False  # projections are made anew between steps, by messages
     sums = notes = None
 
     def __init__(

@@ -60,8 +60,6 @@ class MuonBucket:
         device: a CUDA device, or the CPU under Triton's interpreter.
     """
 
-    is_captured = True
-
     def __init__(
         self,
         bucket: Bucket,

@@ -115,7 +115,7 @@ class MatrixPlan:
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph can repeat a step: launches, and messages of NCCL's."""
+        """Whether a CUDA graph can repeat a step: launches, and no messages among ranks."""
         return not self.many_calls and (not self._is_shared or self._launches.is_captured)
 
     def look(self, buffers: Buffers) -> None:

@@ -323,9 +323,6 @@ class TorchBucket:
         device: of all.
     """
 
-    is_captured = False
-    """A CUDA graph can repeat its part of a step."""
-
     def __init__(
         self,
         bucket: Bucket,
@@ -546,8 +543,8 @@ class SharedSteps:
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(Way(bucket, low, steps))
-        self.is_captured = exchange.keeps_order and all(way.steps.is_captured for way in self._ways)
-        """A CUDA graph can repeat a step: of launches, and of messages that it can capture."""
+        self.is_captured = not self._ways
+        """A CUDA graph can repeat a step: messages in one were not seen to work yet."""
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW

@@ -142,10 +142,6 @@ def test_two_cards_with_copies_have_the_bits_of_one(on_two_cards, name, placemen
 GRAPHS = {
     "adam": {"optimizer": FusedAdam, "weights": BF16, **MASTER},
     "adam, remainders": {"optimizer": FusedAdam, "weights": BF16, **REMAINDERS},
-    "muon": LAUNCHED["masters"],
-    "muon, fp16": LAUNCHED["masters, fp16, normuon"],
-    "muon, gram": LAUNCHED["drawn, fp16, gram, normuon"],
-    "muon, blocks": LAUNCHED["remainders, fp16, blocks"],
 }
 
 

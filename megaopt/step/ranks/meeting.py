@@ -235,6 +235,9 @@ class Meeting:
         waits: as for `meet`.
         """
         if not any(is_capturing(each.device) for each in self._peers):
+            error = sys.exc_info()[1]
+            if isinstance(error, Exception):
+                tell_raised(error, self._wait.step)
             self._terms.met = 0
             with self._wait:
                 self._leave(waits)

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from megaopt.kernels import backends
 from megaopt.kernels.digest.launch import DigestPlan
 from megaopt.kernels.formats import GRADS, MASTERS, WEIGHTS
 from megaopt.kernels.gather import Gather
+from megaopt.kernels.matrix.boxes import Box, BoxCopies, PartCopies
 from megaopt.kernels.norm import launch
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
@@ -148,6 +150,15 @@ def recorded():
     Gather(tensors, [[0, 5]] * 3, launches=True)(tensors)
 
 
+def copied():
+    """Boxes within a memory, and parts of tensors into it, as ranks exchange them."""
+    global scenario
+    scenario = "copied"
+    memory, part = torch.zeros(4096, dtype=torch.uint8), torch.zeros(64, dtype=torch.bfloat16)
+    BoxCopies([Box(0, 512, 4, 9, 9, 16), Box(64, 1024, 1, 40, 40, 40)], memory.device).copy(memory)
+    PartCopies([256], [part.numel()], memory.device).copy(numpy.array([part.data_ptr()]), memory)
+
+
 def multiplied(dtype, tile):
     """Products of a list, and symmetric ones."""
     global scenario
@@ -217,6 +228,7 @@ def main():
     step("fp16 moments, fp8 weights", float8("block_128x128"), **masters, **fp16)
     step("fp8 moments, fp8 weights", float8("current"), **masters, **fp8)
     recorded()
+    copied()
     for dtype in OPERANDS:
         multiplied(dtype, TILES[1])
     for tile in (TILES[0], *TILES[2:], UNEVEN):

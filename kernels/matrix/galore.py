@@ -151,9 +151,27 @@ def renew(
     skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
     able = _able(works, grad, [i for i, work in enumerate(works) if not work.is_made], skip)
-    for index, (work, group) in enumerate(zip(works, groups, strict=True)):
-        if work.is_made or index in able:
-            _make(work, grad(index), group["seed"])
+    due = [index for index, work in enumerate(works) if work.is_made or index in able]
+    error: Exception | None = None
+    while due:
+        # parameters that follow each other have makers that do: all ranks are at work at once
+        ranks = works[due[0]].parts.ranks
+        turn, due = due[:ranks], due[ranks:]
+        for index in turn:
+            work, seed = works[index], groups[index]["seed"]
+            whole = work.parts.joined(grad(index))
+            if work.parts.is_maker:
+                try:
+                    _make(work, whole, seed)
+                except Exception as problem:  # the others wait for what this rank hands out
+                    error = error or problem
+            del whole  # before the next one comes
+        for work in (works[index] for index in turn):
+            for tensor in work.kept.values():
+                work.parts.hand_out(tensor)
+            work.is_made = True
+    if error is not None:
+        raise error
 
 
 def look_up(works: Sequence[Work]) -> None:
@@ -188,17 +206,17 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 
 
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
-    how, own, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
-    parts = work.parts
+    """Makes a projection of the whole gradient."""
+    how, known, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
     stays = grad.dtype == torch.bfloat16 and how.precision != IEEE
-    grad = scaled(grad if stays else grad.to(_wide(grad)), parts)
-    known, whole = own if work.is_made else None, square(grad)
-    projection = refreshed(grad, how, known, how.refresh == "svd", seed, parts, whole)
-    captured = captured_energy(grad, how, projection, parts, whole)
-    own.copy_(projection)
+    grad = scaled(grad if stays else grad.to(_wide(grad)))
+    whole = square(grad)
+    before = known if work.is_made else None
+    projection = refreshed(grad, how, before, how.refresh == "svd", seed, whole)
+    captured = captured_energy(grad, how, projection, whole)
+    known.copy_(projection)
     # a gradient that says nothing leaves it as it is, as it does the projection
     energy.copy_(torch.where(captured.isnan(), energy, captured))
-    work.is_made = True
 
 
 GALORE = MatrixRule(
@@ -250,29 +268,27 @@ def refreshed(
     known: torch.Tensor | None,
     by_svd: bool,
     seed: int,
-    parts: Parts = ALONE,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A new projection of a gradient [m, n]; fp32, of fp64 gradients fp64.
 
-    whole: this part's square of the gradient, where it is known.
+    whole: the square of the gradient, where it is known.
     """
     passes = PASSES
     if known is None:
         passes = FIRST_PASSES
         known = sketched(low_rank, grad.shape, seed, grad.device).to(_wide(grad))
     if by_svd:
-        # libraries may choose by a processor: one has the say
-        return parts.first(singular(parts.joined(grad), low_rank, known))
-    return iterated(grad, low_rank, known, passes, parts, whole, seed)
+        return singular(grad, low_rank, known)
+    return iterated(grad, low_rank, known, passes, whole, seed)
 
 
-def scaled(grad: torch.Tensor, parts: Parts = ALONE) -> torch.Tensor:
+def scaled(grad: torch.Tensor) -> torch.Tensor:
     """A gradient times the power of two, 2**-125 to 2**125, that brings its amax to [0.5, 1).
 
     So no loss scale shows, and no square overflows. fp16 has not all these powers.
     """
-    factor = _power_of_two_below(parts.largest(_amax(grad))).to(grad.dtype)
+    factor = _power_of_two_below(_amax(grad)).to(grad.dtype)
     # reads 16 bytes at a time, as a tensor's product with a number on the device does not: 4096 x
     # 11008 in bf16 took that 103 us, with an fp32 factor 159
     found: torch.Tensor = torch._foreach_mul([grad], factor)[0]
@@ -329,7 +345,6 @@ def iterated(
     low_rank: LowRank,
     known: torch.Tensor,
     passes: int = PASSES,
-    parts: Parts = ALONE,
     whole: torch.Tensor | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
@@ -338,8 +353,7 @@ def iterated(
     A pass projects the gradient, multiplies it by what it found, adds a little of the projection,
     and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
     be, and what a gradient has less of than that stays as it was. The columns go on with their
-    signs, as the moments do. grad: as `scaled` gives it. parts: of the gradient's rows, on the
-    right; of its columns, on the left. whole, seed: as `refreshed` has them.
+    signs, as the moments do. grad: as `scaled` gives it. whole, seed: as `refreshed` has them.
     """
     right = low_rank.side == RIGHT
     matrix, basis = (grad, known) if right else (grad.mT, known.mT)
@@ -350,14 +364,14 @@ def iterated(
     for left in reversed(range(passes)):
         image = parts_product(basis, matrix.mT)
         found = parts_product(image, matrix)
-        found, longest, norm = _added_up(found, image, whole, parts)
-        shift = longest * norm * _error(parts.rows(matrix.shape[0]))
+        longest, norm = torch.linalg.vector_norm(image, dim=1).amax(), whole.sqrt()
+        shift = longest * norm * _error(matrix.shape[0])
         make = _cholesky_qr if left else orthonormal
         exact, is_basis = make(shift * exact + found)
         basis = exact.to(known.dtype)
         are_bases.append(is_basis)
     says = reduce(torch.Tensor.logical_and, are_bases, _is_some(norm))
-    return parts.alike(torch.where(says, basis if right else basis.mT, known).contiguous())
+    return torch.where(says, basis if right else basis.mT, known).contiguous()
 
 
 def says_something(
@@ -382,21 +396,6 @@ def _amax(matrix: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=_wide(matrix), device=matrix.device)
     found: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
     return found.to(_wide(matrix))
-
-
-def _added_up(
-    found: torch.Tensor, image: torch.Tensor, whole: torch.Tensor, parts: Parts
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum over all parts of what a pass found; norms of the image's longest row and the matrix.
-
-    All of one sum. whole: this part's square of the matrix.
-    """
-    norms = torch.linalg.vector_norm(image, dim=1)
-    if parts is ALONE:
-        return found, norms.amax(), whole.sqrt()
-    own = (found.double().flatten(), norms.double().square(), whole[None])
-    both, end = parts.add_up(torch.cat(own)), found.numel()
-    return both[:end].view(found.shape), both[end:-1].amax().sqrt(), both[-1].sqrt()
 
 
 def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -425,7 +424,7 @@ def _error(rows: int) -> float:
     matrix's column times that of the image's row (Cauchy-Schwarz), and all columns of the matrix
     together have the matrix's norm. 4: so many times the mean error is not met by chance. Tensor
     cores cut a sum off, at each 16th place, by UNIT of it in the mean: errors of one sign, which
-    come to k / 16. Sums of parts, added up in fp64, are no worse. rows: k, of all parts.
+    come to k / 16. rows: k.
     """
     return UNIT * max(4.0 * math.sqrt(rows), rows / 16)
 
@@ -457,7 +456,6 @@ def captured_energy(
     grad: torch.Tensor,
     low_rank: LowRank,
     projection: torch.Tensor,
-    parts: Parts = ALONE,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """How much of a gradient's square the projection keeps, fp32 from 0 to 1.
@@ -466,6 +464,4 @@ def captured_energy(
     """
     basis, matrix = (projection, grad.mT) if low_rank.side == RIGHT else (projection.mT, grad)
     kept = square(parts_product(basis, matrix), 0)
-    own = square(grad) if whole is None else whole
-    kept, whole = parts.add_up(torch.stack([kept, own])).unbind()
-    return (kept / whole).clamp(max=1.0).float()
+    return (kept / (square(grad) if whole is None else whole)).clamp(max=1.0).float()

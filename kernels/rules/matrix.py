@@ -25,45 +25,44 @@ from megaopt.kernels.rules.base import ZEROS, Rule
 Shape = Sequence[int]
 
 NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
-"""How much of a matrix whose parts are on several ranks must come together: nothing; sums over its
-rows, which a transform asks `Parts` for; or all of it, for both transforms: one of the ranks has it
-whole (megaopt.kernels.matrix.shared)."""
+"""When a matrix whose parts are on several ranks must come together: never; where what states keep
+is made anew of it, as `Parts` says; or in each step, for both transforms, at one of the ranks
+(megaopt.kernels.matrix.shared)."""
 
 
 class Parts(Protocol):
-    """The ranks that hold parts of one matrix; what these return is the same for all parts."""
+    """The ranks that hold parts of one matrix; all call the same in the same order."""
 
-    def rows(self, own: int) -> int:
-        """The rows of the whole matrix; own: of this part."""
+    ranks: int
+    """How many they are, those with copies of the same part among them."""
+    is_maker: bool
+    """This rank makes what the states of all keep for the matrix."""
 
-    def largest(self, own: torch.Tensor) -> torch.Tensor:
+    def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The largest of all parts' magnitudes, fp32 or fp64 of shape (); NaN where one is."""
 
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over all parts, fp64, of one shape on all."""
-
-    def alike(self, own: torch.Tensor) -> torch.Tensor:
-        """The same bits for all copies of the matrix."""
-
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
         """The whole matrix of all parts."""
 
-    def first(self, own: torch.Tensor) -> torch.Tensor:
-        """What the first part has, for all parts and copies."""
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Gives all ranks the maker's tensor, in place."""
 
 
 class Alone:
-    """Nobody else holds a part."""
+    """One process has the whole matrix."""
 
-    def rows(self, own: int) -> int:
-        """These."""
-        return own
+    ranks, is_maker = 1, True
 
-    def largest(self, own: torch.Tensor) -> torch.Tensor:
+    def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
         """This one."""
-        return own
+        return magnitude
 
-    add_up = alike = joined = first = largest
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The part, which is all."""
+        return part
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Nobody else takes it."""
 
 
 ALONE = Alone()

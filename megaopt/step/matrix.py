@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -20,7 +21,7 @@ from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
 from megaopt.step.ranks.owners import Owners
-from megaopt.step.ranks.peers import SUM, reduced
+from megaopt.step.ranks.peers import reduced
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
@@ -53,7 +54,7 @@ class Matrices:
         self._keeps_any = any(self._kept)  # 192 matrices without took a step's host 0.2 of 0.6 ms
         if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
-                work.parts = parts_of(view)
+                work.parts = parts_of(view, work.place.number)
 
     def _local(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
@@ -206,57 +207,47 @@ def is_exchanged(view: ParamView) -> bool:
     return is_whole and view.split is not None
 
 
-def parts_of(view: ParamView) -> Parts:
-    """The ranks that hold the other parts of a parameter, or nobody."""
-    return ALONE if view.split is None else PartsOnRanks(view)
+def parts_of(view: ParamView, number: int) -> Parts:
+    """The ranks that hold the other parts of the parameter of this number, or nobody."""
+    return ALONE if view.split is None else PartsOnRanks(view, number)
 
 
 class PartsOnRanks:
-    """This rank's part of a DTensor, and those of the others.
+    """Rows of a DTensor on this rank, and those of the others.
 
-    Sums are made in fp64 of numbers that were fp32: what is added up in another order differs by
-    2**-53 of them at most, and on most gradients not at all.
+    One rank of the mesh gets all of them where what states keep is made anew.
 
     Args:
         view: of a DTensor that is split in its first dimension.
+        number: of the parameter, by which parameters take turns with their makers.
     """
 
-    def __init__(self, view: ParamView) -> None:
+    def __init__(self, view: ParamView, number: int) -> None:
         assert view.split is not None
         mesh, dims = view.split
-        self._view, self._rows = view, view.whole_shape[0]
+        self._view, self._mesh = view, mesh
         self._groups = [mesh.get_group(dim) for dim in dims]
-        self._copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if dim not in dims]
+        self.ranks = mesh.size()
+        here = tuple(mesh.get_coordinate())
+        maker = numpy.unravel_index(number % self.ranks, tuple(mesh.mesh.shape))
+        self.is_maker = here == maker
+        # the maker's line of ranks has it after the first dimension, its plane after the second
+        sources = [(*here[:dim], place, *here[dim + 1 :]) for dim, place in enumerate(maker)]
+        self._sources = [int(mesh.mesh[place]) for place in sources]
 
-    def rows(self, own: int) -> int:
-        """The rows of the whole matrix, of all ranks together."""
-        return self._rows
-
-    def largest(self, own: torch.Tensor) -> torch.Tensor:
+    def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' magnitudes, fp32 of shape ()."""
-        return reduced(own.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
+        return reduced(magnitude.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
 
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, fp64; in place."""
-        return reduced(own, self._groups, SUM)
-
-    def alike(self, own: torch.Tensor) -> torch.Tensor:
-        """The projection of the first of the ranks that have copies of the same rows; in place."""
-        return _firsts(own, self._copies)
-
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
-        """The whole matrix."""
-        whole: Any = self._view.wrap(own)
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole matrix; every rank gets it."""
+        whole: Any = self._view.wrap(part)
         return local_of(whole.full_tensor())  # type: ignore[no-any-return]
 
-    def first(self, own: torch.Tensor) -> torch.Tensor:
-        """What the first of all ranks has; in place."""
-        return _firsts(own, [*self._groups, *self._copies])
-
-
-def _firsts(own: torch.Tensor, groups: Sequence[Any]) -> torch.Tensor:
-    """What the first rank of each group has, one group after the other; in place."""
-    for group in groups:
-        first: Any = dist.get_global_rank(group, 0)  # untyped in torch
-        dist.broadcast(own, first, group=group)
-    return own
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Gives all ranks the maker's tensor, in place."""
+        message = tensor.contiguous()
+        for dim, source in enumerate(self._sources):
+            dist.broadcast(message, source, group=self._mesh.get_group(dim))
+        if message is not tensor:
+            tensor.copy_(message)

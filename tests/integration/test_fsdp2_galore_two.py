@@ -39,7 +39,7 @@ def test_two_ranks_are_off_by_no_more_than_twice_what_one_is(
         runs = on_ranks(2, stepped_on, torch.device("cpu"), *given)
     alone, nothing = stepped_on(torch.device(device), options, STEPS, shapes)
     exact = exact_weights(STEPS, options["stagger"], shapes, rank)
-    sent = bytes_by_turns(STEPS, options["stagger"], 1, shapes, rank)
+    sent = bytes_by_turns(STEPS, options["stagger"], 2, 1, shapes, rank)
     assert nothing == [0] * STEPS
     bound = 2 * norm_of_errors(matrices(alone), exact)
     assert 0 < bound < 1e-3 * norm_of_errors(exact, [torch.zeros(())] * len(exact))

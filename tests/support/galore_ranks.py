@@ -1,18 +1,32 @@
 """What ranks do in the tests of GaLore's DTensors: real fully_shard, on CPUs, over gloo."""
 
+from unittest import mock
+
 import fsdp2_ranks as ranks
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, give, gradients, mesh_of, said, sharded, snapshot, train, whole
+from fsdp2_ranks import (
+    Bare,
+    give,
+    gradients,
+    mesh_of,
+    raised_by,
+    said,
+    sharded,
+    snapshot,
+    train,
+    whole,
+)
 from galore_cases import GAP as TWINS_GAP
 from galore_cases import Twin
 from runs import BF16, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedAdam, GaLoreAdamW
+from megaopt.kernels.matrix import galore
 from megaopt.params import view_of
 from megaopt.step.matrix import parts_of
 
@@ -48,6 +62,10 @@ def refreshed_by_hand(options, steps):
     return snapshot(optimizer)
 
 
+WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations that take what a collective has made."""
+
+
 class Bytes(TorchDispatchMode):
     """Counts what this rank hands to collectives, whatever they are."""
 
@@ -56,7 +74,7 @@ class Bytes(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace:
+        if "c10d" in func.namespace and func._schema.name.split("::")[1] not in WAITS:
             tensors = torch.utils._pytree.tree_leaves(args[:1])
             self.count += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         return func(*args, **(kwargs or {}))
@@ -74,33 +92,32 @@ def bytes_of_steps(options, steps, replicas=1, clip_norm=None):
     return found
 
 
-def bytes_of_a_refresh(shape, is_first, rank):
-    """Of each pass the sum of Z [n, rank], of the squares of R's columns, and of the gradient's.
+def bytes_of_a_refresh(shape, is_first, rank, shards, dims):
+    """Of the rows, fp32 and padded to as many on each rank; and projection and energy come back.
 
-    All fp64; and the largest magnitude, fp32, and the two sums that the energy is made of.
+    They come over each dimension of the mesh.
     """
-    passes = 3 if is_first else 2
     asked = 4 if is_first else 0  # whether the gradient can make a projection
-    return passes * 8 * (shape[1] * rank + rank + 1) + 4 + 2 * 8 + asked
+    rows = -(-shape[0] // shards) if shards > 1 else 0
+    return 4 * rows * shape[1] + dims * 4 * (rank * shape[1] + 1) + asked
 
 
 MESSAGE = 8 * (16 * 16 * 2 + 4)
 """Bytes of the message in which ranks compare what they are going to step, at the first step."""
 
 
-def bytes_by_turns(steps, stagger, replicas=1, shapes=SHAPES, rank=RANK):
+def bytes_by_turns(steps, stagger, world, replicas=1, shapes=SHAPES, rank=RANK):
     """For each step what ranks communicate: refreshes whose turn it is, and at first a message."""
-    found = []
+    found, dims = [], min(replicas, 2)
     for step in range(steps):
         due = [
             (shape, step == 0)
             for number, shape in enumerate(shapes)
             if len(shape) == 2 and (step == 0 or step % GAP == (number % GAP if stagger else 0))
         ]
-        found.append(sum(bytes_of_a_refresh(*each, rank) for each in due))
-        if replicas > 1:  # the projection, from the first copy
-            found[-1] += sum(4 * rank * shape[1] for shape, _ in due)
-    found[0] += MESSAGE * min(replicas, 2)  # one for each dimension of the mesh
+        layout = (rank, world // replicas, dims)
+        found.append(sum(bytes_of_a_refresh(*each, *layout) for each in due))
+    found[0] += MESSAGE * dims  # one for each dimension of the mesh
     return found
 
 
@@ -197,7 +214,7 @@ def selected(options, steps, replicas=1, shapes=SHAPES, **step):
 def largest_of(sent):
     """Of one number from each rank."""
     param = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(0)], src_data_rank=None)
-    parts = parts_of(view_of(param))
+    parts = parts_of(view_of(param), 0)
     return parts.largest(torch.tensor(sent[dist.get_rank()]))
 
 
@@ -225,12 +242,6 @@ def zeros(grad):
     return torch.zeros_like(grad)
 
 
-def of_the_first_copy(replicas):
-    """What `alike` makes of a number of each rank."""
-    param = distribute_tensor(torch.ones(6, 30), mesh_of(replicas), [Replicate(), Shard(0)])
-    return parts_of(view_of(param)).alike(torch.full((2,), float(dist.get_rank())))
-
-
 def nan_in_the_last_row(grad):
     grad[-1, 2] = torch.nan
     return grad
@@ -248,6 +259,18 @@ def of_one_dimension(grad):
 def zeros_in_the_first_rows(grad):
     grad[: grad.shape[0] // 2] = 0
     return grad
+
+
+def failing_at_a_refresh(failing):
+    """What ranks raise at a refresh that fails on one of them, and their projections behind it."""
+    model, optimizer = build({"stagger": False})
+    train(model, optimizer, GAP)
+    give(model.parameters(), gradients(GAP, SHAPES))
+    error = RuntimeError("no memory") if dist.get_rank() == failing else None
+    with mock.patch.object(galore, "refreshed", side_effect=error, wraps=galore.refreshed):
+        message = raised_by(optimizer.step)
+    kept = [state["projection"] for state in optimizer.state.values() if "projection" in state]
+    return message, [projection.to_local().clone() for projection in kept]
 
 
 # --- states

@@ -61,6 +61,8 @@ CASES = {
     "galore": (
         placed_galore, {"weights": BF16, **MASTER, "proj_type": "left", "precision": "bf16"},
     ),
+    "galore, rows": (placed_galore, {"weights": BF16, **MASTER, "precision": "bf16"}),
+    "galore, rows, tf32": (placed_galore, {"weights": BF16, **MASTER, "precision": "tf32"}),
 }  # fmt: skip
 
 

@@ -327,6 +327,7 @@ class GaLoreAdamW(FusedOptimizer):
         stepper.check_numbers(groups)
         batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
         counts = self._counts() if steps is None else [steps] * len(groups)
+        failed: Exception | None = None
         for batch, shards in zip(batches.batches, seen.shards, strict=True):
             if batch.matrices is None:
                 continue
@@ -334,10 +335,15 @@ class GaLoreAdamW(FusedOptimizer):
             try:
                 batch.matrices.refresh(groups, counts)
                 batch.matrices.plan.renew()
-            except BaseException:
+            except BaseException as error:
                 batch.take_back()
-                raise
-            batch.abandon()
+                if not isinstance(error, Exception):
+                    raise
+                failed = failed or error  # other ranks may wait for this one in the next batch
+            else:
+                batch.abandon()
+        if failed is not None:
+            raise failed
 
     def _counts(self) -> list[int]:
         """The steps that each group has taken, read from the device at once."""

@@ -169,9 +169,11 @@ def renew(
         for work in (works[index] for index in turn):
             for tensor in work.kept.values():
                 work.parts.hand_out(tensor)
-            work.is_made = True
+            if not work.is_made:  # a maker that failed has handed out zeros
+                work.is_made = True if work.parts is ALONE else None
     if error is not None:
         raise error
+    look_up(works)
 
 
 def look_up(works: Sequence[Work]) -> None:

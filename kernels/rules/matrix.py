@@ -42,7 +42,7 @@ class Parts(Protocol):
         """The largest of all parts' magnitudes, fp32 or fp64 of shape (); NaN where one is."""
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole matrix of all parts."""
+        """The whole matrix of all parts, for the maker; the others get anything."""
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Gives all ranks the maker's tensor, in place."""

@@ -20,7 +20,7 @@ from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
-from megaopt.step.ranks.owners import Owners
+from megaopt.step.ranks.owners import Owners, group_of
 from megaopt.step.ranks.peers import reduced
 
 MAGNITUDE = 0x7FFFFFFF
@@ -55,6 +55,11 @@ class Matrices:
         if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
                 work.parts = parts_of(view, work.place.number)
+
+    @property
+    def gathers(self) -> bool:
+        """Rows of matrices come together where what states keep is made anew of them."""
+        return any(work.parts is not ALONE for work in self.plan.works)
 
     def _local(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
@@ -215,7 +220,7 @@ def parts_of(view: ParamView, number: int) -> Parts:
 class PartsOnRanks:
     """Rows of a DTensor on this rank, and those of the others.
 
-    One rank of the mesh gets all of them where what states keep is made anew.
+    One rank of the mesh, the maker, gets all rows where what states keep is made anew.
 
     Args:
         view: of a DTensor that is split in its first dimension.
@@ -224,30 +229,47 @@ class PartsOnRanks:
 
     def __init__(self, view: ParamView, number: int) -> None:
         assert view.split is not None
-        mesh, dims = view.split
-        self._view, self._mesh = view, mesh
-        self._groups = [mesh.get_group(dim) for dim in dims]
-        self.ranks = mesh.size()
-        here = tuple(mesh.get_coordinate())
-        maker = numpy.unravel_index(number % self.ranks, tuple(mesh.mesh.shape))
-        self.is_maker = here == maker
-        # the maker's line of ranks has it after the first dimension, its plane after the second
-        sources = [(*here[:dim], place, *here[dim + 1 :]) for dim, place in enumerate(maker)]
-        self._sources = [int(mesh.mesh[place]) for place in sources]
+        self._mesh, dims = view.split
+        ranks = self._mesh.mesh
+        # in the order that ranks have in a group, whatever their places in the mesh are
+        places = sorted(numpy.ndindex(*ranks.shape), key=lambda place: int(ranks[place]))
+        here, maker = tuple(self._mesh.get_coordinate()), places[number % len(places)]
+        self.ranks, self.is_maker = len(places), here == maker
+        self._source, self._columns = int(ranks[maker]), view.whole_shape[1]
+        rows = [box[0] for box in view.boxes(places, view.whole_shape)]
+        copies = [dim for dim in range(ranks.ndim) if dim not in dims]
+        rows = [
+            ends if all(place[dim] == maker[dim] for dim in copies) else (0, 0)  # a copy of others'
+            for ends, place in zip(rows, places, strict=True)
+        ]
+        numels = [(end - begin) * self._columns for begin, end in rows]
+        self._received = numels if self.is_maker else [0] * self.ranks
+        self._sent = [numels[places.index(here)] if place == maker else 0 for place in places]
+        order = sorted(range(self.ranks), key=rows.__getitem__)
+        self._order = None if order == list(range(self.ranks)) else order
 
     def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' magnitudes, fp32 of shape ()."""
-        return reduced(magnitude.view(torch.int32) & MAGNITUDE, self._groups).view(torch.float32)
+        bits = magnitude.view(torch.int32) & MAGNITUDE
+        return reduced(bits, [group_of(self._mesh)]).view(torch.float32)
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole matrix; every rank gets it."""
-        whole: Any = self._view.wrap(part)
-        return local_of(whole.full_tensor())  # type: ignore[no-any-return]
+        """The whole matrix; one without rows where this rank is not the maker."""
+        whole = part.new_empty(sum(self._received))
+        message = part.reshape(-1)[: sum(self._sent)]
+        sizes = self._received, self._sent
+        # as bytes: not every library sends 16 bits
+        sizes = [[part.itemsize * numel for numel in numels] for numels in sizes]
+        whole_bytes, message_bytes = whole.view(torch.uint8), message.view(torch.uint8)
+        dist.all_to_all_single(whole_bytes, message_bytes, *sizes, group=group_of(self._mesh))
+        if self._order is not None and self.is_maker:
+            pieces = torch.split(whole, self._received)
+            whole = torch.cat([pieces[rank] for rank in self._order])
+        return whole.view(-1, self._columns)
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Gives all ranks the maker's tensor, in place."""
         message = tensor.contiguous()
-        for dim, source in enumerate(self._sources):
-            dist.broadcast(message, source, group=self._mesh.get_group(dim))
+        dist.broadcast(message, self._source, group=group_of(self._mesh))
         if message is not tensor:
             tensor.copy_(message)

@@ -602,8 +602,8 @@ class Stepper:
         first: list[Stage | bool] = [
             is_prepared and self._prepare,
             bool(batches.digests) and begin_digests,
-            bool(batches.matrices) and refresh,
         ]
+        anew: list[Stage | bool] = [bool(batches.matrices) and refresh]
         then: list[Stage | bool] = [launch, is_exchanged and gather_amaxes]
         last: list[Stage | bool] = [
             is_exchanged and exchange,
@@ -611,9 +611,11 @@ class Stepper:
             any(batch.copies for batch in batches.batches) and copy_results,
             bool(batches.digests) and finish_digests,
         ]
+        gathers = any(matrices.gathers for matrices in batches.matrices)
+        votes = (gathers, gathers or bool(self._ties.exchanges), is_exchanged)
         parts = [first]
-        for votes, own in ((bool(self._ties.exchanges), then), (is_exchanged, last)):
-            if votes:  # before an exchange, in which one that has failed would be waited for
+        for is_voted, own in zip(votes, (anew, then, last), strict=True):
+            if is_voted:  # before an exchange, in which one that has failed would be waited for
                 parts.append(own)
             else:
                 parts[-1] += own
@@ -673,9 +675,9 @@ class Stepper:
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
-            counts = self._ties.exchanges and not self.options.capturable
-            names = ("step", *self.options.MATRIX_TURNS)
-            turns = [group[name] for group in run.groups for name in names] if counts else ()
+            names = self.options.MATRIX_TURNS
+            counts = (self._ties.exchanges or names) and not self.options.capturable
+            turns = [group[n] for group in run.groups for n in ("step", *names)] if counts else ()
             found = run.meeting.meet(request, run.waits, look, run.groups, run.rows, turns)
         elif request.found_inf is None or not run.waits:
             found = request
@@ -711,9 +713,15 @@ def refresh(run: Run) -> None:
     if run.rows is not None:
         own = enumerate(run.groups)
         counts = [None if number in run.left_out else group["step"] for number, group in own]
-    for matrices in run.batches.matrices:
+    failed: Exception | None = None
+    for matrices in run.batches.matrices:  # all: other ranks may wait for this one
         controls = run.prepared.get(matrices.device, (None, None))[1]
-        matrices.refresh(run.groups, counts, controls)
+        try:
+            matrices.refresh(run.groups, counts, controls)
+        except Exception as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def begin_digests(run: Run) -> None:

@@ -150,14 +150,16 @@ def test_bytes_are_those_of_refreshes_alone(on_ranks, world, replicas):
     for stagger in (True, False):
         own = {"stagger": stagger}
         found = on_ranks(world, galore_ranks.bytes_of_steps, own, 7, replicas)
-        assert found == [bytes_by_turns(7, stagger, world, replicas)] * world
+        layout = world, replicas
+        assert found == [bytes_by_turns(7, stagger, rank, *layout) for rank in range(world)]
         assert stagger or found[0][1:3] == [0, 0]
 
 
 def test_a_norm_adds_its_own_bytes(on_ranks):
     """No more than FusedAdam's: 4 KB of whole numbers."""
-    plain = bytes_by_turns(3, False, world=2)
-    for own in on_ranks(2, galore_ranks.bytes_of_steps, {"stagger": False}, 3, 1, 1.0):
+    counts = on_ranks(2, galore_ranks.bytes_of_steps, {"stagger": False}, 3, 1, 1.0)
+    for rank, own in enumerate(counts):
+        plain = bytes_by_turns(3, False, rank, world=2)
         beside = [each - refresh for each, refresh in zip(own, plain, strict=True)]
         assert len(set(beside)) == 1
         assert 4000 < beside[0] < 4300

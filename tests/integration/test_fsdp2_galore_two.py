@@ -39,15 +39,16 @@ def test_two_ranks_are_off_by_no_more_than_twice_what_one_is(
         runs = on_ranks(2, stepped_on, torch.device("cpu"), *given)
     alone, nothing = stepped_on(torch.device(device), options, STEPS, shapes)
     exact = exact_weights(STEPS, options["stagger"], shapes, rank)
-    sent = bytes_by_turns(STEPS, options["stagger"], 2, 1, shapes, rank)
+    layout = 2, 1, shapes, rank
+    sent = [bytes_by_turns(STEPS, options["stagger"], place, *layout) for place in range(2)]
     assert nothing == [0] * STEPS
     bound = 2 * norm_of_errors(matrices(alone), exact)
     assert 0 < bound < 1e-3 * norm_of_errors(exact, [torch.zeros(())] * len(exact))
-    for weights, bytes_of_steps in runs:
+    for (weights, bytes_of_steps), expected in zip(runs, sent, strict=True):
         assert norm_of_errors(matrices(weights), exact) <= bound
-        assert bytes_of_steps == sent
+        assert bytes_of_steps == expected
         assert_same(weights, runs[0][0])
-    assert options["stagger"] or sent[1] == sent[2] == 0
+    assert options["stagger"] or sent[0][1] == sent[0][2] == 0
 
 
 def matrices(weights):

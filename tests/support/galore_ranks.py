@@ -62,10 +62,6 @@ def refreshed_by_hand(options, steps):
     return snapshot(optimizer)
 
 
-WAITS = ("wait_tensor", "_wrap_tensor_autograd")
-"""Operations that take what a collective has made."""
-
-
 class Bytes(TorchDispatchMode):
     """Counts what this rank hands to collectives, whatever they are."""
 
@@ -74,8 +70,9 @@ class Bytes(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace and func._schema.name.split("::")[1] not in WAITS:
-            tensors = torch.utils._pytree.tree_leaves(args[:1])
+        if "c10d" in func.namespace:
+            place = 1 if "alltoall" in func._schema.name else 0  # which has its output first
+            tensors = torch.utils._pytree.tree_leaves(args[place])
             self.count += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
         return func(*args, **(kwargs or {}))
 
@@ -92,32 +89,35 @@ def bytes_of_steps(options, steps, replicas=1, clip_norm=None):
     return found
 
 
-def bytes_of_a_refresh(shape, is_first, rank, shards, dims):
-    """Of the rows, fp32 and padded to as many on each rank; and projection and energy come back.
+def bytes_of_a_refresh(shape, number, is_first, low, rank, world, replicas):
+    """The rows of ranks that send the maker theirs, fp32; projection and energy come back to all.
 
-    They come over each dimension of the mesh.
+    A maker has copies of some rows.
     """
     asked = 4 if is_first else 0  # whether the gradient can make a projection
-    rows = -(-shape[0] // shards) if shards > 1 else 0
-    return 4 * rows * shape[1] + dims * 4 * (rank * shape[1] + 1) + asked
+    shards = world // replicas
+    most = -(-shape[0] // shards)
+    rows = max(0, min(most, shape[0] - rank % shards * most))
+    gives = rank // shards == number % world // shards
+    return gives * 4 * rows * shape[1] + 4 * (low * shape[1] + 1) + asked
 
 
 MESSAGE = 8 * (16 * 16 * 2 + 4)
 """Bytes of the message in which ranks compare what they are going to step, at the first step."""
 
 
-def bytes_by_turns(steps, stagger, world, replicas=1, shapes=SHAPES, rank=RANK):
-    """For each step what ranks communicate: refreshes whose turn it is, and at first a message."""
-    found, dims = [], min(replicas, 2)
+def bytes_by_turns(steps, stagger, rank, world, replicas=1, shapes=SHAPES, low=RANK):
+    """For each step what a rank hands others: refreshes whose turn it is; at first a message."""
+    found = []
     for step in range(steps):
         due = [
-            (shape, step == 0)
+            (shape, number, step == 0)
             for number, shape in enumerate(shapes)
             if len(shape) == 2 and (step == 0 or step % GAP == (number % GAP if stagger else 0))
         ]
-        layout = (rank, world // replicas, dims)
+        layout = (low, rank, world, replicas)
         found.append(sum(bytes_of_a_refresh(*each, *layout) for each in due))
-    found[0] += MESSAGE * dims  # one for each dimension of the mesh
+    found[0] += MESSAGE * min(replicas, 2)  # one for each dimension of the mesh
     return found
 
 

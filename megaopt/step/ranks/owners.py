@@ -424,7 +424,10 @@ class Owners:
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
         source: Any = dist.get_global_rank(self._group, owner)  # untyped in torch
-        dist.broadcast(whole.view(-1).view(torch.uint8), source, group=self._group)
+        message = whole.contiguous()
+        dist.broadcast(message.view(-1).view(torch.uint8), source, group=self._group)
+        if message is not whole:
+            whole.copy_(message)
 
     def spread(
         self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor

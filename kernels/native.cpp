@@ -593,6 +593,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<std::vector<std::optional<std::int64_t>>, std::vector<at::ScalarType>,
                     std::vector<at::Device>>());
   module.def("look", &look);
+  module.def("has_callbacks", &at::hasCallbacks);
   module.def("look_at", &look_at);
   module.def("same_params", &same_params);
   module.def("same_states", &same_states);

@@ -121,16 +121,16 @@ class TritonPlan:
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
-        geometry, chunks = self._norm_chunks
-        NormPlan(self.formats.grad, geometry).accumulate(self.table(), chunks, bins)
+        norm, chunks = self._norm
+        norm.accumulate(self.table(), chunks, bins)
 
     @cached_property
-    def _norm_chunks(self) -> tuple[Geometry, Chunks]:
-        """The norm's chunks, counted from the tensors themselves, not from their first blocks."""
+    def _norm(self) -> tuple[NormPlan, Chunks]:
+        """The norm, and its chunks of the tensors themselves, not of their first blocks."""
         if not self.formats.block:
-            return self.geometry, self.chunks
+            return NormPlan(self.formats.grad, self.geometry), self.chunks
         numels = self.rows[table_rows.NUMEL.value].tolist()
-        return OWN, Chunks(numels, OWN, self.device)
+        return NormPlan(self.formats.grad, OWN), Chunks(numels, OWN, self.device)
 
     def _lengths(self) -> list[int]:
         """Elements of each tensor, with those of its first block that lie before it."""

@@ -151,7 +151,7 @@ class Replayed:
 def _key(
     function: Any, device: int | None, options: dict[str, object], arguments: tuple[object, ...]
 ) -> tuple[Any, ...]:
-    return (id(function), device, *options, *options.values(), *_kinds(arguments))
+    return (id(function), device, *options, *options.values(), *kinds_of(arguments))
 
 
 def _launch(
@@ -215,7 +215,7 @@ def _tell(device: int | None) -> None:
     logging.getLogger("megaopt").warning(words, card, cache_folder())
 
 
-def _kinds(arguments: tuple[object, ...]) -> list[object]:
+def kinds_of(arguments: tuple[object, ...]) -> list[object]:
     """The kinds of arguments for which Triton specialises a kernel, the values of numbers apart."""
     kinds: list[object] = []
     for argument in arguments:

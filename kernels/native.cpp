@@ -520,6 +520,19 @@ std::optional<py::tuple> look_at(const Kinds& kinds, const py::list& tensors, Ad
   return py::make_tuple(in_order, moved, written);
 }
 
+// Where tensors begin.
+Addresses addresses_of(const py::list& tensors) {
+  Addresses found(static_cast<py::ssize_t>(tensors.size()));
+  std::int64_t* row = found.mutable_data();
+  for (const py::handle object : tensors) {
+    TORCH_CHECK(THPVariable_Check(object.ptr()));
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    const auto noted = address(tensor);
+    *row++ = noted ? *noted : reinterpret_cast<std::int64_t>(tensor.mutable_data_ptr());
+  }
+  return found;
+}
+
 // Whether the entries of a state, and what is in them, are the same objects.
 bool same_states(const py::dict& state, const py::tuple& keys, const py::tuple& entries,
                  const py::tuple& values) {
@@ -593,7 +606,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<std::vector<std::optional<std::int64_t>>, std::vector<at::ScalarType>,
                     std::vector<at::Device>>());
   module.def("look", &look);
+  module.def("has_callbacks", &at::hasCallbacks);
   module.def("look_at", &look_at);
+  module.def("addresses_of", &addresses_of);
   module.def("same_params", &same_params);
   module.def("same_states", &same_states);
   module.def("count_versions_up", &count_versions_up);

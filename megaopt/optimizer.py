@@ -16,7 +16,7 @@ from megaopt.options.groups import States, check_new_group, entries_of, hints_of
 from megaopt.options.options import Options
 from megaopt.options.placement import Homes, taken_from
 from megaopt.options.replicas import Replicas, replicas_of
-from megaopt.options.untraced import torchs, untraced
+from megaopt.options.untraced import torchs, unless_heard, untraced
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
@@ -101,6 +101,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._owned.check_param(param, label)
 
     # --- the step
+
+    def _patch_step_function(self) -> None:
+        """Puts torch's hooks and its range for profiles around the step where they are heard of."""
+        kind: Any = type(self)
+        step = kind.step
+        super()._patch_step_function()
+        if kind.step is not step:
+            kind.step = unless_heard(step, kind.step)
 
     @untraced  # to trace a step takes torch.compile half a minute, and gains nothing
     @torch.no_grad()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy
 import torch
 
+from megaopt.kernels import native
 from megaopt.kernels.chunks.scales import AMAX_PHASE, STEP_PHASE
 from megaopt.kernels.optional_triton import INTERPRETED
 
@@ -352,3 +353,12 @@ def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
     moved: bool = now != row.tolist()
     row[:] = now
     return moved
+
+
+def addresses_of(buffers: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, numpy.ndarray]:
+    """Where the tensors of each slot begin, int64."""
+    module = native.get(False)
+    if module is None:
+        made = partial(numpy.fromiter, dtype=numpy.int64)
+        return {slot: made(map(torch.Tensor.data_ptr, own)) for slot, own in buffers.items()}
+    return {slot: module.addresses_of([*own]) for slot, own in buffers.items()}

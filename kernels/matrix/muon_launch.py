@@ -16,7 +16,7 @@ import torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import Replayed, compiling_together
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.table import DeviceTable, stream_of
+from megaopt.kernels.chunks.table import DeviceTable, addresses_of, stream_of
 from megaopt.kernels.formats import NONE
 from megaopt.kernels.matrix.muon import OWN, MuonMaking
 from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
@@ -132,10 +132,7 @@ class MuonLaunches:
         tensors = dict(buffers)
         if self._how.second_moment:
             tensors[SECOND_MOMENT] = [work.kept[SECOND_MOMENT] for work in works]
-        addresses = {
-            slot: numpy.array(list(map(torch.Tensor.data_ptr, each)), dtype=numpy.int64)
-            for slot, each in tensors.items()
-        }
+        addresses = addresses_of(tensors)
         others = (workspace, scalars, controls, left_out)
         if not self._is_noted:
             with compiling_together(self._device):

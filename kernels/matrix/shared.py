@@ -11,7 +11,6 @@ the last on its way back.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.table import DeviceTable
+from megaopt.kernels.chunks.table import DeviceTable, addresses_of
 from megaopt.kernels.formats import GRADS, NONE
 from megaopt.kernels.matrix.plan import FLOAT32, apply_formats, check_update, inner_formats
 from megaopt.kernels.matrix.tiles import Tiles, room_of
@@ -302,10 +301,7 @@ class Run:
         tensors = dict(self.buffers)
         for name in self.works[0].kept if self.works else ():
             tensors[name] = [work.kept[name] for work in self.works]
-        return {
-            slot: numpy.array([tensor.data_ptr() for tensor in own], dtype=numpy.int64)
-            for slot, own in tensors.items()
-        }
+        return addresses_of(tensors)
 
 
 class TorchBucket:
@@ -585,8 +581,8 @@ class SharedSteps:
             *((1, self._make), (2, self._finish)),
         ]
 
-    def _placed(self, steps: Sequence[Any]) -> tuple[int, list[dict[str, tuple[int, int]]]]:
-        """The bytes of a step's memory, and for each bucket where its pieces begin and end there.
+    def _placed(self, steps: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
+        """The bytes of each area of a step's memory, and for each bucket the areas of its pieces.
 
         Buckets take turns with the pieces. When updates come back, two turns after their directions
         left, those of the turn between have left too, and updates come where these were. What goes
@@ -602,9 +598,9 @@ class SharedSteps:
             nears = fars = wides = 5
         elif room:  # an iteration has ended when directions are made of the next ones
             room, wides = max(room, wide), 0
-        sizes = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
-        begins = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
-        areas = list(zip(begins, map(operator.add, begins, sizes), strict=False))
+        needed = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
+        sizes = [-(-size // ALIGNED) * ALIGNED for size in needed]
+        begins, areas = list(accumulate(sizes, initial=0)), range(len(sizes))
         near_areas, far_areas = areas[1 : 1 + nears], areas[1 + nears : 1 + nears + fars]
         wide_areas = areas[1 + nears + fars :] or areas[:1]
         places = []
@@ -616,21 +612,20 @@ class SharedSteps:
                     "back": near_areas[(turn + ahead) % nears],
                     "far": far_areas[turn % fars],
                     "wide": wide_areas[turn % len(wide_areas)],
-                    "room": areas[0],
+                    "room": 0,
                 }
             )
-            each.lie({name: begin for name, (begin, _) in places[-1].items()})
-        return begins[-1], places
+            each.lie({name: begins[area] for name, area in places[-1].items()})
+        return sizes, places
 
     def ready(self) -> None:
         """Takes the memory in which ranks exchange, before they meet: a rank without it says so."""
         making, exchange = self._making, self._exchange
-        size, places = self._places
-        whole = torch.empty(size, dtype=torch.uint8, device=self._device)
-        ends = {end for place in places for end in place.values()}
-        areas = {(begin, end): whole[begin:end] for begin, end in ends}
+        sizes, places = self._places
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        areas = torch.split(whole, sizes)
         self._memory = [
-            Memory(whole, **{name: areas[end] for name, end in place.items()}) for place in places
+            Memory(whole, **{name: areas[area] for name, area in place.items()}) for place in places
         ]
         for way in self._ways:
             way.steps.ready()

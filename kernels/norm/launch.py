@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again, call
 from megaopt.kernels.chunks.rows import ALIGNED, GRAD, NUMEL
 from megaopt.kernels.chunks.table import OWN, Chunks, Geometry, to_device
 from megaopt.kernels.formats import Format
@@ -45,6 +45,7 @@ class NormPlan:
         # the largest power of two that divides a chunk
         self.block = min(chunk & -chunk, MOST if INTERPRETED else BLOCK)
         self.iterations, self.span = chunk // self.block, geometry.span
+        self._launches: dict[tuple[int, bool], Again] = {}
 
     def accumulate(self, table: torch.Tensor, chunks: Chunks, bins: torch.Tensor) -> None:
         """Adds the squares of all elements to the bins: one launch, nothing is waited for.
@@ -62,17 +63,19 @@ class NormPlan:
             return
         fewest = -(-chunks.count // CHUNKS)
         programs = self.programs or max(min(chunks.count, PROGRAMS), fewest)
-        options = {
-            "FORMAT": self.form,
-            "BLOCK": self.block,
-            "TILE": self.block if INTERPRETED else min(self.block, TILE),
-            "ITERATIONS": self.iterations,
-            "SPAN": self.span,
-            "APART": bins.dim() == 4,
-            "num_warps": 1,
-        }
-        arguments = (table, chunks.table, bins, table.shape[1], chunks.count)
-        call(kernel.norm_kernel, programs, arguments, options)
+        kind = programs, bins.dim() == 4
+        if kind not in self._launches:
+            options = {
+                "FORMAT": self.form,
+                "BLOCK": self.block,
+                "TILE": self.block if INTERPRETED else min(self.block, TILE),
+                "ITERATIONS": self.iterations,
+                "SPAN": self.span,
+                "APART": kind[1],
+                "num_warps": 1,
+            }
+            self._launches[kind] = Again(kernel.norm_kernel, programs, options)
+        self._launches[kind]((table, chunks.table, bins, table.shape[1], chunks.count))
 
 
 def total(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,6 +91,7 @@ class TritonPlan:
         self.digest_slots: tuple[str, ...] = ()
         self.digests: torch.Tensor | None = None
         self._launches: dict[tuple[Any, ...], Again] = {}
+        self._at_hand: torch.Tensor | None = None  # the table, from `ready` to `step`
 
     def sum_digests(self, slots: Sequence[str], places: Sequence[Place]) -> torch.Tensor | None:
         """Lets steps add the digests of slots up; where they do, int64 [tensors, slots, 2].
@@ -120,16 +121,16 @@ class TritonPlan:
 
     def accumulate(self, bins: torch.Tensor) -> None:
         """Adds the gradients' squares to the bins of megaopt.kernels.norm: one launch."""
-        geometry, chunks = self._norm_chunks
-        NormPlan(self.formats.grad, geometry).accumulate(self.table(), chunks, bins)
+        norm, chunks = self._norm
+        norm.accumulate(self.table(), chunks, bins)
 
     @cached_property
-    def _norm_chunks(self) -> tuple[Geometry, Chunks]:
-        """The norm's chunks, counted from the tensors themselves, not from their first blocks."""
+    def _norm(self) -> tuple[NormPlan, Chunks]:
+        """The norm, and its chunks of the tensors themselves, not of their first blocks."""
         if not self.formats.block:
-            return self.geometry, self.chunks
+            return NormPlan(self.formats.grad, self.geometry), self.chunks
         numels = self.rows[table_rows.NUMEL.value].tolist()
-        return OWN, Chunks(numels, OWN, self.device)
+        return NormPlan(self.formats.grad, OWN), Chunks(numels, OWN, self.device)
 
     def _lengths(self) -> list[int]:
         """Elements of each tensor, with those of its first block that lie before it."""
@@ -142,7 +143,7 @@ class TritonPlan:
     def ready(self, scalars: Sequence[tuple[float, ...]] | None) -> torch.Tensor | None:
         """Brings the table and the rows of scalars, if there are any, up to date on the device."""
         if self._count:
-            self.table()
+            self._at_hand = self.table()
         return None if scalars is None else self.on_device(scalars)
 
     def step(
@@ -159,7 +160,8 @@ class TritonPlan:
         """
         if self._count == 0:
             return
-        table = self.table()
+        at_hand, self._at_hand = self._at_hand, None
+        table = self.table() if at_hand is None or self.stale else at_hand
         scalars = self.on_device(scalars)
         arguments = (
             *(table, self._programs, scalars, controls, self._scratch, self.digests),

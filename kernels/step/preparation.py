@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again, kinds_of
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
@@ -61,9 +61,11 @@ class Request:
         moved: dict[str, Any] = {}
         for name, number in self.numbers.items():
             if number is not None:
-                moved[name] = number.to(device, non_blocking=True)
+                there = number.to(device, non_blocking=True)
                 if number.numel() > 1 and rows:
-                    moved[name] = torch.cat([moved[name], moved[name][list(rows)]])
+                    there = torch.cat([there, there[list(rows)]])
+                if there is not number:
+                    moved[name] = there
         return replace(self, **moved) if moved else self
 
     @property
@@ -127,6 +129,7 @@ class TritonPreparation(Preparation):
         self._scalars = torch.zeros((0, 0), dtype=torch.float32, device=device)
         self._groups = DeviceTable(device)
         self._captured: list[object] = []  # what CUDA graphs read and write
+        self._launches: dict[tuple[Any, ...], Again] = {}
 
     def make(
         self,
@@ -171,13 +174,13 @@ class TritonPreparation(Preparation):
         bins = self.measure(plans) if request.needs_norm else None
         given = tuple(request.numbers.values())
         arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
-        options = {
-            "RULE": self.rule,
-            "SKIP_NONFINITE": request.skip_nonfinite,
-            "APART": tuple(int(each is not None and each.numel() > 1) for each in given),
-            "num_warps": 1,
-        }
-        call(prepare_kernel, count, (*arguments, columns, self.rule.width), options)
+        apart = tuple(int(each is not None and each.numel() > 1) for each in given)
+        skips, clips = request.skip_nonfinite, request.clip_norm is not None
+        kind = (count, skips, clips, apart, *kinds_of((table, bins, *given)))
+        if kind not in self._launches:
+            options = {"RULE": self.rule, "SKIP_NONFINITE": skips, "APART": apart, "num_warps": 1}
+            self._launches[kind] = Again(prepare_kernel, count, options)
+        self._launches[kind]((*arguments, columns, self.rule.width))
         return scalars, None if request.is_empty else self._controls
 
     def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:

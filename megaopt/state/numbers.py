@@ -46,6 +46,7 @@ class Numbers:
         seen = self._seen
         if self.options.capturable or len(seen) != len(groups):
             return self._checked(groups, check)
+        is_given = self._is_given
         for group, size, values in zip(groups, self._sizes, seen, strict=True):
             if len(group) != size:
                 return self._checked(groups, check)
@@ -55,7 +56,7 @@ class Numbers:
             # without a line of Python for each of some 20 names, which takes 1 us
             if not all(map(operator.is_, map(group.get, self._names, repeat(MISSING)), values)):
                 return self._checked(groups, check)
-        is_given = self._is_given or any("param_numbers" in group for group in groups)
+            is_given = is_given or "param_numbers" in group
         if is_given and given_numbers(groups) != self._given:
             return self._checked(groups, check)
         return self.made(groups)

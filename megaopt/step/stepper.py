@@ -268,6 +268,8 @@ class Stepper:
         """A weight lies elsewhere than its master knows."""
         self._can_capture: bool | None = None
         """Whether a CUDA graph may capture a step; None: not known yet."""
+        self._device = torch.device("cpu")
+        """The first parameter's, where it is known."""
 
     def owned(self, groups: Sequence[Group]) -> Owned:
         """Groups with all that the stepper has for them: what a step works on."""
@@ -380,7 +382,7 @@ class Stepper:
             self._agree(groups, asked)
         try:
             request = request_of(asked, self.options, len(groups))
-            if self._can_capture is not False:
+            if self._can_capture is None or (self._can_capture and is_capturing(self._device)):
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
                 captures = check_capture(owned.device, self.options.capturable, owned.backend)
@@ -561,7 +563,8 @@ class Stepper:
             batches.digests = [each for each in made if each.names]
         self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
         self._ties = Ties(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
-        self._is_elsewhere, self._can_capture = True, can_capture(owned.device)
+        self._is_elsewhere, self._device = True, owned.device
+        self._can_capture = can_capture(self._device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
 

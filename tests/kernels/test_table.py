@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 
+from megaopt.kernels import native
 from megaopt.kernels.chunks import table as tables
 from megaopt.kernels.chunks.table import Piece, Upload
 
@@ -205,3 +206,19 @@ def test_an_upload_that_is_dropped_after_a_fault_says_nothing(monkeypatch):
     upload = Upload(SimpleNamespace(is_cuda=True))
     del upload
     gc.collect()
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_addresses_are_those_of_the_tensors(monkeypatch, built):
+    if not built:
+        monkeypatch.setenv(native.SWITCH, "0")
+    elif native.build()[0] is None:
+        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
+    whole = torch.zeros(4, 6, dtype=torch.bfloat16)
+    parts = [whole, whole[1:, 2:], whole.view(-1)[5:], torch.zeros(0), torch.nn.Parameter(whole)]
+    found = tables.addresses_of({"grad": parts, "weight": []})
+    assert found["grad"].dtype == found["weight"].dtype == numpy.int64
+    assert found["grad"].tolist() == [each.data_ptr() for each in parts]
+    assert found["weight"].tolist() == []
+    with pytest.raises(RuntimeError):
+        tables.addresses_of({"grad": [torch.zeros(2).to_sparse()]})

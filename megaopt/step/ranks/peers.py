@@ -186,4 +186,4 @@ class Notice:
         """Whether ranks differ, once it is known here."""
         if self._sent is not None:
             self._sent.wait()
-        return bool(self._array[:FOUND_INF].any())
+        return True in self._array[:FOUND_INF].tolist()

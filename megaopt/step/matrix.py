@@ -227,8 +227,7 @@ class PartsOnRanks:
         number: of the parameter, by which parameters take turns with their makers.
     """
 
-    def __init__(self, view: ParamView, number: int) -> None:
-        assert view.split is not None
+    def __init__(self, view: Any, number: int) -> None:
         self._mesh, dims = view.split
         ranks = self._mesh.mesh
         # in the order that ranks have in a group, whatever their places in the mesh are
@@ -257,11 +256,17 @@ class PartsOnRanks:
         """The whole matrix; one without rows where this rank is not the maker."""
         whole = part.new_empty(sum(self._received))
         message = part.reshape(-1)[: sum(self._sent)]
-        sizes = self._received, self._sent
         # as bytes: not every library sends 16 bits
-        sizes = [[part.itemsize * numel for numel in numels] for numels in sizes]
-        whole_bytes, message_bytes = whole.view(torch.uint8), message.view(torch.uint8)
-        dist.all_to_all_single(whole_bytes, message_bytes, *sizes, group=group_of(self._mesh))
+        incoming, outgoing = (
+            [part.itemsize * numel for numel in numels] for numels in (self._received, self._sent)
+        )
+        dist.all_to_all_single(
+            whole.view(torch.uint8),
+            message.view(torch.uint8),
+            incoming,
+            outgoing,
+            group=group_of(self._mesh),
+        )
         if self._order is not None and self.is_maker:
             pieces = torch.split(whole, self._received)
             whole = torch.cat([pieces[rank] for rank in self._order])

@@ -227,18 +227,49 @@ def test_a_rank_that_raises_before_a_refresh_keeps_none_waiting(on_ranks, what):
         assert_same(after, expected)
 
 
-def test_a_refresh_that_fails_on_a_rank_keeps_none_waiting(on_ranks):
-    """It raises; the others have the projections that they made, and the old one of its matrix."""
-    expected = on_ranks(3, galore_ranks.failing_at_a_refresh, None)
+@pytest.mark.parametrize("groups", [1, 2], ids=["one batch", "two"])
+@pytest.mark.parametrize("before", [0, GAP], ids=["first", "later"])
+def test_a_refresh_that_fails_on_a_rank_keeps_none_waiting(on_ranks, before, groups):
+    """It raises; the others have the projections that they made, and the old ones of its own."""
+    given = (before, groups)
+    whole = on_ranks(3, galore_ranks.failing_at_a_refresh, None, *given)[0][1]
     for failing in range(3):
-        found = on_ranks(3, galore_ranks.failing_at_a_refresh, failing)
+        found = on_ranks(3, galore_ranks.failing_at_a_refresh, failing, *given)
         assert [message for message, _ in found] == [
             "RuntimeError: no memory" if rank == failing else None for rank in range(3)
         ]
-        others = [projections for rank, (_, projections) in enumerate(found) if rank != failing]
-        assert_same(*others)
-        alike = [torch.equal(*pair) for pair in zip(others[0], expected[0][1], strict=True)]
-        assert alike == [number % 3 != failing for number in (0, 1, 3, 4, 5)]
+        one, other = [projections for rank, (_, projections) in enumerate(found) if rank != failing]
+        for number, expected in enumerate(whole):
+            if expected is not None:
+                assert_same_bits(one[number], other[number])
+                is_made = number % 3 != failing
+                assert torch.equal(one[number], expected) is is_made
+                assert is_made or before or not one[number].any()
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["one batch", "two"])
+def test_all_raise_for_a_refresh_that_fails_in_a_clipped_step(on_ranks, groups):
+    """Nobody has taken it."""
+    given = (GAP, groups)
+    for failing in (0, 2):
+        found = on_ranks(3, galore_ranks.failing_at_a_refresh, failing, *given, clip_norm=1.0)
+        for rank, (message, projections) in enumerate(found):
+            wanted = "no memory" if rank == failing else "another rank .* failed in this step"
+            assert re.search(wanted, message)
+            assert_same(projections, found[failing][1])
+
+
+def test_ranks_of_another_gap_raise(on_ranks):
+    for message in on_ranks(2, galore_ranks.of_another_gap):
+        assert "update_proj_gap" in message
+
+
+@pytest.mark.parametrize("mesh", [[1, 0], [2, 0, 1], [[3, 1], [2, 0]], [[0, 2], [1, 3]]], ids=str)
+def test_ranks_may_lie_anywhere_in_a_mesh(on_ranks, mesh):
+    """Also in another order than their numbers."""
+    expected = galore_ranks.at_places(None, GAP + 1)
+    world = torch.tensor(mesh).numel()
+    assert_same_on_all(on_ranks(world, galore_ranks.at_places, mesh, GAP + 1), expected)
 
 
 def test_ranks_that_project_differently_refuse_to_step(on_ranks):

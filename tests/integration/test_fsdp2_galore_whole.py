@@ -66,6 +66,16 @@ def test_any_placements_have_the_bits_of_one_process(on_ranks, placements, side)
     assert_same_on_all(found, expected)
 
 
+def test_projections_may_have_gaps(on_ranks):
+    """Over a refresh."""
+    given = (LEFT, 5, [(6, 30), (24, 10)])
+    strided, dense = (
+        on_ranks(2, galore_whole_ranks.of_strided_projections, *given, is_strided)
+        for is_strided in (True, False)
+    )
+    assert_same(strided, dense)
+
+
 LAUNCHES = ("exchange", "projection", "update")
 """Those that fail in a test."""
 LAUNCHED = {

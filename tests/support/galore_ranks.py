@@ -1,5 +1,6 @@
 """What ranks do in the tests of GaLore's DTensors: real fully_shard, on CPUs, over gloo."""
 
+from functools import partial
 from unittest import mock
 
 import fsdp2_ranks as ranks
@@ -20,9 +21,9 @@ from fsdp2_ranks import (
 from galore_cases import GAP as TWINS_GAP
 from galore_cases import Twin
 from runs import BF16, values
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedAdam, GaLoreAdamW
@@ -34,6 +35,7 @@ SHAPES = [(24, 10), (7, 6), (9,), (6, 30), (4, 40), (12, 12)]
 """Tall, wide and square; even and uneven on 2 and 3 ranks, the fifth empty on the last of 3."""
 GAP, RANK = 3, 3
 NUMBERS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
+KEPT = ("projection", "captured_energy")
 RANKED = {"rank": RANK, "update_proj_gap": GAP, "scale": 0.25, "proj_type": "auto"}
 
 
@@ -261,16 +263,46 @@ def zeros_in_the_first_rows(grad):
     return grad
 
 
-def failing_at_a_refresh(failing):
-    """What ranks raise at a refresh that fails on one of them, and their projections behind it."""
-    model, optimizer = build({"stagger": False})
-    train(model, optimizer, GAP)
-    give(model.parameters(), gradients(GAP, SHAPES))
+def failing_at_a_refresh(failing, before=GAP, groups=1, **step):
+    """What ranks raise at a refresh that fails on one of them, and what they have behind it.
+
+    groups: so many, each of another rank.
+    """
+    model = sharded(Bare(SHAPES))
+    params = list(model.parameters())
+    lows = [{"params": params[i::groups], **RANKED, "rank": RANK - i} for i in range(groups)]
+    optimizer = GaLoreAdamW(lows, **NUMBERS, stagger=False)
+    train(model, optimizer, before, **step)
+    give(model.parameters(), gradients(before, SHAPES))
     error = RuntimeError("no memory") if dist.get_rank() == failing else None
     with mock.patch.object(galore, "refreshed", side_effect=error, wraps=galore.refreshed):
-        message = raised_by(optimizer.step)
-    kept = [state["projection"] for state in optimizer.state.values() if "projection" in state]
-    return message, [projection.to_local().clone() for projection in kept]
+        message = raised_by(partial(optimizer.step, **step))
+    kept = [optimizer.state[p].get("projection") for low in lows for p in low["params"]]
+    return message, [None if p is None else p.to_local().clone() for p in kept]
+
+
+def of_another_gap():
+    """What ranks raise at a clipped step before which one of them has set another gap."""
+    model, optimizer = build({})
+    train(model, optimizer, 2, clip_norm=1.0)
+    give(model.parameters(), gradients(2, SHAPES))
+    optimizer.param_groups[0]["update_proj_gap"] += dist.get_rank()
+    return said(partial(optimizer.step, clip_norm=1.0))
+
+
+def at_places(mesh, steps, shapes=SHAPES):
+    """Projections and energies where ranks lie so in a mesh; None: of one process."""
+    model, options = Bare(shapes), {**NUMBERS, **RANKED}
+    if mesh is not None:
+        mesh = DeviceMesh("cpu", mesh)
+        for name, param in list(model.named_parameters()):
+            placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+            split = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+            setattr(model, name, torch.nn.Parameter(split))
+    optimizer = GaLoreAdamW(model.parameters(), **options)
+    train(model, optimizer, steps)
+    kept = [state[n] for state in optimizer.state.values() for n in KEPT if n in state]
+    return [t.to_local().clone() if isinstance(t, DTensor) else t for t in kept]
 
 
 # --- states

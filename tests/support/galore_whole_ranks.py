@@ -9,6 +9,7 @@ import torch.distributed as dist
 from fsdp2_ranks import give, gradients, load, raised_by, save, snapshot, train
 from galore_ranks import build, ranked
 from muon_ranks import placed
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
@@ -18,6 +19,20 @@ from megaopt.kernels.matrix import boxes, galore, galore_ranks, shared
 def placed_galore(options, steps, *placed_as, **named):
     """`placed` with a GaLoreAdamW."""
     return placed(ranked({**options, "optimizer": GaLoreAdamW}), steps, *placed_as, **named)
+
+
+def of_strided_projections(options, steps, shapes, strided):
+    """What a run has whose projections become tensors with gaps behind its first step."""
+    model, optimizer = build(options, shapes=shapes)
+    train(model, optimizer, 1)
+    for state in optimizer.state.values() if strided else ():
+        if "projection" in state:
+            local = state["projection"].to_local()
+            local = torch.stack([local, local], -1)[..., 0]
+            placed = state["projection"].device_mesh, state["projection"].placements
+            state["projection"] = DTensor.from_local(local, *placed)
+    train(model, optimizer, steps, 1)
+    return snapshot(optimizer)
 
 
 def saved_by_some(options, steps, folder, shapes):

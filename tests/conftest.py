@@ -141,3 +141,14 @@ def on_ranks(tmp_path_factory):
     yield run
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(params=["python", "native"])
+def looks(request, monkeypatch):
+    """Tensors and their counters are looked at by the Python twin, and by the extension."""
+    from megaopt.kernels import native  # after the switch above
+
+    if request.param == "python":
+        monkeypatch.setenv(native.SWITCH, "0")
+    elif native.build()[0] is None:
+        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")

@@ -356,9 +356,10 @@ def note_row(row: numpy.ndarray, tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def addresses_of(buffers: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, numpy.ndarray]:
-    """Where the tensors of each slot begin, int64."""
+    """Returns the addresses of the tensors of each slot, int64 [tensors]."""
     module = native.get(False)
     if module is None:
-        made = partial(numpy.fromiter, dtype=numpy.int64)
-        return {slot: made(map(torch.Tensor.data_ptr, own)) for slot, own in buffers.items()}
-    return {slot: module.addresses_of([*own]) for slot, own in buffers.items()}
+        row_of = partial(numpy.fromiter, dtype=numpy.int64)
+        pairs = buffers.items()
+        return {slot: row_of(map(torch.Tensor.data_ptr, tensors)) for slot, tensors in pairs}
+    return {slot: module.addresses_of([*tensors]) for slot, tensors in buffers.items()}

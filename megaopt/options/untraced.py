@@ -1,4 +1,4 @@
-"""What torch puts around methods, left out where it does nothing: its compiler, its hooks."""
+"""Leaves out what torch puts around methods, its compiler and hooks, where they do nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import _compile
-from torch.optim import optimizer as torchs_own
+from torch.optim import optimizer as torch_optimizer
 
 from megaopt.kernels import native
 
@@ -57,7 +57,10 @@ def unless_heard(step: Callable[..., Any], hooked: Callable[..., Any]) -> Callab
         is_heard = (
             (module is None or module.has_callbacks() or args or "closure" in named)
             or (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-            or (torchs_own._global_optimizer_pre_hooks or torchs_own._global_optimizer_post_hooks)
+            or (
+                torch_optimizer._global_optimizer_pre_hooks
+                or torch_optimizer._global_optimizer_post_hooks
+            )
             or getattr(monitor, "_monitor_singleton", None) is not None
         )
         return hooked(optimizer, *args, **named) if is_heard else step(optimizer, **named)

@@ -21,7 +21,7 @@ from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
 from megaopt.step.ranks.owners import Owners, group_of
-from megaopt.step.ranks.peers import reduced
+from megaopt.step.ranks.peers import hand_out, reduced
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
@@ -274,7 +274,4 @@ class PartsOnRanks:
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Gives all ranks the maker's tensor, in place."""
-        message = tensor.contiguous()
-        dist.broadcast(message, self._source, group=group_of(self._mesh))
-        if message is not tensor:
-            tensor.copy_(message)
+        hand_out(tensor, self._source, group_of(self._mesh))

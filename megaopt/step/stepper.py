@@ -617,11 +617,11 @@ class Stepper:
         gathers = any(matrices.gathers for matrices in batches.matrices)
         votes = (gathers, gathers or bool(self._ties.exchanges), is_exchanged)
         parts = [first]
-        for is_voted, own in zip(votes, (anew, then, last), strict=True):
+        for is_voted, stages in zip(votes, (anew, then, last), strict=True):
             if is_voted:  # before an exchange, in which one that has failed would be waited for
-                parts.append(own)
+                parts.append(stages)
             else:
-                parts[-1] += own
+                parts[-1] += stages
         found = [(self._is_shared, [each for each in part if callable(each)]) for part in parts]
         return [(False, [self._meet]), *found] if asks or self._is_shared else found
 

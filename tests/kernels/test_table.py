@@ -8,7 +8,6 @@ import numpy
 import pytest
 import torch
 
-from megaopt.kernels import native
 from megaopt.kernels.chunks import table as tables
 from megaopt.kernels.chunks.table import Piece, Upload
 
@@ -208,12 +207,8 @@ def test_an_upload_that_is_dropped_after_a_fault_says_nothing(monkeypatch):
     gc.collect()
 
 
-@pytest.mark.parametrize("built", [False, True])
-def test_addresses_are_those_of_the_tensors(monkeypatch, built):
-    if not built:
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.build()[0] is None:
-        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
+@pytest.mark.usefixtures("looks")
+def test_addresses_are_those_of_the_tensors():
     whole = torch.zeros(4, 6, dtype=torch.bfloat16)
     parts = [whole, whole[1:, 2:], whole.view(-1)[5:], torch.zeros(0), torch.nn.Parameter(whole)]
     found = tables.addresses_of({"grad": parts, "weight": []})

@@ -1,19 +1,9 @@
 import pytest
 
 from megaopt import galore
-from megaopt.kernels import native
 from megaopt.kernels.chunks import table
 from megaopt.kernels.step import preparation
 from megaopt.step import stepper
-
-
-@pytest.fixture(params=["python", "native"])
-def looks(request, monkeypatch):
-    """Tensors and their counters are looked at by the Python twin, and by the extension."""
-    if request.param == "python":
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.build()[0] is None:
-        pytest.skip(f"the extension cannot be built here: {native.build()[1]}")
 
 
 @pytest.fixture

@@ -264,7 +264,7 @@ def zeros_in_the_first_rows(grad):
 
 
 def failing_at_a_refresh(failing, before=GAP, groups=1, **step):
-    """What ranks raise at a refresh that fails on one of them, and what they have behind it.
+    """Returns what a rank raises at a refresh that fails on one of them, and its projections.
 
     groups: so many, each of another rank.
     """
@@ -277,12 +277,12 @@ def failing_at_a_refresh(failing, before=GAP, groups=1, **step):
     error = RuntimeError("no memory") if dist.get_rank() == failing else None
     with mock.patch.object(galore, "refreshed", side_effect=error, wraps=galore.refreshed):
         message = raised_by(partial(optimizer.step, **step))
-    kept = [optimizer.state[p].get("projection") for low in lows for p in low["params"]]
-    return message, [None if p is None else p.to_local().clone() for p in kept]
+    projections = [optimizer.state[p].get("projection") for low in lows for p in low["params"]]
+    return message, [None if p is None else p.to_local().clone() for p in projections]
 
 
 def of_another_gap():
-    """What ranks raise at a clipped step before which one of them has set another gap."""
+    """Returns what a rank raises at a clipped step after one of them has set another gap."""
     model, optimizer = build({})
     train(model, optimizer, 2, clip_norm=1.0)
     give(model.parameters(), gradients(2, SHAPES))
@@ -301,8 +301,8 @@ def at_places(mesh, steps, shapes=SHAPES):
             setattr(model, name, torch.nn.Parameter(split))
     optimizer = GaLoreAdamW(model.parameters(), **options)
     train(model, optimizer, steps)
-    kept = [state[n] for state in optimizer.state.values() for n in KEPT if n in state]
-    return [t.to_local().clone() if isinstance(t, DTensor) else t for t in kept]
+    tensors = [state[n] for state in optimizer.state.values() for n in KEPT if n in state]
+    return [t.to_local().clone() if isinstance(t, DTensor) else t for t in tensors]
 
 
 # --- states

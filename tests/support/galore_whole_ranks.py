@@ -22,7 +22,7 @@ def placed_galore(options, steps, *placed_as, **named):
 
 
 def of_strided_projections(options, steps, shapes, strided):
-    """What a run has whose projections become tensors with gaps behind its first step."""
+    """Trains with projections that become tensors with gaps behind the first step."""
     model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, 1)
     for state in optimizer.state.values() if strided else ():

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, Part, Piece
 from megaopt.kernels.rules.matrix import Cut
-from megaopt.step.ranks.peers import SUM, reduced
+from megaopt.step.ranks.peers import SUM, hand_out, reduced
 
 ROOM = 2**26
 """Bytes of the matrices of a bucket that a rank makes, or as many as one takes.
@@ -424,10 +424,7 @@ class Owners:
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
         source: Any = dist.get_global_rank(self._group, owner)  # untyped in torch
-        message = whole.contiguous()
-        dist.broadcast(message.view(-1).view(torch.uint8), source, group=self._group)
-        if message is not whole:
-            whole.copy_(message)
+        hand_out(whole, source, self._group)
 
     def spread(
         self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor

@@ -44,6 +44,15 @@ def reduced(own: torch.Tensor, groups: Iterable[Any], op: Any = MAX) -> torch.Te
     return own
 
 
+def hand_out(tensor: torch.Tensor, source: int, group: Any) -> None:
+    """Gives all ranks of a group the tensor of one, in place; source: its number among all."""
+    message = tensor.contiguous()
+    # as bytes: not every library sends 16 bits
+    dist.broadcast(message.view(-1).view(torch.uint8), source, group=group)
+    if message is not tensor:
+        tensor.copy_(message)
+
+
 class Peers:
     """The ranks that hold the other parts of some parameters, and what this one tells them.
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
 
 import numpy
 import torch
@@ -39,6 +38,7 @@ from megaopt.kernels.matrix.launch import (
     LAUNCHED,
     How,
     Products,
+    areas_of,
     launched_plan,
     places_of,
     tiles_of,
@@ -52,7 +52,6 @@ from megaopt.kernels.matrix.plan import (
 )
 from megaopt.kernels.matrix.products import IEEE
 from megaopt.kernels.matrix.shared import (
-    ALIGNED,
     Bucket,
     Making,
     MatrixBox,
@@ -100,17 +99,16 @@ class Kind:
             sizes[3] = 4 * self._products.slabs_numel
             # of which the rule takes nothing; the kernel has a row to read all the same
             self._row = torch.zeros((1, GALORE_KEEP.row_length), device=device)
-        ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=begin))
+        self._areas, self.end = areas_of(sizes, begin)
+        lowest = self._areas[1].start
         self.wholes: list[int] = (begin + 4 * firsts).tolist()
         """Where gradients begin, and in their place updates, in bytes."""
-        self.lows: list[int] = (ends[1] + 4 * lows).tolist()
+        self.lows: list[int] = (lowest + 4 * lows).tolist()
         """Where projected gradients begin."""
         self.directions: list[int] = (
-            ends[1] + _dtype(how.direction.weight).itemsize * lows
+            lowest + _dtype(how.direction.weight).itemsize * lows
         ).tolist()
         """Where directions begin, in the place of these."""
-        self._areas = [slice(a, a + size) for a, size in zip(ends, sizes, strict=False)]
-        self.end = ends[-1]
 
     def grad(self, room: torch.Tensor, index: int) -> torch.Tensor:
         """The gradient of one of them."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy
 import torch
 
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Replayed, call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.spec import Spec
-from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
+from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, addresses_of, stream_of
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
 from megaopt.kernels.matrix.galore import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
@@ -27,6 +28,7 @@ from megaopt.kernels.matrix.plan import (
     why_not_compiled,
 )
 from megaopt.kernels.matrix.products import BF16, IEEE, TF32, Product
+from megaopt.kernels.matrix.shared import ALIGNED
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
@@ -446,6 +448,9 @@ class GaLoreLaunches:
             self._waves.append((own, Wave(how, device, *of_matrices)))
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
+        self._device, self._replayed = device, Replayed(device)
+        self._by_launches = all(wave.how.grouped for _, wave in self._waves)
+        self._workspace_bytes = max((wave.workspace_bytes for _, wave in self._waves), default=0)
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
@@ -457,10 +462,25 @@ class GaLoreLaunches:
     ) -> None:
         """One step of every matrix, by its projection."""
         scalars = self._measured.on_device(scalars)
-        for own, wave in self._waves:
-            kept = [works[i].kept[PROJECTION].contiguous() for i in own]
-            theirs = {slot: [each[i] for i in own] for slot, each in buffers.items()}
-            wave.step(theirs, kept, scalars, controls)
+        kept = [work.kept[PROJECTION] for work in works]
+        projections = [projection.contiguous() for projection in kept]
+        workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        addresses = addresses_of({**buffers, PROJECTION: projections})
+
+        def launches() -> None:
+            for places, wave in self._waves:
+                rows = {slot: row[places] for slot, row in addresses.items()}
+                grads = [buffers["grad"][place] for place in places]
+                wave.step(rows, grads, [projections[i] for i in places], workspace, *others)
+
+        others = (scalars, controls)
+        if not self._by_launches or any(map(operator.is_not, projections, kept)):
+            return (
+                launches()
+            )  # torch's products, or copies of projections, take memory of their own
+        state: list[Any] = [row.tobytes() for row in addresses.values()]
+        state += [None if each is None else each.data_ptr() for each in (workspace, *others)]
+        self._replayed((stream_of(self._device), state), launches)
 
 
 def waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
@@ -719,41 +739,43 @@ class Wave:
         low_places = list(map(how.formats.matrix.low_place, places, shapes))
         low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
         self._direction = TritonPlan(*low)
+        products, wide = self._products, how.direction.dtype("weight")
+        assert how.projection.dtype is not None
+        self._dtypes = (torch.float32, wide, how.projection.dtype, torch.float32)
+        # what is projected, directions if not in its place, rounded projections, slabs
+        numels = [products.numel, 0 if how.shares_low else products.numel]
+        numels += [products.rounded_numel, products.slabs_numel if how.grouped else 0]
+        sizes = [n * dtype.itemsize for n, dtype in zip(numels, self._dtypes, strict=True)]
+        self._areas, self.workspace_bytes = areas_of(sizes)
 
     def step(
         self,
-        buffers: Buffers,
+        addresses: Mapping[str, numpy.ndarray],
+        grads: Sequence[torch.Tensor],
         projections: Sequence[torch.Tensor],
+        workspace: torch.Tensor,
         scalars: torch.Tensor,
         controls: torch.Tensor | None,
     ) -> None:
-        """One step; buffers, projections: of the wave's matrices."""
+        """One step of the wave's matrices; addresses: of their tensors, by slot."""
         how, products = self.how, self._products
-        low = self._new(torch.float32, products.numel)
-        direction = low
-        if not how.shares_low:
-            direction = self._new(how.direction.dtype("weight"), products.numel)
-        tensors = {slot: list(map(torch.Tensor.data_ptr, own)) for slot, own in buffers.items()}
-        products.look(tensors, list(map(torch.Tensor.data_ptr, projections)), direction)
-        rooms = [low, direction]  # kept until all launches are made
+        low, direction, rounded, slabs = (
+            workspace[area].view(dtype)
+            for area, dtype in zip(self._areas, self._dtypes, strict=True)
+        )
+        direction = low if how.shares_low else direction
+        products.look(addresses, addresses[PROJECTION], direction)
         if how.tiles.ahead:
-            rooms.append(self._new(how.projection.dtype, products.rounded_numel))
-            products.round(rooms[-1])
-        self._look_low(tensors, low, direction)
+            products.round(rounded)
+        self._look_low(addresses, low, direction)
         if how.grouped:
-            slabs = low
-            if products.slabs_numel:
-                rooms.append(slabs := self._new(torch.float32, products.slabs_numel))
             step = (self._direction, scalars, controls) if how.fused else ()
-            products.project(low, slabs, *step)
+            products.project(low, slabs if slabs.numel() else low, *step)
         else:
-            self._project_by_torch(low, buffers["grad"], projections)
+            self._project_by_torch(low, grads, projections)
         if not how.fused:
             self._direction.step(scalars, controls)
         products.project_back(scalars, controls)
-
-    def _new(self, dtype: torch.dtype | None, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, device=self._device)
 
     def _project_by_torch(
         self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
@@ -765,15 +787,21 @@ class Wave:
             low[first : first + found.numel()] = found.view(-1)
 
     def _look_low(
-        self, tensors: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
+        self, addresses: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
     ) -> None:
         """Tells Adam's step where things lie; the direction goes where the weight is."""
         plan, products = self._direction, self._products
         others = {"grad": products.addresses(low), "weight": products.addresses(direction)}
-        found = {**tensors, **others}
+        everything = {**addresses, **others}
         for slot, row in plan.addresses.items():
-            row[:] = found[slot]
+            row[:] = everything[slot]
         plan.stale = True
+
+
+def areas_of(sizes: Sequence[int], begin: int = 0) -> tuple[list[slice], int]:
+    """Areas of so many bytes in a memory, one behind another, and where the last one ends."""
+    ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=begin))
+    return [slice(first, first + size) for first, size in zip(ends, sizes, strict=False)], ends[-1]
 
 
 def places_of(sizes: Sequence[int]) -> tuple[numpy.ndarray, int]:

@@ -539,8 +539,9 @@ class SharedSteps:
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(Way(bucket, low, steps))
-        self.is_captured = not self._ways
-        """A CUDA graph can repeat a step: messages in one were not seen to work yet."""
+        by_launches = all(not isinstance(way.steps, TorchBucket) for way in self._ways)
+        self.is_captured = by_launches and (not self._ways or exchange.keeps_order)
+        """A CUDA graph can repeat a step: launches, and messages of NCCL if there are any."""
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
@@ -598,6 +599,8 @@ class SharedSteps:
             nears = fars = wides = 5
         elif room:  # an iteration has ended when directions are made of the next ones
             room, wides = max(room, wide), 0
+        # of a few buckets each has its own
+        nears, fars, wides = (min(areas, max(len(steps), 1)) for areas in (nears, fars, wides))
         needed = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
         sizes = [-(-size // ALIGNED) * ALIGNED for size in needed]
         begins, areas = list(accumulate(sizes, initial=0)), range(len(sizes))

@@ -37,6 +37,8 @@ def local_of(value: Any) -> Any:
 
 def waited(local: Any) -> Any:
     """A shard that a collective may still be making, once it is there."""
+    if type(local) in PLAIN:
+        return local
     functional = sys.modules.get("torch.distributed._functional_collectives")
     kind = getattr(functional, "AsyncCollectiveTensor", ())
     return local.wait() if isinstance(local, kind) else local

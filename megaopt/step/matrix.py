@@ -46,6 +46,8 @@ class Matrices:
     """The steps of matrices that ranks exchange; None for others."""
     _had: list[set[str]] = field(default_factory=list)
     """What each state kept before the step on its way, if that is many calls."""
+    _tensors: list[dict[str, Any]] = field(default_factory=list)
+    """What each state keeps, shards of DTensors, between `begin` and `refresh` of a step."""
 
     def __post_init__(self) -> None:
         """Tells the plan who holds the other parts of each matrix."""
@@ -71,11 +73,13 @@ class Matrices:
 
         Raises ValueError for a kept tensor that is not what it must be.
         """
-        self._had = []
+        self._had, self._tensors = [], []
         if not self._keeps_any:
             return
+        tensors = []
         for kept, state, label in zip(self._kept, self.states, self.labels, strict=True):
             own = self._local(state, kept)
+            tensors.append(own)
             for name, each in own.items():
                 wanted = (torch.float32, kept[name], self.device)
                 is_tensor = isinstance(each, torch.Tensor)
@@ -84,6 +88,7 @@ class Matrices:
             if self.plan.many_calls:
                 self._had.append(set(own))
                 yield from own.values()
+        self._tensors = tensors
 
     def take_back(self) -> None:
         """After a step that failed: removes what it has made."""
@@ -155,6 +160,11 @@ class Matrices:
     def _provide(self) -> None:
         """Gives the plan what states keep for the rule."""
         if not self._keeps_any:
+            return
+        looked_at, self._tensors = self._tensors, []
+        if list(map(len, looked_at)) == list(map(len, self._kept)):  # nothing is missing
+            for work, tensors in zip(self.plan.works, looked_at, strict=True):
+                work.kept = tensors
             return
         own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
         for work, view, kept, state in own:

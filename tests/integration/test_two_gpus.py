@@ -9,6 +9,7 @@ from card_ranks import captured_beside_eager, gone_on
 from disturbed import disturbed
 from fsdp2_ranks import assert_same_on_all
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
+from galore_ranks import ranked
 from galore_whole_ranks import placed_galore
 from llama_ranks import OPTIMIZERS, trained_and_resumed
 from muon_ranks import by_launches, in_small_buckets, placed
@@ -82,8 +83,12 @@ def on_two_cards(tmp_path_factory):
         pool.close(kill=True)  # nobody needs NCCL to end its groups one after another
 
 
-EVEN = ((256, 640), (640, 256), (77, 130), (33,), (1, 40), (5, 96, 64), (300, 300), (192, 512))
-"""None is half of the work, which two ranks would make together by torch's operations."""
+EVEN = (
+    (256, 640), (640, 256), (77, 130), (33,), (1, 40), (5, 96, 64), (300, 300), (192, 512),
+    (300, 300),
+)  # fmt: skip
+"""None is half of the work, which two ranks would make together by torch's operations; nor of those
+whose momenta are no whole blocks."""
 DRAWN = {"weight_rounding": "stochastic", "seed": 7, "momentum_buffer_dtype": "bfloat16_stochastic"}
 NORMUON = {"second_moment": "normuon"}
 FP16, GRAM = {"precision": "fp16"}, {"method": "gram"}
@@ -141,9 +146,16 @@ def test_two_cards_with_copies_have_the_bits_of_one(on_two_cards, name, placemen
     assert_same_on_all(found, placed(LAUNCHED[name], 8, **step))
 
 
+MADE_ONCE = {"update_proj_gap": 1000, "stagger": False, "weights": BF16, **MASTER}
 GRAPHS = {
     "adam": {"optimizer": FusedAdam, "weights": BF16, **MASTER},
     "adam, remainders": {"optimizer": FusedAdam, "weights": BF16, **REMAINDERS},
+    "muon": LAUNCHED["masters"],
+    "muon, fp16, normuon": LAUNCHED["masters, fp16, normuon"],
+    "muon, fp16, blocks": LAUNCHED["remainders, fp16, blocks"],
+    "muon, drawn": LAUNCHED["drawn"],
+    "galore": ranked({**MADE_ONCE, "proj_type": "left", "precision": "bf16"}),
+    "galore, rows": ranked({**MADE_ONCE, "precision": "tf32"}),
 }
 
 

@@ -49,7 +49,10 @@ OPTIMIZERS = {
     "adam": (FusedAdam, {"dtype": FP32, "weight_decay": 0.1}),
     "muon": (FusedMuon, {"dtype": FP32, "second_moment": "normuon"}),
     "lion": (FusedLion, {"dtype": FP32, "weight_decay": 0.1}),
-    "galore": (GaLoreAdamW, {"dtype": FP32, "update_proj_gap": 2, "proj_type": "left"}),
+    "galore": (
+        GaLoreAdamW,
+        {"dtype": FP32, "update_proj_gap": 2, "proj_type": "left", "precision": "tf32"},
+    ),
 }
 
 

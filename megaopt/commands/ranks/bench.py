@@ -29,6 +29,7 @@ from megaopt.commands.ranks.subjects import ENTRIES, LLAMA, SETS, work_of
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
+from megaopt.kernels import native
 
 TITLE = "a step on one card and on {}: ms until the device is done, the slower rank's"
 GROWTH = "growth by the model: ms of a step"
@@ -79,6 +80,7 @@ def main(
     skipped = _skipped(sets, only)
     for name, reason in skipped.items():
         console.print(f"skipped: {name}: {reason}")
+    native.build()  # else the first cases are measured without it
     last = time.monotonic() + (seconds or math.inf)
     cases = []
     with _begun(device, cards, patience) as ask:

@@ -17,8 +17,8 @@ LLAMA = "llama"
 """The set of whole iterations of a model in place of steps by random gradients."""
 RANK = 128
 """The rank of GaLore's projections."""
-NO_REFRESH = 2**30
-"""Steps from refresh to refresh: only the first one, which warms up, has them."""
+NO_REFRESH = {"update_proj_gap": 2**30, "stagger": False}
+"""Only the first step, which warms up, makes projections."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def _entries() -> Iterator[Entry]:
     yield Entry(_ours("muon", "bf16", kind, moved), ("L", "G", "E", LLAMA), True)
     fp16 = {"precision": "fp16", "method": "auto"}
     yield Entry(_ours("muon-fp16", "fp16", kind, moved, **fp16), ("L", "G", "E"), True)
-    options = {"precision": "bf16", "rank": RANK, "update_proj_gap": NO_REFRESH}
-    yield Entry(_ours("galore", f"bf16, rank {RANK}", "GaLoreAdamW", 12, **options), ("L",))
+    options = {"precision": "bf16", "rank": RANK, **NO_REFRESH}
+    yield Entry(_ours("galore", f"bf16, rank {RANK}", "GaLoreAdamW", 12, **options), ("L",), True)
     yield Entry(_ours("adam", "bf16", "FusedAdam", 28), ("L", "G", LLAMA), True)
     adamw = Subject(
         name="torch",

@@ -182,7 +182,7 @@ class Meeting:
         try:
             heard = self._heard(request, reads, look, numbers)
             skips = request.is_skippable or not at_once
-            skip = heard.sum() if skips and not waits else None
+            skip = heard.any() if skips and not waits else None
             flag = heard[NONFINITE].long() if waits else None
             if not reads:
                 self._notice.post(heard)
@@ -266,8 +266,12 @@ class Meeting:
     def hear(self, counts: Iterable[dict[str, Any]]) -> None:
         """Raises ValueError for what ranks found in the last step, for which the host did not wait.
 
+        Within a capture nothing can be waited for: the next step outside one hears of it.
+
         counts: those under "step" that the host raised for that step, which was left out.
         """
+        if any(is_capturing(peer.device) for peer in self._peers):
+            return
         unheard, self._unheard = self._unheard, []
         for notice in unheard:
             with self._wait:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from megaopt.kernels.calling import call
+from megaopt.kernels.calling import Again, call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.chunk import Column, chunk_of, entry, place_of
 from megaopt.kernels.chunks.rows import GRAD, WEIGHT
@@ -80,7 +80,9 @@ class BoxCopies:
     def copy(self, memory: torch.Tensor) -> None:
         """Copies all boxes; memory: uint8, begins at a multiple of 16 bytes."""
         if self._boxes:
-            _launch(self._table.kept(), self._chunks, memory, len(self._boxes))
+            numbers, count = memory.view(torch.int16), len(self._boxes)
+            arguments = (self._table.kept(), self._chunks.table, numbers, count)
+            call(copy_kernel, self._chunks.count, arguments, OPTIONS)
 
     def copy_reference(self, memory: torch.Tensor) -> None:
         """The twin of `copy`."""
@@ -107,31 +109,37 @@ class PartCopies:
         for row in (COLUMNS, SOURCE_STRIDE, TARGET_STRIDE):
             self._rows[int(row)] = WIDTH
         self._chunks, self._table = Chunks(sizes, GEOMETRY, device), DeviceTable(device)
+        self._launch, self._has_moved = Again(copy_kernel, self._chunks.count, OPTIONS), True
 
-    def copy(self, sources: numpy.ndarray, memory: torch.Tensor) -> None:
-        """Copies all parts.
+    def look(self, sources: numpy.ndarray, memory: torch.Tensor) -> None:
+        """Notes where all lies.
 
-        sources: int64, the address of each; memory: uint8, begins at a multiple of 16 bytes.
+        sources: int64, the address of each part; memory: uint8, begins at a multiple of 16 bytes.
         """
-        if not self._chunks.count:
-            return
         # as numbers of the memory, which the kernel counts from, though they lie elsewhere
         places = (sources - memory.data_ptr()) // UNIT
         self._rows[int(GRAD)] = places
         both = places | self._rows[int(WEIGHT)]
         self._rows[int(table_rows.ALIGNED)] = both % VECTOR == 0
-        _launch(self._table.update(self._rows), self._chunks, memory, len(places))
+        self._has_moved = True
+
+    def copy(self, memory: torch.Tensor) -> None:
+        """Copies all parts from where `look` last saw them."""
+        if not self._chunks.count:
+            return
+        table = self._table.update(self._rows) if self._has_moved else self._table.kept()
+        self._has_moved = False  # only now: without memory for the table the next step tries again
+        count = self._rows.shape[1]
+        self._launch((table, self._chunks.table, memory.view(torch.int16), count))
 
 
-def _launch(table: torch.Tensor, chunks: Chunks, memory: torch.Tensor, count: int) -> None:
-    options: dict[str, object] = {
-        "BLOCK": GEOMETRY.block,
-        "ITERATIONS": GEOMETRY.iterations,
-        "SPAN": GEOMETRY.span,
-        "num_warps": GEOMETRY.warps,
-    }
-    arguments = (table, chunks.table, memory.view(torch.int16), count)
-    call(copy_kernel, chunks.count, arguments, options)
+OPTIONS: dict[str, object] = {
+    "BLOCK": GEOMETRY.block,
+    "ITERATIONS": GEOMETRY.iterations,
+    "SPAN": GEOMETRY.span,
+    "num_warps": GEOMETRY.warps,
+}
+"""Of a launch of `copy_kernel`."""
 
 
 @helper

@@ -252,8 +252,9 @@ class GaLoreBucket:
 
     def send_grads(self, run: Run, memory: Memory) -> None:
         """Leaves this rank's parts of gradients in `near`."""
-        sources = run.addresses["grad"][self._params] + self._firsts
-        self._grads.copy(sources, memory.whole)
+        if run.has_moved:
+            self._grads.look(run.addresses["grad"][self._params] + self._firsts, memory.whole)
+        self._grads.copy(memory.whole)
 
     def renew(self, run: Run, memory: Memory) -> None:
         """Puts gradients together, and makes the projections anew whose turn it is."""

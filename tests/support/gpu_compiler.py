@@ -156,7 +156,9 @@ def copied():
     scenario = "copied"
     memory, part = torch.zeros(4096, dtype=torch.uint8), torch.zeros(64, dtype=torch.bfloat16)
     BoxCopies([Box(0, 512, 4, 9, 9, 16), Box(64, 1024, 1, 40, 40, 40)], memory.device).copy(memory)
-    PartCopies([256], [part.numel()], memory.device).copy(numpy.array([part.data_ptr()]), memory)
+    parts = PartCopies([256], [part.numel()], memory.device)
+    parts.look(numpy.array([part.data_ptr()]), memory)
+    parts.copy(memory)
 
 
 def multiplied(dtype, tile):

@@ -257,6 +257,7 @@ TIMED: Columns = {
     ">one card": lambda case: f"{case['one']['step_ms']:.2f}",
     ">all cards": lambda case: f"{case['step_ms']:.2f}",
     ">of one": lambda case: f"{case['step_ms'] / case['one']['step_ms']:.2f}",
+    ">in a row": _two("row_ms", ".2f"),
     ">host": _two("host_ms", ".2f"),
     ">iteration": lambda case: "" if case["weights"] else _two("iteration_ms", ".1f")(case),
     ">memory, MB": _two("memory_bytes", ".0f", 1e6),

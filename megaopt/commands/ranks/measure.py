@@ -63,7 +63,7 @@ def answered(place: Place, question: Question) -> Record:
         figures = _speeds(device, question.speed_bytes)
     elif question.tensors == LLAMA:
         parts = llama.parts_of(question.subject, question.size, device, mesh, place.rank)
-        figures = _measured(*parts, device, question.repetitions)
+        figures = _measured(*parts, device, question.repetitions) | {"row_ms": None}
     else:
         figures = _steps(device, mesh, question)
     report.free_memory()  # for the next case's processes
@@ -101,6 +101,7 @@ def _steps(device: torch.device, mesh: DeviceMesh | None, question: Question) ->
         optimizer.step()
     digests = [_digest(param) for param in parameters]
     figures = _measured(lambda: None, optimizer.step, device, question.repetitions)
+    figures["row_ms"] = _in_a_row(optimizer.step, device, question.repetitions)
     return figures | {"digests": digests}
 
 
@@ -165,10 +166,7 @@ def _measured(
 def _timed(
     before: Callable[[], object], step: Callable[[], object], device: torch.device
 ) -> tuple[float, float, float]:
-    finish()
-    if dist.is_initialized():
-        dist.barrier()
-        finish()
+    _meet()
     marks = [_mark(device)]
     before()
     marks.append(_mark(device))
@@ -178,6 +176,25 @@ def _timed(
     marks.append(_mark(device))
     finish()
     return _between(marks[0], marks[2]), _between(marks[1], marks[2]), host
+
+
+def _meet() -> None:
+    """Waits until all ranks are here, with nothing left to do on any device."""
+    finish()
+    if dist.is_initialized():
+        dist.barrier()
+        finish()
+
+
+def _in_a_row(step: Callable[[], object], device: torch.device, repetitions: int) -> float:
+    """Milliseconds of a step behind others: the host begins it while the device is at work."""
+    _meet()
+    first = _mark(device)
+    for _ in range(repetitions):
+        step()
+    last = _mark(device)
+    finish()
+    return _between(first, last) / repetitions
 
 
 def _mark(device: torch.device) -> Any:

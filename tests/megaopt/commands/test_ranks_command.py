@@ -55,6 +55,7 @@ def test_the_whole_path_on_a_cpu(megaopt, tmp_path, on_cpu):
         assert (case["problem"], case["differ"]) == (None, [])
         assert case["step_ms"] == case["several"]["step_ms"] > 0
         assert case["one"]["iteration_ms"] >= case["one"]["step_ms"] >= case["one"]["host_ms"] > 0
+        assert (case["one"]["row_ms"] is None) == (case["set"] == "llama")
     assert [row["case"] for row in record["growth"]] == wanted
     for row in record["growth"]:
         assert row["error"] == row["model_ms"] / row["measured_ms"] - 1
@@ -93,7 +94,7 @@ def answers(monkeypatch, on_cpu):
                 raise Failed(table[self.ranks, ""])
             if not question.subject:
                 return [{"memory": 1e12, "link": 1e11 if self.ranks > 1 else None}] * self.ranks
-            figures = dict.fromkeys(("step_ms", "iteration_ms"), 8.0 / self.ranks)
+            figures = dict.fromkeys(("step_ms", "iteration_ms", "row_ms"), 8.0 / self.ranks)
             figures |= {"memory_bytes": 3e6, "kernels": 7, "nccl": 2}
             figures |= {"digests": ["x"] * len(question.shapes)}
             figures |= table.get((self.ranks, question.subject), {})
@@ -120,11 +121,11 @@ def test_a_failure_is_told_and_its_processes_are_begun_anew(megaopt, tmp_path, a
     row = next(line for line in out.splitlines() if line.startswith("│ L/adam"))
     cells = [cell.strip() for cell in row.split("│")[3:-1]]
     same = ["", "3, 3", "7, 7", "2, 2", "0 bits differ"]
-    assert cells == ["8.00", "4.00", "0.50", "0.10, 0.20", *same]
+    assert cells == ["8.00", "4.00", "0.50", "8.00, 4.00", "0.10, 0.20", *same]
 
 
 @pytest.mark.parametrize(
-    ("name", "status"), [("muon", 1), ("adam", 1), ("galore", 0), ("torch", 0)]
+    ("name", "status"), [("muon", 1), ("adam", 1), ("galore", 1), ("torch", 0)]
 )
 def test_other_bits_are_told_and_fail_where_the_same_are_promised(
     megaopt, tmp_path, answers, name, status

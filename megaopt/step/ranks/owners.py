@@ -19,14 +19,18 @@ from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, Part, Piece
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, hand_out, reduced
 
-ROOM = 3 * 2**25
+ROOM = 2**26
 """Bytes of the matrices of a bucket that a rank makes, or as many as one takes.
 
-On two H200s a message of 117 MB takes 0.3 ms, and a bucket's calls 0.4 to 0.5 ms of the host, while
-the products of such a bucket take 4 ms. 48 matrices of a GPT of 124M are one bucket (with 2**26
-bytes two), 28 of Llama-3-8B's eight (nine) of which six are one matrix of 117 MB.
+On two H200s a message of 117 MB takes 0.3 ms, and the products of such a matrix 4 ms; three buckets
+of parts and whole matrices stay below half a gigabyte.
 """
+ALL_IN_ONE = 1.5
+"""So many times that are one bucket, where nothing is left for another.
 
+The calls for a bucket take 0.4 to 0.5 ms of an H200's host, the products of 48 matrices of a GPT of
+124M, 85 MB a rank, 1.3 ms, and their messages 0.1 ms each.
+"""
 ALIGNED = 128
 """Numbers of which what an owner sends to all is a multiple: the next owner's begin aligned."""
 
@@ -385,6 +389,11 @@ class Owners:
         used = [(0, 0)] * self.ranks
         order = [index for index in range(len(matrices)) if index not in but]
         numels = [math.prod(matrix.piece.shape) for matrix in matrices]
+        totals = [0] * self.ranks
+        for index in order:
+            totals[owners[index]] += numels[index]
+        if max(totals) <= ALL_IN_ONE * room:
+            room = max(totals)
         for index in sorted(order, key=lambda i: matrices[i].piece.shape):
             numel, owner = numels[index], owners[index]
             bucket, taken = used[owner]

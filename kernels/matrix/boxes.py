@@ -139,7 +139,7 @@ OPTIONS: dict[str, object] = {
     "SPAN": GEOMETRY.span,
     "num_warps": GEOMETRY.warps,
 }
-"""Of a launch of `copy_kernel`."""
+"""The constants of every launch of `copy_kernel`."""
 
 
 @helper

@@ -124,8 +124,10 @@ class Exchange(Protocol):
     """Matrices in no bucket, which this rank makes: it alone has them."""
     most: tuple[int, int]
     """How many numbers of `near` and of `far` a bucket takes at most."""
+    is_nccl: bool
+    """Messages are NCCL's, which a CUDA graph can capture."""
     keeps_order: bool
-    """Messages move in the order of the calls, each when those before have come."""
+    """What goes to owners comes behind what went back before: both are messages of one stream."""
 
     def add_up(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
@@ -540,7 +542,7 @@ class SharedSteps:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(Way(bucket, low, steps))
         by_launches = all(not isinstance(way.steps, TorchBucket) for way in self._ways)
-        self.is_captured = by_launches and (not self._ways or exchange.keeps_order)
+        self.is_captured = by_launches and (not self._ways or exchange.is_nccl)
         """A CUDA graph can repeat a step: launches, and messages of NCCL if there are any."""
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies

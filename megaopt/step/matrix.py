@@ -106,9 +106,9 @@ class Matrices:
         if not self.plan.is_captured:
             return (
                 f"steps of {self.plan.matrix.rule.name} matrix by matrix (GaLoreAdamW's "
-                "kernel='torch' and 'compiled', matrices that ranks exchange by another library than "
-                "NCCL, or one that all of them make together) read numbers on the host: only "
-                "launches and NCCL's messages can be captured"
+                "kernel='torch' and 'compiled', matrices that ranks exchange otherwise than over "
+                "NCCL, or that all of them make together) read numbers on the host: only launches "
+                "and NCCL's messages can be captured"
             )
         own = zip(self.plan.works, self._kept, self.states, self.labels, strict=True)
         by_gradients = self.plan.matrix.rule.before.renew is not None

@@ -49,11 +49,13 @@ def test_a_mesh_says_the_same(on_ranks, kind):
     assert_same_on_all(found, trained(options, 2, split=True))
 
 
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("room", [1, 700, 2**26])
-def test_buckets_of_any_size_have_the_same_bits(on_ranks, room):
+def test_buckets_of_any_size_have_the_same_bits(on_ranks, room, in_order):
     """Messages move when they are waited for; a poison stands where they come until then."""
     options = KINDS["drawn"]
-    found = on_ranks(2, late, in_small_buckets, room, options, 3, made=trained)
+    called = (late, in_small_buckets, room, options, 3)
+    found = on_ranks(2, *called, made=trained, in_order=in_order)
     assert_same_on_all(found, trained(options, 3))
 
 

@@ -1,6 +1,7 @@
 """Messages among ranks that move as late as they may, as they do on a card's own stream."""
 
 from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import torch
@@ -72,18 +73,22 @@ def late(function, *arguments, in_order=False, **named):
 
     in_order: each after those that were called before it, and Owners go by that.
     """
-    messages, all_to_all, queue = [], dist.all_to_all_single, []
+    messages, queue = [], []
 
-    def started(into, out, coming, leaving, group=None, async_op=False):
-        if not async_op:
-            return all_to_all(into, out, coming, leaving, group=group)
-        send = lambda: all_to_all(into, out, coming, leaving, group=group)  # noqa: E731
-        message = _Queued(send, into, out, queue) if in_order else _Message(send, into, out)
-        messages.append(message)
-        return message
+    def late_call(collective):
+        def started(into, out, *lengths, group=None, async_op=False):
+            send = partial(collective, into, out, *lengths, group=group)
+            if not async_op:
+                return send()
+            message = _Queued(send, into, out, queue) if in_order else _Message(send, into, out)
+            messages.append(message)
+            return message
 
-    sending = mock.patch.object(dist, "all_to_all_single", started)
-    with sending, keeping_order() if in_order else nullcontext():
+        return started
+
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    sending = {name: late_call(getattr(dist, name)) for name in names}
+    with mock.patch.multiple(dist, **sending), keeping_order() if in_order else nullcontext():
         found = function(*arguments, **named)
     assert messages, "no message was sent"
     assert all(message.is_waited_for for message in messages), "nobody waited for a message"
@@ -91,6 +96,6 @@ def late(function, *arguments, in_order=False, **named):
 
 
 def keeping_order():
-    """Within it every exchange says that its messages keep their order."""
+    """Within it every exchange says that its messages are NCCL's, which keep their order."""
     always = property(lambda exchange: True, lambda exchange, value: None)
-    return mock.patch.object(Owners, "keeps_order", always, create=True)
+    return mock.patch.object(Owners, "is_nccl", always, create=True)

@@ -376,7 +376,9 @@ class Owners:
             self.lows = [bucket(low_matrices, low_boxes, chosen) for chosen in order]
         for index in chain(*order, local):
             self.owned[owners[index]].append(matrices[index].piece)
-        self.keeps_order = views[0].local.is_cuda and _is_nccl(self._mesh.get_group(0))
+        self.is_nccl = views[0].local.is_cuda and _is_nccl(self._mesh.get_group(0))
+        # where owners have all, nothing goes to them by a message behind those that go back
+        self.keeps_order = self.is_nccl and bool(self._groups)
         most = [(0, 0), *(each.most for each in (*self.buckets, *self.lows))]
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 

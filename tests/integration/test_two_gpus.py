@@ -4,6 +4,7 @@ import shutil
 
 import card_ranks
 import pytest
+import replica_ranks
 import torch
 from card_ranks import captured_beside_eager, gone_on
 from disturbed import disturbed
@@ -147,6 +148,18 @@ def test_two_cards_with_copies_have_the_bits_of_one(on_two_cards, name, placemen
 
 
 MADE_ONCE = {"update_proj_gap": 1000, "stagger": False, "weights": BF16, **MASTER}
+
+
+@pytest.mark.parametrize("room", [2**16, 2**26])
+@pytest.mark.parametrize("name", ["masters, fp16, normuon", "remainders, normuon", "drawn"])
+def test_two_cards_that_have_all_divide_the_work(on_two_cards, name, room):
+    """Plain parameters; many buckets of updates take turns with the memory, or there is one."""
+    step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
+    called = (in_small_buckets, room, LAUNCHED[name], 8)
+    found = on_two_cards(disturbed, 4, *called, made=replica_ranks.trained, **step)
+    assert_same_on_all(found, replica_ranks.trained(LAUNCHED[name], 8, **step))
+
+
 GRAPHS = {
     "adam": {"optimizer": FusedAdam, "weights": BF16, **MASTER},
     "adam, remainders": {"optimizer": FusedAdam, "weights": BF16, **REMAINDERS},

@@ -24,16 +24,19 @@ def disturbed(seed, function, *arguments, **named):
 @contextmanager
 def late_messages(chance):
     """Within it the stream is busy before each message and behind it, and memory is poisoned."""
-    all_to_all = dist.all_to_all_single
 
-    def called(*own, **others):
-        torch.cuda._sleep(chance.randrange(CYCLES))
-        message = all_to_all(*own, **others)
-        poison(chance)
-        torch.cuda._sleep(chance.randrange(CYCLES))
-        return message
+    def late(collective):
+        def called(*arguments, **options):
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            message = collective(*arguments, **options)
+            poison(chance)
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            return message
 
-    with mock.patch.object(dist, "all_to_all_single", called):
+        return called
+
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    with mock.patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}):
         yield
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_ranks import Bare, give, gradients, raised_by, snapshot, train
 from muon_ranks import CHANGED, groups_of
-from runs import FP32
+from runs import FP32, on_cpu
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,10 +32,10 @@ def ranks_as(kind):
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
-def made(options, shapes=SHAPES, kind="group", split=False, alone=False):
+def made(options, shapes=SHAPES, kind="group", split=False, alone=False, device="cpu"):
     """A model and its optimizer, of which all ranks have all; alone: they divide no work."""
     options = dict(options)
-    model = Bare(shapes, options.pop("weights", FP32))
+    model = Bare(shapes, options.pop("weights", FP32)).to(device)
     if dist.is_initialized() and not alone:
         options["replicas"] = ranks_as(kind)
     return model, FusedMuon(groups_of(list(model.parameters()), split), **options)
@@ -45,7 +45,7 @@ def trained(options, steps, clip_norm=None, **named):
     """What an optimizer has after steps."""
     model, optimizer = made(options, **named)
     train(model, optimizer, steps, clip_norm=clip_norm)
-    return snapshot(optimizer)
+    return on_cpu(snapshot(optimizer))
 
 
 def trained_alike(options, steps, replicas, shapes):

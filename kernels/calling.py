@@ -45,7 +45,7 @@ def call(
     stream, under Triton's launch hooks. What the environment and triton.knobs asked for when it was
     compiled holds: TRITON_DEBUG, say.
     """
-    first = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+    first = next(value for value in arguments if isinstance(value, torch.Tensor))
     device = first.device
     if INTERPRETED:
         # numpy, which the interpreter computes with, warns of what IEEE 754 defines
@@ -75,7 +75,7 @@ class Again:
         if self._known is None or function.pre_run_hooks or self._is_elsewhere():
             call(function, programs, arguments, options)
             if not INTERPRETED:
-                first = next(each for each in arguments if isinstance(each, torch.Tensor))
+                first = next(value for value in arguments if isinstance(value, torch.Tensor))
                 self._device = first.device.index
                 key = _key(function, self._device, options, arguments)
                 self._known = _compiled.get(key)
@@ -111,17 +111,17 @@ class Replayed:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._told: object = None
 
-    def __call__(self, told: object, launches: Callable[[], None]) -> None:
+    def __call__(self, key: object, launches: Callable[[], None]) -> None:
         """Makes the launches.
 
-        told: all that they depend on, which `==` compares: addresses, and the current stream. Among
+        key: all that they depend on, which `==` compares: addresses, and the current stream. Among
         them are those of all memory that they take from outside and do not keep.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._told = None  # the graph stays until later: dropped here it would end the capture
             launches()
-        elif told != self._told:
-            self._graph, self._told = None, told
+        elif key != self._told:
+            self._graph, self._told = None, key
             launches()
         elif self._graph is None and not self._left:
             launches()
@@ -162,13 +162,13 @@ def _launch(
     device: int | None,
 ) -> None:
     key = _key(function, device, options, arguments)
-    known = _compiled.get(key)
+    entry = _compiled.get(key)
     # on AMD's GPUs Triton also looks at how much memory lies behind a pointer
-    if function.pre_run_hooks or torch.version.hip is not None or (not known and key in _compiled):
+    if function.pre_run_hooks or torch.version.hip is not None or (not entry and key in _compiled):
         function[(programs,)](*arguments, **options, enable_fp_fusion=False)
         return
-    if known is not None:
-        kernel, constants = known
+    if entry is not None:
+        kernel, constants = entry
         kernel[programs, 1, 1](*arguments, *constants)
         return
     with _telling(device):
@@ -241,7 +241,7 @@ def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:
     )
 
 
-def _constants(function: Any, given: int, options: dict[str, object]) -> tuple[Any, ...]:
+def _constants(function: Any, count: int, options: dict[str, object]) -> tuple[Any, ...]:
     """The parameters behind the arguments, in their order."""
-    rest = list(function.signature.parameters.values())[given:]
+    rest = list(function.signature.parameters.values())[count:]
     return tuple(options.get(param.name, param.default) for param in rest)

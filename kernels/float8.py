@@ -86,8 +86,8 @@ class Float8Recipe:
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             # False is what None has become here: dataclasses.replace passes it
             if value != default and value is not False:
-                own = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
-                raise ValueError(f"{own}, got {value!r}")
+                message = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
+                raise ValueError(f"{message}, got {value!r}")
 
     @property
     def quantizer(self) -> Quantizer:
@@ -97,8 +97,8 @@ class Float8Recipe:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None: the whole tensor."""
-        own = self.quantizer
-        return (own.rows, own.columns) if own.columns else None
+        quantizer = self.quantizer
+        return (quantizer.rows, quantizer.columns) if quantizer.columns else None
 
     @property
     def format(self) -> Format:

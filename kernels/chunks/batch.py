@@ -50,9 +50,9 @@ class Cast:
     @property
     def slots(self) -> tuple[str, ...]:
         """The slots of what lies beside the codes."""
-        kept = ("weight_scale",) if self.quantizer.keeps_scale else ()
-        beside = ("weight_remainder",) if self.remainder.present else ()
-        return (*kept, "weight_scale_inv", "weight_amax", *beside)
+        scale_slots = ("weight_scale",) if self.quantizer.keeps_scale else ()
+        remainder_slots = ("weight_remainder",) if self.remainder.present else ()
+        return (*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots)
 
 
 class Extent(NamedTuple):
@@ -97,8 +97,8 @@ class Formats:
     @cached_property
     def by_slot(self) -> dict[str, Format]:
         """The formats of gradient, weight, master and moments, by slot."""
-        own = {"grad": self.grad, "weight": self.weight, "master": self.master}
-        return {**own, **dict(zip(self.moment_names, self.moments, strict=True))}
+        formats = {"grad": self.grad, "weight": self.weight, "master": self.master}
+        return {**formats, **dict(zip(self.moment_names, self.moments, strict=True))}
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
@@ -131,11 +131,11 @@ class Formats:
         """
         if self.cast is None:
             return PLAIN
-        own = self.cast.quantizer.store
-        if self.cast.exact and not own.in_place and own.left is Left.NOTHING:
+        store = self.cast.quantizer.store
+        if self.cast.exact and not store.in_place and store.left is Left.NOTHING:
             return LATER  # it stores codes to nearest, and nothing beside them
         waits = self.scaled or (self.block > 0 and not self.cast.rows_hold_blocks)
-        return LATER if self.master.scaled or (own.tile and waits) else own
+        return LATER if self.master.scaled or (store.tile and waits) else store
 
     @cached_property
     def state_slots(self) -> tuple[str, ...]:
@@ -225,8 +225,8 @@ class Formats:
         if slot == "weight_scale_inv" and self.cast:
             return self.cast.quantizer.scale_dtype
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
-            own = self.by_slot.get(slot.removesuffix("_scale"))
-            return torch.uint8 if own is not None and own.block else torch.float32
+            form = self.by_slot.get(slot.removesuffix("_scale"))
+            return torch.uint8 if form is not None and form.block else torch.float32
         if slot == "weight_remainder":
             return torch.int8
         dtype = self.by_slot[slot].dtype

@@ -76,8 +76,8 @@ REDUCED_BY: tl.constexpr = tl.constexpr(POLYNOMIAL)
 
 def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:
     """The key of Philox, and the step, from a group's numbers (rules.base.draw_numbers)."""
-    own = [int(number) for number in numbers]
-    return (own[0] | own[1] << 16, own[2] | own[3] << 16), own[4] | own[5] << 16
+    parts = [int(number) for number in numbers]
+    return (parts[0] | parts[1] << 16, parts[2] | parts[3] << 16), parts[4] | parts[5] << 16
 
 
 def words_reference(place: Place, numel: int, numbers: Any, device: torch.device) -> torch.Tensor:

@@ -73,8 +73,8 @@ class Format:
 
     def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
         """The same, rounded stochastically by these functions; more: other fields."""
-        own = {"encode": encode, "encode_reference": encode_reference, "draws": True}
-        return replace(self, name=f"{self.name}_stochastic", **own, **more)
+        fields = {"encode": encode, "encode_reference": encode_reference, "draws": True}
+        return replace(self, name=f"{self.name}_stochastic", **fields, **more)
 
     @property
     def codes_a_word(self) -> int:
@@ -122,22 +122,22 @@ class Format:
         """Whether one or more scales go with the codes."""
         return self.scaled or self.block > 0
 
-    def reads_as(self, other: Format) -> bool:
+    def reads_as(self, form: Format) -> bool:
         """Whether the other's codes, with their scales, are the same values in this format.
 
         So it is with rounding to nearest and stochastically, which differ in `encode` alone.
         """
         scales = ("code_max", "scale_of_inverse", "block", "packed")
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return all(getattr(self, name) == getattr(form, name) for name in names)
 
     @cached_property
     def cache_key(self) -> str:
         """What Triton's compilation cache needs to know: a change of the source changes it."""
-        own = (self.decode, self.encode, self.decode_words)
-        functions = [getattr(function, "cache_key", "") for function in own]
+        functions = (self.decode, self.encode, self.decode_words)
+        keys = [getattr(function, "cache_key", "") for function in functions]
         scale = (self.code_max, self.scale_of_inverse, self.block, self.window_offset, self.packed)
-        return f"{(self.name, self.element, self.joined, *scale)}:{functions}"
+        return f"{(self.name, self.element, self.joined, *scale)}:{keys}"
 
 
 def converted(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,7 +158,7 @@ class FormatTable(dict[Any, Format]):
     """
 
     def __init__(self, *formats: Format) -> None:
-        super().__init__({each.name: each for each in formats})
+        super().__init__({form.name: form for form in formats})
         self._by_dtype = self._first_of_each()
 
     def add(self, form: Format) -> None:
@@ -192,11 +192,11 @@ class FormatTable(dict[Any, Format]):
 
     def _first_of_each(self) -> dict[torch.dtype | None, str]:
         """The first format of each dtype, which batches look for several times a parameter."""
-        found: dict[torch.dtype | None, str] = {}
+        names: dict[torch.dtype | None, str] = {}
         for name, form in self.items():
             if not form.block:
-                found.setdefault(form.dtype, name)
-        return found
+                names.setdefault(form.dtype, name)
+        return names
 
     def __str__(self) -> str:
         """What is allowed, as messages list it."""
@@ -207,4 +207,4 @@ def scale_shape(block: Sequence[int] | None, shape: Sequence[int]) -> tuple[int,
     """The shape of the scales of a parameter: one number, or, with a block, one for each block."""
     if block is None:
         return (1,)
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))

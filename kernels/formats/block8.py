@@ -252,12 +252,12 @@ def _rows(block: int) -> list[Format]:
     name = "block" if block == 128 else f"block{block}"
     same: dict[str, Any] = {"block": block, "one_nan": True, "draws": True}
     twins = (decode_e4m3_reference, encode_e4m3_reference)
-    own = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
-    signed = Format(f"{name}_e4m3", *own, decode_words=decode_words_e4m3, **same)
+    codec = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
+    signed = Format(f"{name}_e4m3", *codec, decode_words=decode_words_e4m3, **same)
     twins = (decode_e5m3_reference, encode_e5m3_reference)
-    own = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
+    codec = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
     same |= {"decode_words": decode_words_e5m3, "unsigned": True}
-    unsigned = Format(f"{name}_e5m3", *own, **same)
+    unsigned = Format(f"{name}_e5m3", *codec, **same)
     pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 

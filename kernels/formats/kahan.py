@@ -141,9 +141,9 @@ def _rows(name: str, of: Any, settled: Any) -> tuple[Format, Format]:
         """The weight of an fp32 value, and its compensation; with bits stochastically."""
         return _encoded(of.encode_reference, value, bits)
 
-    own = (torch.bfloat16, tl.int16, decode, encode, decode_reference, twin)
+    codec = (torch.bfloat16, tl.int16, decode, encode, decode_reference, twin)
     weight = torch.float16 if of is float16 else torch.bfloat16
-    form = Format(name, *own, joined=True, requires_weight=weight)
+    form = Format(name, *codec, joined=True, requires_weight=weight)
     return form, form.drawn(encode_stochastic, twin)
 
 

@@ -198,8 +198,8 @@ def scale_invs_of(piece, tile, FORMATS: tl.constexpr, READS_CODES: tl.constexpr)
     if READS_CODES:
         _blocks, stored = blocks_of(piece, tile, FORMATS)
         _whole, inside = lines_are_whole(piece, tile, FORMATS.cast.quantizer.columns)
-        found = tl.load(tile.scale_inv_ptr + stored, mask=inside, other=0)
-        scale_inv = FORMATS.cast.quantizer.value(found)[:, None]
+        code = tl.load(tile.scale_inv_ptr + stored, mask=inside, other=0)
+        scale_inv = FORMATS.cast.quantizer.value(code)[:, None]
     else:
         scale_inv = 1.0
     return scale_inv

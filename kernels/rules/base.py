@@ -122,15 +122,15 @@ class Rule:
 
         @helper
         def update(param, moments, grad, scalars):  # noqa: ANN202
-            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
-            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-            return param, own + behind
+            param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
+            param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, head + tail
 
         @helper
         def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
-            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
-            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-            return param, own + behind
+            param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
+            param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, head + tail
 
         def reference(
             param: torch.Tensor,
@@ -139,11 +139,11 @@ class Rule:
             scalars: Any,
             *lanes: torch.Tensor,
         ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            param, own = self.update_reference(
+            param, head = self.update_reference(
                 param, moments[:count], grad, scalars[:length], *lanes
             )
-            param, behind = other.update_reference(param, moments[count:], grad, scalars[length:])
-            return param, (*own, *behind)
+            param, tail = other.update_reference(param, moments[count:], grad, scalars[length:])
+            return param, (*head, *tail)
 
         return replace(
             self,
@@ -168,8 +168,8 @@ class Rule:
 
     def row(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """A group's row for the update that is number group["step"]."""
-        own = self.scalars(group)
-        return (*own, *draw_numbers(group)) if self.draws else own
+        numbers = self.scalars(group)
+        return (*numbers, *draw_numbers(group)) if self.draws else numbers
 
     @cached_property
     def drawing(self) -> Rule:
@@ -189,21 +189,21 @@ class Rule:
         return f"Rule({self.name}, {self.contract}, {self.cache_key})"
 
 
-def joined_row(first: Rule, other: Rule) -> dict[str, Any]:
+def joined_row(first: Rule, second: Rule) -> dict[str, Any]:
     """The fields of a rule whose row has the numbers of one, and behind them those of another."""
-    NUMBERS = tl.constexpr(other.hyper_length)
-    first_prepare, other_prepare = first.prepare, other.prepare
+    NUMBERS = tl.constexpr(second.hyper_length)
+    first_prepare, second_prepare = first.prepare, second.prepare
 
     @helper
     def prepare(hyper_ptr, lr, step):  # noqa: ANN202
-        own = first_prepare(hyper_ptr + NUMBERS, lr, step)
-        return own + other_prepare(hyper_ptr, lr, step)
+        row = first_prepare(hyper_ptr + NUMBERS, lr, step)
+        return row + second_prepare(hyper_ptr, lr, step)
 
     return {
-        "scalars": lambda group: (*first.scalars(group), *other.scalars(group)),
-        "row_length": first.row_length + other.row_length,
+        "scalars": lambda group: (*first.scalars(group), *second.scalars(group)),
+        "row_length": first.row_length + second.row_length,
         # the first one's last: its tables stand behind them
-        "hyper": lambda group: (*other.hyper(group), *first.hyper(group)),
+        "hyper": lambda group: (*second.hyper(group), *first.hyper(group)),
         "prepare": prepare,
     }
 

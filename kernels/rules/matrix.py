@@ -164,7 +164,7 @@ class MatrixRule:
         if self.apply.moments:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")
-        copied = [each.name for each in self.inner.kept if each.starts_as != ZEROS]
+        copied = [moment.name for moment in self.inner.kept if moment.starts_as != ZEROS]
         if copied:
             raise ValueError(
                 f"inner of {self.name} must have moments that start as zeros, as it never sees the "

@@ -127,11 +127,11 @@ def kept_moment_scale(scratch_ptr, column, start, lead, FORMATS: tl.constexpr, I
 
 
 @helper
-def new_moment_scale(scratch_ptr, column, start, kept, FORMATS: tl.constexpr, INDEX: tl.constexpr):
-    """The reciprocal of the new scale; of moments in blocks where the new ones go, `kept`."""
+def new_moment_scale(scratch_ptr, column, start, scale, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    """The reciprocal of the new scale; of moments in blocks where the new ones go, `scale`."""
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.block:
-        inverse = kept
+        inverse = scale
     else:
         row = MOMENT + 2 * INDEX + 1
         inverse = new_scale(scratch_ptr, 1 + INDEX, column, row, start, FORMAT)
@@ -276,11 +276,11 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC: tl.constexpr):
     column, start = chunk.column, chunk.start
     moment_scales, moment_inverses = (), ()
     for index in tl.static_range(COUNT):
-        kept = kept_moment_scale(scratch_ptr, column, start, lead, FORMATS, index)
-        moment_scales += (kept,)
-        moment_inverses += (new_moment_scale(scratch_ptr, column, start, kept, FORMATS, index),)
-    kept = kept_scale(scratch_ptr, 0, column, MASTER_FORMAT, COUNT)
-    param = param_scale(column, kept, FORMATS)
+        scale = kept_moment_scale(scratch_ptr, column, start, lead, FORMATS, index)
+        moment_scales += (scale,)
+        moment_inverses += (new_moment_scale(scratch_ptr, column, start, scale, FORMATS, index),)
+    scale = kept_scale(scratch_ptr, 0, column, MASTER_FORMAT, COUNT)
+    param = param_scale(column, scale, FORMATS)
     master_inverse = new_scale(scratch_ptr, 0, column, MASTER_SCALE, start, MASTER_FORMAT)
     weight_scale = FORMATS.store.begin(column, FORMATS)
     scales = Scales(param, moment_scales, master_inverse, moment_inverses, weight_scale)

@@ -74,10 +74,10 @@ def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first:
     return spread(factor_reference(scale), form.block, like, first)
 
 
-def spread(each: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
+def spread(numbers: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
     """A block's number for each element of `like`, a part of a parameter from its `first` on."""
     lead = first % block
-    return each.reshape(-1).repeat_interleave(block)[lead : lead + like.numel()].view(like.shape)
+    return numbers.reshape(-1).repeat_interleave(block)[lead : lead + like.numel()].view(like.shape)
 
 
 def store_blocks(
@@ -214,9 +214,9 @@ def step_with_words(
 ) -> None:
     """Steps as step_tensor; row: of the rule alone; words: one an element where formats draw."""
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
-    own = list(zip(formats.moment_names, formats.moments, strict=True))
+    forms = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
-        decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in own
+        decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in forms
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     if controls is None:
@@ -238,7 +238,7 @@ def step_with_words(
             weight.copy_(formats.weight.encode_reference(param, None, *bits))
         if master is not None:
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
-    for index, ((name, form), moment) in enumerate(zip(own, moments, strict=True)):
+    for index, ((name, form), moment) in enumerate(zip(forms, moments, strict=True)):
         bits = (moment_bits_reference(words, index),) if form.draws else ()
         scale = tensors.get(f"{name}_scale")
         store_scaled(tensors[name], scale, moment, form, *bits, first=first)
@@ -299,6 +299,6 @@ class ReferencePlan:
             if tensors["weight"].numel():
                 group = self.groups[index]
                 row = None if controls is None else controls[group]
-                own = (scalars[group], row, self.places[index])
-                step_tensor(tensors, self.formats, self.rule, *own)
+                arguments = (scalars[group], row, self.places[index])
+                step_tensor(tensors, self.formats, self.rule, *arguments)
         self.buffers = {}  # gradients may go

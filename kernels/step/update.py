@@ -89,10 +89,10 @@ def canonical_values(values, FORMATS: tl.constexpr):
     COUNT: tl.constexpr = FORMATS.moment_count
     if FORMATS.master.present or not FORMATS.weight.one_nan:
         param = canonical(param)
-    made = ()
+    new_moments = ()
     for index in tl.static_range(COUNT):
-        made += (canonical_moment(moments[index], FORMATS, index),)
-    return param, made
+        new_moments += (canonical_moment(moments[index], FORMATS, index),)
+    return param, new_moments
 
 
 @helper

@@ -219,17 +219,17 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
         Megatron decides, asked once with stand-ins for the gradients.
         """
-        asked = self.get_parameters()
-        stand_ins = [param.detach() for param in asked]
-        self._set_grads(asked, stand_ins)
+        params = self.get_parameters()
+        stand_ins = [param.detach() for param in params]
+        self._set_grads(params, stand_ins)
         with warnings.catch_warnings():  # shards of fp32 weights are not leaves
             warnings.simplefilter("ignore", UserWarning)
             ask = getattr(super(), "get_grads_for_grad_norm", None)
             counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
-        self._set_grads(asked, [None] * len(asked))
-        found = {id(each) for each in counted}
+        self._set_grads(params, [None] * len(params))
+        counted_ids = {id(grad) for grad in counted}
         pairs = zip(self._flat_shards(), stand_ins, strict=True)
-        return [shard for shard, stand_in in pairs if id(stand_in) in found]
+        return [shard for shard, stand_in in pairs if id(stand_in) in counted_ids]
 
     def _may_have_16_bit_norm(self) -> bool:
         """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.

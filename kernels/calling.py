@@ -1,4 +1,4 @@
-"""How a kernel is run, on a GPU or interpreted."""
+"""Launches of kernels, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def _launch(
 
 @contextmanager
 def compiling_together(device: torch.device) -> Iterator[None]:
-    """Within it all kernels that `Again.compile` asks for are compiled at once, in threads.
+    """Compiles all kernels that `Again.compile` asks for within it at once, in threads.
 
     One that cannot be compiled raises its error when it is launched.
     """
@@ -233,7 +233,7 @@ def kinds_of(arguments: tuple[object, ...]) -> list[object]:
 
 
 def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:
-    """Whether Triton looks at no number's value."""
+    """Returns whether Triton looks at no number's value."""
     pairs = zip(function.params, arguments, strict=False)
     return all(
         param.do_not_specialize or argument is None or isinstance(argument, torch.Tensor)

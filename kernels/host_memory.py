@@ -38,7 +38,7 @@ class Pinning:
     CAN_MAP_HOST_MEMORY, UNIFIED_ADDRESSING = 19, 41
 
     def serves(self, device: torch.device) -> bool:
-        """Whether tensors beside this device would be elsewhere than in host memory."""
+        """Returns whether this device's tensors are elsewhere than in host memory."""
         return device.type not in ("cpu", "meta")
 
     def why_not(self, device: torch.device) -> str | None:
@@ -81,7 +81,7 @@ class Pinning:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a device may be given the address of a tensor in host memory."""
+        """Returns whether a device may be given the address of a tensor in host memory."""
         return tensor.is_pinned()
 
     def wait(self, device: torch.device) -> None:
@@ -110,13 +110,13 @@ _pinning = CUDA
 
 
 def pinning() -> Pinning:
-    """How host memory is pinned now."""
+    """Returns the way in which host memory is pinned now."""
     return _pinning
 
 
 @contextmanager
 def pinned_by(replacement: Pinning) -> Iterator[None]:
-    """Within it, optimizers that are made pin host memory another way: for tests."""
+    """Lets optimizers that are made within it pin host memory another way: for tests."""
     global _pinning
     before, _pinning = _pinning, replacement
     try:
@@ -134,7 +134,7 @@ class Chunk:
     held = 0
     """Bytes of all chunks of the process."""
     _left: ClassVar[list[Callable[[], bool]]] = []
-    """What could not be freed yet."""
+    """The calls that free what could not be freed yet."""
 
     def __init__(self, size: int, device: torch.device, by: Pinning) -> None:
         Chunk._left[:] = [free for free in Chunk._left if not free()]
@@ -146,7 +146,7 @@ class Chunk:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """For numpy, whose array keeps the chunk."""
+        """The memory as numpy reads it, whose array keeps the chunk."""
         place = {"data": (self.address, False), "shape": (self.size,)}
         return {**place, "typestr": "|u1", "version": 3}
 
@@ -185,7 +185,7 @@ def padded(size: int) -> int:
 
 
 class HostMemory:
-    """Where tensors in pinned host memory are made, for a device that reads and writes them."""
+    """A maker of tensors in pinned host memory, for a device that reads and writes them."""
 
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()
@@ -194,7 +194,7 @@ class HostMemory:
 
     @contextmanager
     def room(self, size: int) -> Iterator[None]:
-        """Within it, tensors of so many padded bytes are made in one allocation.
+        """Makes tensors of so many padded bytes within it in one allocation.
 
         Few bytes come out of one that others share.
 

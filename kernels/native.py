@@ -34,7 +34,7 @@ BUILDER = Path(__file__).with_name("native_build.py")
 
 
 def place() -> Path:
-    """Where it lies in torch's cache of extensions.
+    """Returns the file's place in torch's cache of extensions.
 
     There is one for each source and way to build it, torch, Python and libc.
     """
@@ -138,7 +138,7 @@ _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name
 
 
 def _environment() -> dict[str, str]:
-    """The child's: it finds what this process finds, and leaves the GPUs alone."""
+    """The child's variables: it finds what this process finds, and leaves the GPUs alone."""
     paths = [path for path in sys.path if path]
     # a virtual environment that is not activated has its ninja there
     tools = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
@@ -147,7 +147,7 @@ def _environment() -> dict[str, str]:
 
 
 def lock_of(file: Path) -> Path:
-    """What a process that builds the file has locked."""
+    """Returns the file that a process locks while it builds the extension."""
     return file.with_suffix(".lock")
 
 
@@ -201,7 +201,7 @@ def get(is_worth_building: bool) -> Any:
 
 
 def is_switched_off() -> bool:
-    """Whether the environment says so."""
+    """Returns whether the environment switches the extension off."""
     return os.environ.get(SWITCH) == "0"
 
 
@@ -212,7 +212,7 @@ def build() -> tuple[Any, str | None]:
 
 
 def status() -> str:
-    """Whether steps of this process use the extension, in words; starts nothing."""
+    """Says in words whether steps of this process use the extension; starts nothing."""
     if is_switched_off():
         return f"off: {SWITCH}=0"
     native = extension()

@@ -18,7 +18,9 @@ from megaopt.kernels.optional_triton import INTERPRETED
 
 
 class CopyEvent:
-    """Behind copies on the stream that is current when it is made; those on a CPU are done at once.
+    """An event behind copies on the stream that is current when it is made.
+
+    Copies on a CPU are done at once.
 
     torch's own asks for the current stream at each record, which takes 5 us on an H200's host.
     """
@@ -30,12 +32,12 @@ class CopyEvent:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Behind what is queued now."""
+        """Puts the event behind what is queued now."""
         if self._event is not None:
             self._event.record(self._stream)
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Returns whether the event has passed."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
@@ -107,7 +109,7 @@ class Upload:
         self._pieces.append(piece)  # not where the copy failed
 
     def __del__(self) -> None:
-        """Within a capture the pinned memory outlives this."""
+        """Lets the pinned memory outlive this within a capture."""
         # After a fault of the device torch cannot say whether there is a capture. Then none goes
         # on, and an error here would only hide that of the fault.
         with suppress(RuntimeError):
@@ -118,7 +120,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the elements are dealt out to programs; it changes no bit of the result."""
+    """The way elements are dealt out to programs; it changes no bit of the result."""
 
     block: int
     """Elements that a program loads at a time; a power of two."""
@@ -283,7 +285,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """Returns whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -302,7 +304,7 @@ def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Chunks:
-    """Which chunk is of which tensor, on the device: 4 bytes a tensor and 4 a span of chunks.
+    """A table on the device of each chunk's tensor: 4 bytes a tensor and 4 a span of chunks.
 
     A row for each chunk, 8 bytes for 2,048 elements, was 0.01% of what Megatron holds.
     """

@@ -1,4 +1,4 @@
-"""What the digest reads of a tensor: whole numbers, their places, and which are not finite."""
+"""The digest's view of a tensor: whole numbers, their places, and which are not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROW = 512
 """Places that share one factor; the other factor is that of the place within the row."""
 LAST_PLACE = 2**40 - 1
 LENGTH_FACTORS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-"""What each element adds to the two lanes beside its bits: tensors of zeros differ by length."""
+"""The numbers that each element adds to the two lanes beside its bits: tensors of zeros differ by
+length."""
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype that a tensor's bits are read as, by its size in bytes."""

@@ -41,7 +41,7 @@ ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What tensors have in common that are read by the same code."""
+    """The properties that tensors share which are read by the same code."""
 
     size: int
     """Bytes of an element."""
@@ -61,7 +61,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a launch is compiled for: a kind that is not there would cost registers."""
+    """The case that a launch is compiled for: a kind that is not there would cost registers."""
 
     kinds: tuple[Kind, ...]
     geometry: Geometry

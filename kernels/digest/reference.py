@@ -141,7 +141,7 @@ def add_in_runs(codes: torch.Tensor, place: Place, dtype: torch.dtype, out: torc
 
 
 def piece_of(device: torch.device) -> int:
-    """How many elements are worked on at a time."""
+    """Returns how many elements are worked on at a time."""
     return PIECE.get(device.type, PIECE["cuda"])
 
 

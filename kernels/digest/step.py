@@ -21,7 +21,7 @@ WIDTH: tl.constexpr = tl.constexpr(4)
 
 @helper
 def marks_of(column, start, SPEC: tl.constexpr):
-    """Where a chunk lies: its first row, each thread's place from there on, factors of columns."""
+    """Returns a chunk's marks: first row, each thread's place from there, factors of columns."""
     marks = ()
     if SPEC.digest_count:
         place = entry(column, FIRST_ELEMENT) + start

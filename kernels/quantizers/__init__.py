@@ -1,4 +1,4 @@
-"""How weights become fp8 codes and scales: a file and a row of the table for each scaling."""
+"""The ways weights become fp8 codes and scales: a file and a row of the table for each scaling."""
 
 from __future__ import annotations
 

@@ -130,13 +130,13 @@ class CastPlan:
             self._cast_columns(self._uploaded[COLUMNS])
 
     def move_scales(self) -> None:
-        """After the ranks have put amaxes together: the next step's scales."""
+        """Makes the next step's scales, after the ranks have put amaxes together."""
         move = self.recipe.quantizer.move
         assert move is not None
         move(self._uploaded[MOVED], self.recipe, self._controls)
 
     def _fill(self) -> None:
-        """Before a step of values that last for it: these are made of codes."""
+        """Makes the values of codes, which last for a step, before it."""
         count, table, tiles = len(self.extents), self._steps.table(), self._tiles.shape[1]
         if self.in_blocks and tiles:
             options: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
@@ -186,7 +186,7 @@ MOVED = ("weight_amax_history", "weight_scale", "weight_amax")
 COLUMNS = ("weight_columns", "weight_columns_scale_inv")
 """Buffers of which launches after the step have tables of their own."""
 SCALES = Geometry(1024, 1)
-"""How scales are dealt out where they are stored on their own."""
+"""The geometry of scales that are stored on their own."""
 # Casting alone, which few tiles need.
 CAST_TILES = {"PIECE": 512, "num_warps": 4}
 if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size

@@ -26,7 +26,7 @@ class CastReferencePlan:
 
     many_calls = True
     fills = False
-    """It is given the values of weights without masters."""
+    """False: the values of weights without masters are given."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CastReferencePlan:
         self._own = {slot: tensors for slot, tensors in self._own.items() if slot in MOVED}
 
     def move_scales(self) -> None:
-        """After `cast`: the next step's scales."""
+        """Makes the next step's scales, after `cast`."""
         move = self._recipe.quantizer.move_reference
         assert move is not None
         for index, _ in self._stepped():

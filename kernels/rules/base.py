@@ -1,4 +1,4 @@
-"""What an update rule is, and the host arithmetic that rules share."""
+"""Update rules, and the host arithmetic that they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_TABLES = 2
 
 
 DRAW_NUMBERS = 6
-"""How many numbers a row has for random bits."""
+"""The numbers of a row for random bits."""
 
 
 def draw_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ class Rule:
     """The moments, in the order in which `update` takes them; there may be none."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
     row_length: int
-    """How many numbers a row has."""
+    """The number of numbers in a row."""
     hyper: Callable[[Mapping[str, Any]], tuple[float, ...]]
     """The numbers of a group but lr and step, in the order in which `prepare` finds their fp64
     bits (megaopt.kernels.rules.loading.number), before addresses and lengths of `tables`."""
@@ -88,7 +88,7 @@ class Rule:
     unscale: Any = unscale
     unscale_reference: Callable[..., torch.Tensor] = unscale_reference
     tables: Callable[[Mapping[str, Any], torch.device], tuple[torch.Tensor, ...]] = no_tables
-    """At most MOST_TABLES fp32 tensors on the device that `prepare` reads."""
+    """The fp32 tensors on the device that `prepare` reads, at most MOST_TABLES."""
     moments_use_param: bool = False
     """The new moments depend on the parameter (decay that is added to the gradient)."""
     reads_param: bool = True
@@ -101,7 +101,7 @@ class Rule:
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
     hyper_length: int | None = None
-    """How many numbers `hyper` makes: of a rule that may follow another (`then`)."""
+    """The number of numbers that `hyper` makes, for a rule that may follow another (`then`)."""
 
     @cached_property
     def moments(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Rule:
 
     @property
     def width(self) -> int:
-        """How many numbers a group's row has, with those for random bits."""
+        """The number of numbers in a group's row, with those for random bits."""
         return self.row_length + (DRAW_NUMBERS if self.draws else 0)
 
     def row(self, group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -178,7 +178,7 @@ class Rule:
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        """The key of Triton's compilation cache: a change of the source changes it."""
         functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
         reads = (self.moments_use_param, self.reads_param, self.lanes, self.draws)

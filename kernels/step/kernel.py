@@ -74,13 +74,13 @@ def scalars_of(column, scalars_ptr, scalar_count, RULE: tl.constexpr):
 
 @helper
 def draw_row(column, scalars_ptr, scalar_count, RULE: tl.constexpr):
-    """To what a tensor's group has for random bits, behind the rule's own numbers."""
+    """Returns a pointer to a group's numbers for random bits, behind the rule's own numbers."""
     return scalars_ptr + entry(column, GROUP) * scalar_count + RULE.row_length
 
 
 @helper
 def is_left_out(column, controls_ptr):
-    """Whether the controls of a tensor's group leave it as it is."""
+    """Returns whether the controls of a tensor's group leave it as it is."""
     return tl.load(controls_ptr + entry(column, GROUP) * CONTROLS + SKIP) != 0
 
 

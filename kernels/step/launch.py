@@ -207,7 +207,7 @@ class TritonPlan:
         self._in_quads = numpy.array(whole, dtype=bool)
 
     def _is_whole(self, place: Place) -> bool:
-        """Whether the tensor's blocks may go unmasked, as far as its place goes.
+        """Returns whether the tensor's blocks may go unmasked, as far as its place goes.
 
         Those in rows begin up to a row before the tensor: with 16 elements there all its buffers
         are aligned there too.

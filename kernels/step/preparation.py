@@ -25,7 +25,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What a step is asked to do with the gradients, and when to leave everything as it is.
+    """The work that a step does on the gradients, and when to leave everything as it is.
 
     The tensors have one element, or one for each row of scalars, on the parameters' device, and may
     be computed there just now: nothing waits for them. They are contiguous, with no sign pending.
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the gradients have to be looked through before the step."""
+        """Returns whether the gradients have to be looked through before the step."""
         return self.clip_norm is not None or self.skip_nonfinite
 
     @property
@@ -70,12 +70,12 @@ class Request:
 
     @property
     def is_skippable(self) -> bool:
-        """Whether there are gradients with which the step would be left out."""
+        """Returns whether there are gradients with which the step would be left out."""
         return self.found_inf is not None or self.skip_nonfinite
 
     @property
     def is_empty(self) -> bool:
-        """Whether gradients are taken as they are, in every case."""
+        """Returns whether gradients are taken as they are, in every case."""
         is_given = self.found_inf is not None or self.coefficient is not None
         return not (is_given or self.grad_scale is not None or self.needs_norm)
 
@@ -116,7 +116,7 @@ class Preparation:
         return self._bins
 
     def has_nonfinite(self, plans: Sequence[Measured]) -> torch.Tensor:
-        """Whether an infinity or NaN is among the plans' gradients; on the device, shape (1,)."""
+        """Says whether the plans' gradients have an infinity or NaN; on the device, shape (1,)."""
         return self.measure(plans)[:, NONFINITE].ne(0).any().reshape(1)
 
 

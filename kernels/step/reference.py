@@ -67,7 +67,7 @@ def decoded(
 
 
 def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first: int) -> Any:
-    """What decode_reference is given beside codes: a scale, or the factor of each element."""
+    """Returns decode_reference's second argument: a scale, or the factor of each element."""
     if not form.block:
         return scale
     assert scale is not None
@@ -150,7 +150,7 @@ def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
 
 
 def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which elements torch's kernel would take as the first of a thread's four."""
+    """Returns which elements torch's kernel would take as the first of a thread's four."""
     addresses = [
         (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
     ]
@@ -245,7 +245,7 @@ def step_with_words(
 
 
 def skips_of(controls: torch.Tensor | None, rows: int) -> list[bool]:
-    """For each row of scalars whether its controls leave the step out; waits for a device."""
+    """Returns for each row of scalars whether its controls skip the step; waits for a device."""
     return [False] * rows if controls is None else controls[:, SKIP].ne(0).tolist()
 
 

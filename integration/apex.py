@@ -100,5 +100,5 @@ class FusedAdam(megaopt.FusedAdam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

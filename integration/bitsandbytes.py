@@ -33,7 +33,7 @@ MOMENTUM = {"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_de
 MOMENTUM |= {"nesterov": False}
 UNPAGED = {name: LAST[name] for name in LAST if name != "is_paged"}
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""How bitsandbytes' names of each moment's tensors end."""
+"""The endings of bitsandbytes' names of each moment's tensors."""
 INNER = "__bnb_optimizer_quant_state__"
 """The name under which newer releases hide all of a state's tensors from FSDP."""
 TENSORS = ("state", "qmap", "absmax", "max", "new_max")
@@ -124,7 +124,7 @@ class _Base(DropIn):
         super().load_state_dict(unpacked_state_dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "_min_8bit_size": self._min_8bit_size}
 
 

@@ -30,7 +30,7 @@ MASTERS: dict[int | None, dict[str, Any]] = {
     32: {"master_weights": True, "master_weight_dtype": "remainder16"},
     None: {"master_weights": False, "weight_rounding": "stochastic"},
 }
-"""What master_weight_bits asks for."""
+"""The options that each master_weight_bits stands for."""
 ALLOW_INEFFECTIVE = "FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS"
 """flashoptim's variable: where it is set and not empty, models of fp32 weights take any bits."""
 QUANTIZE = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}

@@ -132,5 +132,5 @@ class FusedAdam(megaopt.FusedAdam):
         return super().get_unscaled_state(param, state_name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

@@ -24,7 +24,7 @@ from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.rules.base import round_to_fp32
 
 DELAYED = ("scale", "amax")
-"""What a quantizer has with delayed scaling."""
+"""The names of what a quantizer has with delayed scaling."""
 BY_ROWS = attrgetter("_rowwise_data", "_rowwise_scale_inv")
 BOTH_WAYS = attrgetter(
     "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"

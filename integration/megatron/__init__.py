@@ -119,7 +119,7 @@ def get_megatron_optimizer(
 
 @contextlib.contextmanager
 def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
-    """Within it, Megatron's own get_megatron_optimizer makes what ours makes.
+    """Makes Megatron's own get_megatron_optimizer make what ours makes, within it.
 
     For scripts that call it deep inside: names of megatron.core.optimizer stand for ours until the
     end of the block, and for Megatron's own again after it. What was made keeps working.

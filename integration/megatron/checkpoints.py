@@ -123,7 +123,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
     _is_sharing = _is_loading = False
-    """Whether all of the state is gathered, for a file or to be read from one."""
+    """True while all of the state is gathered, for a file or to be read from one."""
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.Tensor, tensors: dict[str, Any]

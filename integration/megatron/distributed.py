@@ -93,7 +93,7 @@ class Sharded(Gradients):
                 shard.data = place
 
     def _place_of(self, model: torch.Tensor) -> torch.Tensor:
-        """Where the buffer that is gathered has this rank's part of a parameter."""
+        """Returns this rank's part of a parameter in the buffer that is gathered."""
         part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
         index, _, bucket = self.model_param_gbuf_map[model]
         whole: torch.Tensor = self.buffers[index].buckets[bucket].param_data
@@ -128,7 +128,7 @@ class MainShards(Sharded):
         self.optimizer = MainShardsAdapter(self.fused, self._pairs())
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
-        """For each group of Megatron's its main shards, each with what is stepped."""
+        """Returns the main shards of each group of Megatron's, each with what is stepped."""
         both = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         models = [[*fp32, *cast] for fp32, cast in both]
         groups = zip(self.fused.param_groups, models, strict=True)
@@ -140,7 +140,7 @@ class MainShards(Sharded):
         return pairs
 
     def _is_in_place(self, model: torch.Tensor) -> bool:
-        """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
+        """Returns whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
 
         That is its own bf16 gradient, which the step has read. Beside fp32 gradients they lie on
         those of other elements; with overlap Megatron first zeroes gradients, then copies.
@@ -199,7 +199,7 @@ class MatrixShards(MainShards):
             shard.decoupled_grad = model.main_grad.new_empty(0, dtype=kind)
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
-        """For each group main shards and weights, of all its parameters in Megatron's order."""
+        """Returns main shards and weights of all parameters of each group, in Megatron's order."""
         mains = {id(shard): main for group_pairs in super()._pairs() for main, shard in group_pairs}
         pairs: list[list[tuple[Any, Any]]] = []
         for models in self._models:
@@ -238,7 +238,7 @@ def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
 
 
 def ends_of(param: torch.Tensor, buffer: Any) -> list[tuple[int, int]]:
-    """For each data-parallel rank its first element of a parameter, and the one behind its last."""
+    """Returns each data-parallel rank's first element of a parameter, and its end."""
     start, end, index = buffer.param_index_map[param]
     bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
     size = bucket.grad_data.numel() // ranks
@@ -352,7 +352,7 @@ class Chained(ChainedOptimizer):
         return steps.pop() if steps else None
 
     def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
+        """Counts the clipped gradients that are 0, over all ranks."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.chained_optimizers:
                 stack.enter_context(optimizer.clipped_grads())

@@ -27,12 +27,12 @@ def weights_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
 
 
 def is_fp8(param: torch.Tensor) -> bool:
-    """Whether a parameter is one of TransformerEngine's fp8 tensors."""
+    """Returns whether a parameter is one of TransformerEngine's fp8 tensors."""
     return foreign_weight(param) is not None
 
 
 def is_mxfp8(param: torch.Tensor) -> bool:
-    """Whether it is one whose scales are powers of two, of 32 elements each."""
+    """Returns whether it is one whose scales are powers of two, of 32 elements each."""
     weight = foreign_weight(param)
     return weight is not None and weight.recipe.quantizer.scale_dtype == torch.uint8
 

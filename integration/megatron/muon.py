@@ -212,7 +212,7 @@ def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...
 
 
 def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
-    """Whether DDP's buffers keep each matrix on one rank, as the layer-wise optimizer needs it."""
+    """Returns whether DDP keeps each matrix on one rank, as the layer-wise optimizer needs it."""
     layout = getattr(chunk, "full_param_layout", None)
     keys = getattr(layout, "layouts", {})
     name = "is_managed_by_layer_wise_optimizer"
@@ -220,7 +220,7 @@ def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
 
 
 def is_cut(config: Any, recipe: Recipe, chunks: Sequence[Any]) -> bool:
-    """Whether matrices are in shards of the ordinary distributed optimizer, which cut them."""
+    """Returns whether shards of the ordinary distributed optimizer cut the matrices."""
     return bool(config.use_distributed_optimizer) and not any(
         has_whole_layout(chunk, recipe) for chunk in chunks
     )
@@ -257,7 +257,7 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
 def copies_of(
     recipe: Recipe, choices: Choices, chunks: Sequence[Any]
 ) -> dict[torch.Tensor, dist.ProcessGroup]:
-    """For each weight the data-parallel ranks that step all of it, and divide the work.
+    """Returns for each weight the data-parallel ranks that step all of it, and divide the work.
 
     None where the layer-wise optimizer gives weights to ranks, or where it was not chosen.
     """
@@ -313,7 +313,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def rebound(names: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within it, names of modules stand for other values."""
+    """Lets names of modules stand for other values within it."""
     with contextlib.ExitStack() as stack:
         for module, name, value in names:
             stack.callback(setattr, module, name, getattr(module, name))

@@ -169,18 +169,18 @@ class LayerWise(LayerWiseDistributedOptimizer, Chained):
             optimizer.clip(grad_norm, norms_by_group)
 
     def skips(self, grad_norm: Norm) -> bool:
-        """Whether a norm is so large that Megatron leaves the step out."""
+        """Returns whether a norm is so large that Megatron leaves the step out."""
         return any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
 
     @contextlib.contextmanager
     def clipped_grads(self) -> Iterator[None]:
-        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        """Puts copies of clipped gradients where Megatron's code looks for them, within it."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.chained_optimizers:
                 stack.enter_context(optimizer.clipped_grads())
             yield
 
     def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
+        """Counts the clipped gradients that are 0, over all ranks."""
         with self.clipped_grads():
             return super().count_zeros()

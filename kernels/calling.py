@@ -65,27 +65,27 @@ class Again:
     """
 
     def __init__(self, function: Any, programs: int, options: dict[str, object]) -> None:
-        self._own = (function, programs, options)
-        self._known: tuple[Any, tuple[Any, ...]] | None = None
+        self._configuration = (function, programs, options)
+        self._entry: tuple[Any, tuple[Any, ...]] | None = None
         self._device: int | None = None
 
     def __call__(self, arguments: tuple[object, ...]) -> None:
         """Launches the kernel; arguments: as those of the first call."""
-        function, programs, options = self._own
-        if self._known is None or function.pre_run_hooks or self._is_elsewhere():
+        function, programs, options = self._configuration
+        if self._entry is None or function.pre_run_hooks or self._is_elsewhere():
             call(function, programs, arguments, options)
             if not INTERPRETED:
                 first = next(value for value in arguments if isinstance(value, torch.Tensor))
                 self._device = first.device.index
                 key = _key(function, self._device, options, arguments)
-                self._known = _compiled.get(key)
+                self._entry = _compiled.get(key)
         else:
-            kernel, constants = self._known
+            kernel, constants = self._entry
             kernel[programs, 1, 1](*arguments, *constants)
 
     def compile(self, arguments: tuple[object, ...]) -> None:
         """Compiles the kernel for such arguments, within `compiling_together`."""
-        function, programs, options = self._own
+        function, programs, options = self._configuration
         if not INTERPRETED:
             function.warmup(*arguments, grid=(programs,), **options, enable_fp_fusion=False)
 
@@ -109,7 +109,7 @@ class Replayed:
             stream: Any = torch.cuda.Stream  # which has no types
             self._stream = stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._told: object = None
+        self._key: object = None
 
     def __call__(self, key: object, launches: Callable[[], None]) -> None:
         """Makes the launches.
@@ -118,10 +118,10 @@ class Replayed:
         them are those of all memory that they take from outside and do not keep.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._told = None  # the graph stays until later: dropped here it would end the capture
+            self._key = None  # the graph stays until later: dropped here it would end the capture
             launches()
-        elif key != self._told:
-            self._graph, self._told = None, key
+        elif key != self._key:
+            self._graph, self._key = None, key
             launches()
         elif self._graph is None and not self._left:
             launches()

@@ -190,7 +190,7 @@ class HostMemory:
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()
         self._chunk: Chunk | None = None
-        self._made = 0
+        self._total = 0
 
     @contextmanager
     def room(self, size: int) -> Iterator[None]:
@@ -219,7 +219,7 @@ class HostMemory:
         if not size:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if self._chunk is None or self._chunk.left < padded(size):
-            self._chunk = self._new(max(padded(size), SMALLEST, min(self._made, LARGEST)))
+            self._chunk = self._new(max(padded(size), SMALLEST, min(self._total, LARGEST)))
         return self._chunk.take(size).view(dtype).view(shape)
 
     def _new(self, size: int) -> Chunk:
@@ -227,7 +227,7 @@ class HostMemory:
             chunk = Chunk(size, self.device, self.by)
         except HostMemoryError as error:
             raise HostMemoryError(_refusal(size, self.device, error)) from None
-        self._made += size
+        self._total += size
         return chunk
 
 

@@ -334,26 +334,26 @@ class Spread:
         values = torch.zeros(self._is_low.shape)
         values[self._is_low] = moment.cpu()
         if is_first:
-            values[self._places] = self._kept()[self._begin : self._end].cpu()
+            values[self._places] = self._numbers()[self._begin : self._end].cpu()
         return values
 
     def read(self, value: torch.Tensor, is_first: bool) -> torch.Tensor:
         """The part of a moment that was written; what is kept goes into the state."""
         value = value.cpu()
         if is_first:
-            numbers = self._kept()
+            numbers = self._numbers()
             numbers[self._begin : self._end] = value[self._places]
             self._keep(numbers)
         return value[self._is_low]
 
     def bring_together(self, group: Any) -> None:
         """Puts together what is kept of the parts that ranks have read."""
-        numbers = self._kept().view(torch.int32)  # a sum of these with zeros keeps every bit
+        numbers = self._numbers().view(torch.int32)  # a sum of these with zeros keeps every bit
         numbers[: self._begin], numbers[self._end :] = 0, 0
         dist.all_reduce(numbers, group=group)
         self._keep(numbers.view(torch.float32))
 
-    def _kept(self) -> torch.Tensor:
+    def _numbers(self) -> torch.Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
 
     def _keep(self, numbers: torch.Tensor) -> None:

@@ -177,7 +177,7 @@ class Formats:
 
     @property
     def is_exact(self) -> bool:
-        """Returns whether fp8 codes, with what lies beside them, are the masters: no update is lost."""
+        """Returns whether fp8 codes, with what lies beside them, are masters: no update is lost."""
         return self.reads_weight and self.cast is not None and self.cast.exact
 
     @property

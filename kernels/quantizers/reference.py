@@ -43,7 +43,7 @@ class CastReferencePlan:
         self.accumulate, self.ready = self._steps.accumulate, self._steps.ready
         self._extents, self._recipe = extents, formats.cast.recipe
         self._rounding = formats.cast.rounding
-        self._own: Buffers = {}
+        self._buffers: Buffers = {}
         self._scalars: Sequence[tuple[float, ...]] = ()
 
     def look(self, buffers: Buffers) -> None:
@@ -52,7 +52,7 @@ class CastReferencePlan:
         flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in slots}
         buffers = {**buffers, **flat}
         self._steps.look(buffers)
-        self._own = {slot: tensors for slot, tensors in buffers.items() if slot != "grad"}
+        self._buffers = {slot: tensors for slot, tensors in buffers.items() if slot != "grad"}
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
@@ -72,7 +72,7 @@ class CastReferencePlan:
         for index, extent in self._stepped():
             self._store(self._tensors(index), extent, self._bits(index))
         # masters may go: some are for the step alone
-        self._own = {slot: tensors for slot, tensors in self._own.items() if slot in MOVED}
+        self._buffers = {slot: tensors for slot, tensors in self._buffers.items() if slot in MOVED}
 
     def move_scales(self) -> None:
         """Makes the next step's scales, after `cast`."""
@@ -88,7 +88,7 @@ class CastReferencePlan:
         return [(index, self._extents[index]) for index in self._steps.stepped]
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
-        return {slot: tensors[index] for slot, tensors in self._own.items()}
+        return {slot: tensors[index] for slot, tensors in self._buffers.items()}
 
     def _values(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The fp32 values that codes are made of: the stored master, rounded as the recipe says."""
@@ -110,7 +110,7 @@ class CastReferencePlan:
         if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
             return ()
         steps, scalars = self._steps, self._scalars[self._steps.groups[index]]
-        words = words_of(self._own["weight"][index], steps.rule, scalars, steps.places[index])
+        words = words_of(self._buffers["weight"][index], steps.rule, scalars, steps.places[index])
         return (weight_bits_reference(words),)
 
     def _store(

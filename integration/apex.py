@@ -44,14 +44,14 @@ class FusedAdam(megaopt.FusedAdam):
         capturable: bool = False,
         master_weights: bool = False,
     ) -> None:
-        given = locals()
+        arguments = locals()
         if master_weights and not capturable:
             raise ValueError(
                 "master_weights must be False without capturable=True, as apex keeps masters only "
                 "then, got True; megaopt.FusedAdam(..., contract='te', master_weights=True) keeps "
                 "them"
             )
-        super().__init__(**passed_on(given), makes_states="stepped")
+        super().__init__(**passed_on(arguments), makes_states="stepped")
         self.set_grad_none, self.step_unscales = set_grad_none, capturable
         for param, where in zip(self._owned.params, self._owned.labels, strict=True):
             self._check_param(param, where)
@@ -89,8 +89,8 @@ class FusedAdam(megaopt.FusedAdam):
             ValueError: as megaopt.FusedAdam.step; an argument that has to be None is not; also
                 grad_scaler without capturable, which apex ignores in silence.
         """
-        given = {"grads": grads, "output_params": output_params, "scale": scale}
-        for name, value in {**given, "grad_norms": grad_norms}.items():
+        arguments = {"grads": grads, "output_params": output_params, "scale": scale}
+        for name, value in {**arguments, "grad_norms": grad_norms}.items():
             if value is not None:
                 raise ValueError(f"{name} must be None, got {value!r}")
         return step_with(self, functools.partial(super().step, closure), grad_scaler, "apex")
@@ -100,5 +100,5 @@ class FusedAdam(megaopt.FusedAdam):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

@@ -33,7 +33,7 @@ MOMENTUM = {"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_de
 MOMENTUM |= {"nesterov": False}
 UNPAGED = {name: LAST[name] for name in LAST if name != "is_paged"}
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
-"""How bitsandbytes' names of each moment's tensors end."""
+"""The endings of bitsandbytes' names of each moment's tensors."""
 INNER = "__bnb_optimizer_quant_state__"
 """The name under which newer releases hide all of a state's tensors from FSDP."""
 TENSORS = ("state", "qmap", "absmax", "max", "new_max")
@@ -99,13 +99,13 @@ class _Base(DropIn):
     ) -> None:
         super().__init__(params, *arguments, **options)
 
-    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        least, bits = given["min_8bit_size"], given.get("optim_bits", 32)
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        least, bits = arguments["min_8bit_size"], arguments.get("optim_bits", 32)
         one_of("optim_bits", bits, (32,) if self._bits else (32, 8))
         if type(least) is not int or least < 0:
             refuse("min_8bit_size", "a whole number >= 0", least)
         self._min_8bit_size = least
-        is_paged = given.get("is_paged") or self._is_paged
+        is_paged = arguments.get("is_paged") or self._is_paged
         home = {"state_device": "cpu"} if is_paged else {}
         return {**home, **(IN_BLOCKS if 8 in (self._bits, bits) else {})}
 
@@ -124,7 +124,7 @@ class _Base(DropIn):
         super().load_state_dict(unpacked_state_dict(state_dict))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "_min_8bit_size": self._min_8bit_size}
 
 
@@ -134,18 +134,18 @@ def unpacked_state_dict(state_dict: Any) -> Any:
     megaopt.FusedAdam, or FusedLion, and torch.optim.AdamW load it. What has no state1 is passed on
     as it is. Raises ValueError for 8-bit states that are not block-wise.
     """
-    flat = with_states(state_dict, lambda own, _: {**own, **own.get(INNER, {})})
+    flat = with_states(state_dict, lambda state, _: {**state, **state.get(INNER, {})})
     states = [] if flat is state_dict else [*filter(None, flat["state"].values())]
-    if not any("state1" in own for own in states):
+    if not any("state1" in state for state in states):
         return state_dict
-    left_out = (*OTHER_KEYS, *(() if any("state2" in own for own in states) else ("eps",)))
-    groups = [{k: own[k] for k in own if k not in left_out} for own in flat["param_groups"]]
+    left_out = (*OTHER_KEYS, *(() if any("state2" in state for state in states) else ("eps",)))
+    groups = [{k: group[k] for k in group if k not in left_out} for group in flat["param_groups"]]
     return {**with_states(flat, _unpacked), "param_groups": groups}
 
 
 def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Codes become fp32 values: of the code's place in the map, times the block's amax."""
-    found = {name: value for name, value in state.items() if name not in STORED}
+    entries = {name: value for name, value in state.items() if name not in STORED}
     for name, number in MOMENTS.items():
         code = state.get(f"state{number}")
         if isinstance(code, torch.Tensor) and code.dtype == torch.uint8:
@@ -159,8 +159,8 @@ def _unpacked(state: Mapping[str, Any], where: str) -> dict[str, Any]:
             scale = amax.repeat_interleave(counts[len(amax)])[: code.numel()].view(code.shape)
             code = table[code.long()].float() * scale
         if code is not None:
-            found[name] = code
-    return found
+            entries[name] = code
+    return entries
 
 
 class Adam(_Base, megaopt.FusedAdam, takes={**ADAM, **BITS, **LAST}, makes_states="stepped"):
@@ -191,10 +191,12 @@ class SGD(_Base, megaopt.FusedSGD, takes={**MOMENTUM, **BITS, **UNPAGED}):
 
 def _as_sgd(unpacked: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with the names of torch.optim.SGD, which has momentum for the first beta."""
-    groups = [dict(each) for each in unpacked["param_groups"]]
-    for each in groups:
-        each["momentum"], _ = each.pop("betas")
-    buffers = {key: {"momentum_buffer": own["exp_avg"]} for key, own in unpacked["state"].items()}
+    groups = [dict(group) for group in unpacked["param_groups"]]
+    for group in groups:
+        group["momentum"], _ = group.pop("betas")
+    buffers = {
+        key: {"momentum_buffer": state["exp_avg"]} for key, state in unpacked["state"].items()
+    }
     return {"state": buffers, "param_groups": groups}
 
 

@@ -51,26 +51,26 @@ class DropIn(FusedOptimizer):
         if "__init__" in vars(cls):
             cls.__signature__ = None
         if takes is not None:
-            cls._fixed, found = fixed, [kind("params", kind.POSITIONAL_OR_KEYWORD)]
+            cls._fixed, parameters = fixed, [kind("params", kind.POSITIONAL_OR_KEYWORD)]
             for name, default in takes.items():
                 how = kind.KEYWORD_ONLY if name in cls._keywords else kind.POSITIONAL_OR_KEYWORD
                 text = cls._library.__annotations__[name].__forward_arg__
-                found.append(kind(name, how, default=default, annotation=text))
-            cls._signature = cls.__signature__ = inspect.Signature(found)
+                parameters.append(kind(name, how, default=default, annotation=text))
+            cls._signature = cls.__signature__ = inspect.Signature(parameters)
         if cls.__module__.startswith(PACKAGE) and hasattr(cls, "_signature"):
             cls.__doc__ = f"{cls.__doc__}\n\n{inspect.cleandoc(cls._library.__doc__)}"
 
     def __init__(self, params: Iterable[Any], *arguments: Any, **options: Any) -> None:
         bound = self._signature.bind(params, *arguments, **options)
         bound.apply_defaults()
-        given = bound.arguments
+        values = bound.arguments
         for name, allowed in self._only.items():
-            if name in given:
-                one_of(name, given[name], allowed)
-        own, init = {**given, **self._translated(given), **self._fixed}, super().__init__
-        known: Any = inspect.signature(init).parameters
-        init(**{name: value for name, value in own.items() if name in known})
+            if name in values:
+                one_of(name, values[name], allowed)
+        keywords, init = {**values, **self._translated(values), **self._fixed}, super().__init__
+        parameters: Any = inspect.signature(init).parameters
+        init(**{name: value for name, value in keywords.items() if name in parameters})
 
-    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The options that the arguments ask for; raises ValueError for what is not here."""
         return {}

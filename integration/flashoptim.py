@@ -30,7 +30,7 @@ MASTERS: dict[int | None, dict[str, Any]] = {
     32: {"master_weights": True, "master_weight_dtype": "remainder16"},
     None: {"master_weights": False, "weight_rounding": "stochastic"},
 }
-"""What master_weight_bits asks for."""
+"""The options that each master_weight_bits stands for."""
 ALLOW_INEFFECTIVE = "FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS"
 """flashoptim's variable: where it is set and not empty, models of fp32 weights take any bits."""
 QUANTIZE = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}
@@ -100,10 +100,10 @@ class _Flash(DropIn):
                 f"as in flashoptim, unless the environment has {ALLOW_INEFFECTIVE}",
             )  # fmt: skip
 
-    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        formats = IN_BLOCKS if given["quantize"] else {}
-        backend = "auto" if given["fused"] else "reference"
-        return {**MASTERS[given["master_weight_bits"]], **formats, "backend": backend}
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        formats = IN_BLOCKS if arguments["quantize"] else {}
+        backend = "auto" if arguments["fused"] else "reference"
+        return {**MASTERS[arguments["master_weight_bits"]], **formats, "backend": backend}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         if param.dtype == torch.float16:
@@ -131,8 +131,8 @@ class _Flash(DropIn):
 
 
 def _unwrapped(model: Any) -> nn.Module:
-    found: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return found
+    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    return module
 
 
 class FlashAdam(
@@ -186,29 +186,29 @@ def cast_model(
     one_of("selective", selective, (True, False))
     ending = _layers(model, "full_precision_layers", full_precision_layers)
     recast = _layers(model, "full_precision_recast_layers", full_precision_recast_layers)
-    kept = {id(module) for module in (*ending, *recast)}
-    kept |= {id(each) for each in model.modules() if selective and isinstance(each, RUNNING)}
-    megaopt.cast_model(model, dtype, lambda name, module: id(module) in kept, recast=False)
+    fp32_ids = {id(module) for module in (*ending, *recast)}
+    fp32_ids |= {id(layer) for layer in model.modules() if selective and isinstance(layer, RUNNING)}
+    megaopt.cast_model(model, dtype, lambda name, module: id(module) in fp32_ids, recast=False)
     for modules, output in ((ending, None), (recast, dtype)):
         for module in modules:
             compute_in_fp32(module, output)
 
 
 def _layers(
-    model: nn.Module, argument: str, given: Sequence[str | nn.Module] | None
+    model: nn.Module, argument: str, layers: Sequence[str | nn.Module] | None
 ) -> list[nn.Module]:
     """The modules that are meant, once each."""
-    found: dict[int, nn.Module] = {}
-    for each in given or ():
+    modules: dict[int, nn.Module] = {}
+    for layer in layers or ():
         meant = {
             id(module): module
             for name, module in model.named_modules(remove_duplicate=False)
-            if module is each or (isinstance(each, str) and fnmatchcase(name, each))
+            if module is layer or (isinstance(layer, str) and fnmatchcase(name, layer))
         }
         if not meant:
-            refuse(argument, "modules of the model, or their names", each)
-        found |= meant
-    return list(found.values())
+            refuse(argument, "modules of the model, or their names", layer)
+        modules |= meant
+    return list(modules.values())
 
 
 def enable_gradient_release(

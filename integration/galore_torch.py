@@ -58,8 +58,8 @@ class GaLoreAdamW8bit(
     _only: ClassVar = {**bitsandbytes._Base._only, "is_paged": (False,)}
     _bits = 8
 
-    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        size = given["min_8bit_size"]
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        size = arguments["min_8bit_size"]
         if isinstance(size, int) and size > FEWEST_IN_ROWS:
             refuse("min_8bit_size", f"at most {FEWEST_IN_ROWS}", size)
-        return super()._translated(given)
+        return super()._translated(arguments)

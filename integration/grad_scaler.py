@@ -15,10 +15,10 @@ from torch.amp.grad_scaler import OptState
 from megaopt.options.options import PEERS_WITH_SCALERS
 
 
-def passed_on(given: dict[str, Any]) -> dict[str, Any]:
+def passed_on(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of megaopt.FusedAdam for a peer's: of the constructor's locals()."""
     left_out = ("self", "__class__", "set_grad_none")
-    return {**PEERS_WITH_SCALERS, **{n: given[n] for n in given if n not in left_out}}
+    return {**PEERS_WITH_SCALERS, **{n: arguments[n] for n in arguments if n not in left_out}}
 
 
 def step_with(
@@ -60,8 +60,8 @@ def step_with(
 def _hand_over(optimizer: Any, grad_scaler: Any) -> None:
     """Sets what the step reads, as torch does where the step has no argument for the scaler."""
     is_unscaled = grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-    found = grad_scaler._check_inf_per_device(optimizer)
+    infs_by_device = grad_scaler._check_inf_per_device(optimizer)
     scale = grad_scaler._get_scale_async()
     optimizer.grad_scale = None if is_unscaled else scale
-    overflows = (each.to(scale.device) for each in found.values())
+    overflows = (overflow.to(scale.device) for overflow in infs_by_device.values())
     optimizer.found_inf = sum(overflows, scale.new_zeros(()))

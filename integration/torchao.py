@@ -70,17 +70,17 @@ class _Base(DropIn, megaopt.FusedAdam):
     ) -> None:
         super().__init__(params, *arguments, **options)
 
-    def _translated(self, given: dict[str, Any]) -> dict[str, Any]:
-        size, lr = given.get("block_size", 128), given["lr"]
+    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        size, lr = arguments.get("block_size", 128), arguments["lr"]
         if type(size) is not int or size < min(self._blocks):
             refuse("block_size", f"a whole number >= {min(self._blocks)}", size)
-        exp_avg, exp_avg_sq = next(own for least, own in self._blocks.items() if least <= size)
+        exp_avg, exp_avg_sq = next(pair for least, pair in self._blocks.items() if least <= size)
         # the largest of numbers that are rounded up and down would be too large
-        nearest = "_nearest" if given["amsgrad"] is True else ""
+        nearest = "_nearest" if arguments["amsgrad"] is True else ""
         return {
             "exp_avg_dtype": exp_avg,
             "exp_avg_sq_dtype": f"{exp_avg_sq}{nearest}",
-            "weight_rounding": "stochastic" if given["bf16_stochastic_round"] else "nearest",
+            "weight_rounding": "stochastic" if arguments["bf16_stochastic_round"] else "nearest",
             "capturable": isinstance(lr, torch.Tensor) and lr.is_cuda,
             "makes_states": "stepped",
         }
@@ -108,7 +108,7 @@ def unpacked_state_dict(state_dict: Any) -> Any:
 
     megaopt.FusedAdam and torch.optim.AdamW load it. What has no such codes is passed on as it is.
     """
-    return with_states(state_dict, lambda own, _: {name: _values(own[name]) for name in own})
+    return with_states(state_dict, lambda state, _: {name: _values(state[name]) for name in state})
 
 
 def _values(value: Any) -> Any:
@@ -116,12 +116,12 @@ def _values(value: Any) -> Any:
     local: Any = local_of(value)
     if not all(hasattr(local, name) for name in ("codes", "scale", "dequantize")):
         return value
-    found = local.dequantize().float()
+    values = local.dequantize().float()
     if local is value:
-        return found
+        return values
     extent = {"shape": value.shape, "stride": value.stride()}
     mesh, placements = value.device_mesh, value.placements
-    return type(value).from_local(found, mesh, placements, run_check=False, **extent)
+    return type(value).from_local(values, mesh, placements, run_check=False, **extent)
 
 
 class Adam8bit(_Base, takes={**ADAM, "block_size": 256, **ROUND}, adam_w_mode=False):
@@ -200,15 +200,17 @@ def CPUOffloadOptimizer(
     if type(minimal_size) is not int or minimal_size < 0:
         refuse("minimal_size", "a whole number >= 0", minimal_size)
     is_torchaos = str(getattr(optimizer_class, "__module__", "")).startswith("torchao.")
-    own = globals().get(optimizer_class.__name__) if is_torchaos else optimizer_class
-    kind, usual = STANDS_FOR.get(own, (own, {})) if isinstance(own, type) else (type(own), {})
+    cls = globals().get(optimizer_class.__name__) if is_torchaos else optimizer_class
+    kind, usual = STANDS_FOR.get(cls, (cls, {})) if isinstance(cls, type) else (type(cls), {})
     if not issubclass(kind, FusedOptimizer) or issubclass(kind, megaopt.GaLoreAdamW):
-        known = "torch.optim.AdamW, Adam or SGD, megaopt.FusedAdam, FusedLion or FusedSGD"
-        refuse("optimizer_class", f"{known}, or an optimizer of this module", optimizer_class)
+        allowed = "torch.optim.AdamW, Adam or SGD, megaopt.FusedAdam, FusedLion or FusedSGD"
+        refuse("optimizer_class", f"{allowed}, or an optimizer of this module", optimizer_class)
     entries: Any = entries_of("params", params)
-    if not (isinstance(entries, list) and any(isinstance(each, dict) for each in entries)):
+    if not (isinstance(entries, list) and any(isinstance(entry, dict) for entry in entries)):
         entries = [{"params": entries}]
     home = {STATE_DEVICE: {"moments": "cpu", "masters": "cpu", "at_least": minimal_size}}
     make: Any = kind
-    made: FusedOptimizer = make([{**group, **home} for group in entries], **{**usual, **kwargs})
-    return made
+    optimizer: FusedOptimizer = make(
+        [{**group, **home} for group in entries], **{**usual, **kwargs}
+    )
+    return optimizer

@@ -77,7 +77,7 @@ class FusedAdam(megaopt.FusedAdam):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        given = locals()
+        arguments = locals()
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none in the constructor is deprecated: pass set_to_none to zero_grad",
@@ -85,7 +85,7 @@ class FusedAdam(megaopt.FusedAdam):
                 stacklevel=2,
             )
         self.set_grad_none = set_grad_none
-        super().__init__(**passed_on(given), direct_cast=True, makes_states="all")
+        super().__init__(**passed_on(arguments), direct_cast=True, makes_states="all")
         self.step_unscales = capturable
 
     def step(  # type: ignore[override]  # TransformerEngine's face
@@ -104,8 +104,8 @@ class FusedAdam(megaopt.FusedAdam):
             ValueError: as megaopt.FusedAdam.step; also grad_scaler without capturable, which
                 TransformerEngine ignores in silence.
         """
-        own = functools.partial(super().step, closure)
-        return step_with(self, own, grad_scaler, "TransformerEngine")
+        base_step = functools.partial(super().step, closure)
+        return step_with(self, base_step, grad_scaler, "TransformerEngine")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Sets gradients to None, or to zero where set_to_none or set_grad_none is False.
@@ -132,5 +132,5 @@ class FusedAdam(megaopt.FusedAdam):
         return super().get_unscaled_state(param, state_name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy."""
+        """Returns the state for pickle and deepcopy."""
         return {**super().__getstate__(), "set_grad_none": self.set_grad_none}

@@ -24,7 +24,7 @@ from megaopt.kernels.float8 import Float8Recipe
 from megaopt.kernels.rules.base import round_to_fp32
 
 DELAYED = ("scale", "amax")
-"""What a quantizer has with delayed scaling."""
+"""The names of what a quantizer has with delayed scaling."""
 BY_ROWS = attrgetter("_rowwise_data", "_rowwise_scale_inv")
 BOTH_WAYS = attrgetter(
     "_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"
@@ -38,14 +38,14 @@ def transformer_engine_weight(tensor: torch.Tensor) -> ForeignWeight | None:
         ValueError: the tensor is of a kind that the step does not write; the message says which.
     """
     for cls in type(tensor).__mro__:
-        made = KINDS.get(cls.__name__)
-        if made is not None and cls.__module__.partition(".")[0] == "transformer_engine":
-            return made(tensor)
+        make = KINDS.get(cls.__name__)
+        if make is not None and cls.__module__.partition(".")[0] == "transformer_engine":
+            return make(tensor)
     return None
 
 
-def _refuse(tensor: Any, allowed: str, found: object) -> ValueError:
-    return ValueError(f"{type(tensor).__name__} must have {allowed}, got {found}")
+def _refuse(tensor: Any, allowed: str, value: object) -> ValueError:
+    return ValueError(f"{type(tensor).__name__} must have {allowed}, got {value}")
 
 
 def _codes(tensor: Any, name: str) -> torch.Tensor:
@@ -92,8 +92,8 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
         _forget_initial(tensor)
 
     def made_of() -> tuple[torch.Tensor | None, ...]:
-        own = tensor._quantizer
-        return tensor._data, tensor._scale_inv, *(getattr(own, name, None) for name in DELAYED)
+        source = tensor._quantizer
+        return tensor._data, tensor._scale_inv, *(getattr(source, name, None) for name in DELAYED)
 
     scale_inv, codes = tensor._scale_inv.view(1), _codes(tensor, "_data")
     return ForeignWeight(
@@ -103,8 +103,8 @@ def _per_tensor(tensor: Any) -> ForeignWeight:
 
 def _blocks(tensor: Any) -> ForeignWeight:
     if not tensor._is_2D_scaled or tensor.dim() != 2:
-        found = f"{tensor.dim()} dimensions, blocks 1x128"
-        raise _refuse(tensor, "two dimensions, and blocks 128x128", found)
+        description = f"{tensor.dim()} dimensions, blocks 1x128"
+        raise _refuse(tensor, "two dimensions, and blocks 128x128", description)
     quantizer = tensor._quantizer
     recipe = Float8Recipe(
         "block_128x128",

@@ -24,7 +24,7 @@ class Plan(Protocol):
     """A combination of formats, ready to be stepped again and again."""
 
     addresses: dict[str, numpy.ndarray]
-    """For each slot the int64 row that a step takes addresses from; empty if `look` must be told.
+    """Int64 rows by slot, from which a step takes addresses; empty if `look` must be told.
 
     Whoever writes into a row sets `stale`.
     """
@@ -136,6 +136,6 @@ def why_not(backend: str, contract: Contract, device: torch.device) -> str | Non
 
 
 def default_backend(device: torch.device) -> str:
-    """What backend="auto" means on a device: the kernels on a GPU, where there are any."""
+    """Returns what backend="auto" means on a device: the kernels on a GPU, where there are any."""
     usable = device.type == "cuda" and BACKENDS["triton"].why_not(device) is None
     return "triton" if usable else "reference"

@@ -1,4 +1,4 @@
-"""How a kernel is run, on a GPU or interpreted."""
+"""Launches of kernels, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def call(
     stream, under Triton's launch hooks. What the environment and triton.knobs asked for when it was
     compiled holds: TRITON_DEBUG, say.
     """
-    first = next(argument for argument in arguments if isinstance(argument, torch.Tensor))
+    first = next(value for value in arguments if isinstance(value, torch.Tensor))
     device = first.device
     if INTERPRETED:
         # numpy, which the interpreter computes with, warns of what IEEE 754 defines
@@ -65,27 +65,27 @@ class Again:
     """
 
     def __init__(self, function: Any, programs: int, options: dict[str, object]) -> None:
-        self._own = (function, programs, options)
-        self._known: tuple[Any, tuple[Any, ...]] | None = None
+        self._configuration = (function, programs, options)
+        self._entry: tuple[Any, tuple[Any, ...]] | None = None
         self._device: int | None = None
 
     def __call__(self, arguments: tuple[object, ...]) -> None:
         """Launches the kernel; arguments: as those of the first call."""
-        function, programs, options = self._own
-        if self._known is None or function.pre_run_hooks or self._is_elsewhere():
+        function, programs, options = self._configuration
+        if self._entry is None or function.pre_run_hooks or self._is_elsewhere():
             call(function, programs, arguments, options)
             if not INTERPRETED:
-                first = next(each for each in arguments if isinstance(each, torch.Tensor))
+                first = next(value for value in arguments if isinstance(value, torch.Tensor))
                 self._device = first.device.index
                 key = _key(function, self._device, options, arguments)
-                self._known = _compiled.get(key)
+                self._entry = _compiled.get(key)
         else:
-            kernel, constants = self._known
+            kernel, constants = self._entry
             kernel[programs, 1, 1](*arguments, *constants)
 
     def compile(self, arguments: tuple[object, ...]) -> None:
         """Compiles the kernel for such arguments, within `compiling_together`."""
-        function, programs, options = self._own
+        function, programs, options = self._configuration
         if not INTERPRETED:
             function.warmup(*arguments, grid=(programs,), **options, enable_fp_fusion=False)
 
@@ -109,19 +109,19 @@ class Replayed:
             stream: Any = torch.cuda.Stream  # which has no types
             self._stream = stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._told: object = None
+        self._key: object = None
 
-    def __call__(self, told: object, launches: Callable[[], None]) -> None:
+    def __call__(self, key: object, launches: Callable[[], None]) -> None:
         """Makes the launches.
 
-        told: all that they depend on, which `==` compares: addresses, and the current stream. Among
+        key: all that they depend on, which `==` compares: addresses, and the current stream. Among
         them are those of all memory that they take from outside and do not keep.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._told = None  # the graph stays until later: dropped here it would end the capture
+            self._key = None  # the graph stays until later: dropped here it would end the capture
             launches()
-        elif told != self._told:
-            self._graph, self._told = None, told
+        elif key != self._key:
+            self._graph, self._key = None, key
             launches()
         elif self._graph is None and not self._left:
             launches()
@@ -162,13 +162,13 @@ def _launch(
     device: int | None,
 ) -> None:
     key = _key(function, device, options, arguments)
-    known = _compiled.get(key)
+    entry = _compiled.get(key)
     # on AMD's GPUs Triton also looks at how much memory lies behind a pointer
-    if function.pre_run_hooks or torch.version.hip is not None or (not known and key in _compiled):
+    if function.pre_run_hooks or torch.version.hip is not None or (not entry and key in _compiled):
         function[(programs,)](*arguments, **options, enable_fp_fusion=False)
         return
-    if known is not None:
-        kernel, constants = known
+    if entry is not None:
+        kernel, constants = entry
         kernel[programs, 1, 1](*arguments, *constants)
         return
     with _telling(device):
@@ -180,7 +180,7 @@ def _launch(
 
 @contextmanager
 def compiling_together(device: torch.device) -> Iterator[None]:
-    """Within it all kernels that `Again.compile` asks for are compiled at once, in threads.
+    """Compiles all kernels that `Again.compile` asks for within it at once, in threads.
 
     One that cannot be compiled raises its error when it is launched.
     """
@@ -233,7 +233,7 @@ def kinds_of(arguments: tuple[object, ...]) -> list[object]:
 
 
 def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:
-    """Whether Triton looks at no number's value."""
+    """Returns whether Triton looks at no number's value."""
     pairs = zip(function.params, arguments, strict=False)
     return all(
         param.do_not_specialize or argument is None or isinstance(argument, torch.Tensor)
@@ -241,7 +241,7 @@ def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:
     )
 
 
-def _constants(function: Any, given: int, options: dict[str, object]) -> tuple[Any, ...]:
+def _constants(function: Any, count: int, options: dict[str, object]) -> tuple[Any, ...]:
     """The parameters behind the arguments, in their order."""
-    rest = list(function.signature.parameters.values())[given:]
+    rest = list(function.signature.parameters.values())[count:]
     return tuple(options.get(param.name, param.default) for param in rest)

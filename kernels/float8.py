@@ -1,4 +1,4 @@
-"""How weights become fp8: TransformerEngine's recipes, by name; and whole tensors as they say."""
+"""TransformerEngine's recipes of fp8 weights, by name, and casts of whole tensors by them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = ("power_of_two_scales", "margin", "amax_history_len", "amax_compute_al
 
 @dataclass(frozen=True)
 class Float8Recipe:
-    """How weights become fp8 codes and a scale; ValueError says what an option must be."""
+    """A recipe of fp8 codes and scales for weights; ValueError says what an option must be."""
 
     scaling: str
     """"delayed": a scale per tensor, from the amaxes of earlier steps. "current": per tensor, from
@@ -86,8 +86,8 @@ class Float8Recipe:
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             # False is what None has become here: dataclasses.replace passes it
             if value != default and value is not False:
-                own = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
-                raise ValueError(f"{own}, got {value!r}")
+                message = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
+                raise ValueError(f"{message}, got {value!r}")
 
     @property
     def quantizer(self) -> Quantizer:
@@ -97,17 +97,17 @@ class Float8Recipe:
     @property
     def block(self) -> tuple[int, int] | None:
         """Rows and columns that share a scale; None: the whole tensor."""
-        own = self.quantizer
-        return (own.rows, own.columns) if own.columns else None
+        quantizer = self.quantizer
+        return (quantizer.rows, quantizer.columns) if quantizer.columns else None
 
     @property
     def format(self) -> Format:
-        """How a scaled value becomes a code, and a code a value."""
+        """The format by which a scaled value becomes a code, and a code a value."""
         return FLOAT8[self.dtype]
 
     @property
     def code_max(self) -> float:
-        """What a scale takes the amax to: the dtype's largest number, 2**margin times smaller."""
+        """The number a scale takes the amax to: the dtype's largest, 2**margin times smaller."""
         return math.ldexp(torch.finfo(self.dtype).max, -self.margin)
 
     @property

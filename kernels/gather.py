@@ -59,8 +59,8 @@ class Gather:
         places = numpy.concatenate(indices).astype(numpy.int64)
         self._indices = [torch.tensor(index, device=device) for index in indices if not launches]
         self._columns = [
-            to_device(each, device)
-            for each in (numpy.repeat(numpy.arange(len(tensors)), counts), places * widths, widths)
+            to_device(array, device)
+            for array in (numpy.repeat(numpy.arange(len(tensors)), counts), places * widths, widths)
             if launches
         ]
         self._count = len(places)
@@ -75,11 +75,11 @@ class Gather:
         if not self._launches:
             pairs = zip(tensors, self._indices, strict=True)
             return torch.cat([gather_reference(*pair) for pair in pairs])
-        own = tensors
+        sources = tensors
         if addresses is None:
-            own = [tensor.detach().reshape(-1) for tensor in tensors]  # which may be copies
-            addresses = numpy.array([*map(torch.Tensor.data_ptr, own)], numpy.int64)
-        out = torch.empty(self._count, dtype=torch.int64, device=own[0].device)
+            sources = [tensor.detach().reshape(-1) for tensor in tensors]  # which may be copies
+            addresses = numpy.array([*map(torch.Tensor.data_ptr, sources)], numpy.int64)
+        out = torch.empty(self._count, dtype=torch.int64, device=sources[0].device)
         arguments = (self._table.update(addresses[None]), *self._columns, out, self._count)
         call(gather_kernel, -(-self._count // BLOCK), arguments, {"BLOCK": BLOCK})
         return out

@@ -38,7 +38,7 @@ class Pinning:
     CAN_MAP_HOST_MEMORY, UNIFIED_ADDRESSING = 19, 41
 
     def serves(self, device: torch.device) -> bool:
-        """Whether tensors beside this device would be elsewhere than in host memory."""
+        """Returns whether this device's tensors are elsewhere than in host memory."""
         return device.type not in ("cpu", "meta")
 
     def why_not(self, device: torch.device) -> str | None:
@@ -46,12 +46,12 @@ class Pinning:
         if device.type != "cuda" or torch.version.hip is not None:
             kind = "AMD's GPUs" if device.type == "cuda" else f"device type {device.type!r}"
             return f"{kind} are not NVIDIA's GPUs, whose driver maps host memory"
-        asked = {
+        abilities = {
             "map host memory": self.CAN_MAP_HOST_MEMORY,
             "address host memory as its own (unified addressing)": self.UNIFIED_ADDRESSING,
         }
         try:
-            lacks = [words for words, number in asked.items() if not self._says(number, device)]
+            lacks = [words for words, number in abilities.items() if not self._says(number, device)]
         except (OSError, HostMemoryError) as error:
             return f"its driver does not say whether it maps host memory: {error}"
         return f"the card cannot {' or '.join(lacks)}" if lacks else None
@@ -81,7 +81,7 @@ class Pinning:
         return True
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a device may be given the address of a tensor in host memory."""
+        """Returns whether a device may be given the address of a tensor in host memory."""
         return tensor.is_pinned()
 
     def wait(self, device: torch.device) -> None:
@@ -90,18 +90,18 @@ class Pinning:
 
     def _says(self, number: int, device: torch.device) -> int:
         index = torch.cuda.current_device() if device.index is None else device.index
-        own, value = ctypes.c_int(), ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(own), ctypes.c_int(index))
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), own)
+        handle, value = ctypes.c_int(), ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(index))
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), handle)
         return value.value
 
     def _call(self, name: str, *arguments: Any) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         code = getattr(driver, name)(*arguments)
         if code:
-            said = ctypes.c_char_p()
-            driver.cuGetErrorString(code, ctypes.byref(said))
-            reason = (said.value or b"an unknown error").decode()
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            reason = (text.value or b"an unknown error").decode()
             raise HostMemoryError(f"{name} says {reason} ({code})")
 
 
@@ -110,15 +110,15 @@ _pinning = CUDA
 
 
 def pinning() -> Pinning:
-    """How host memory is pinned now."""
+    """Returns the way in which host memory is pinned now."""
     return _pinning
 
 
 @contextmanager
-def pinned_by(other: Pinning) -> Iterator[None]:
-    """Within it, optimizers that are made pin host memory another way: for tests."""
+def pinned_by(replacement: Pinning) -> Iterator[None]:
+    """Lets optimizers that are made within it pin host memory another way: for tests."""
     global _pinning
-    before, _pinning = _pinning, other
+    before, _pinning = _pinning, replacement
     try:
         yield
     finally:
@@ -134,7 +134,7 @@ class Chunk:
     held = 0
     """Bytes of all chunks of the process."""
     _left: ClassVar[list[Callable[[], bool]]] = []
-    """What could not be freed yet."""
+    """The calls that free what could not be freed yet."""
 
     def __init__(self, size: int, device: torch.device, by: Pinning) -> None:
         Chunk._left[:] = [free for free in Chunk._left if not free()]
@@ -146,15 +146,15 @@ class Chunk:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """For numpy, whose array keeps the chunk."""
+        """The memory as numpy reads it, whose array keeps the chunk."""
         place = {"data": (self.address, False), "shape": (self.size,)}
         return {**place, "typestr": "|u1", "version": 3}
 
     def take(self, size: int) -> torch.Tensor:
         """The next so many bytes, uint8: a tensor with a storage of its own."""
-        own = numpy.asarray(self)[self.used : self.used + size]
+        memory = numpy.asarray(self)[self.used : self.used + size]
         self.used += padded(size)
-        return torch.from_numpy(own)
+        return torch.from_numpy(memory)
 
     @property
     def left(self) -> int:
@@ -185,16 +185,16 @@ def padded(size: int) -> int:
 
 
 class HostMemory:
-    """Where tensors in pinned host memory are made, for a device that reads and writes them."""
+    """A maker of tensors in pinned host memory, for a device that reads and writes them."""
 
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()
         self._chunk: Chunk | None = None
-        self._made = 0
+        self._total = 0
 
     @contextmanager
     def room(self, size: int) -> Iterator[None]:
-        """Within it, tensors of so many padded bytes are made in one allocation.
+        """Makes tensors of so many padded bytes within it in one allocation.
 
         Few bytes come out of one that others share.
 
@@ -219,24 +219,24 @@ class HostMemory:
         if not size:
             return torch.empty(shape, dtype=dtype, device="cpu")
         if self._chunk is None or self._chunk.left < padded(size):
-            self._chunk = self._new(max(padded(size), SMALLEST, min(self._made, LARGEST)))
+            self._chunk = self._new(max(padded(size), SMALLEST, min(self._total, LARGEST)))
         return self._chunk.take(size).view(dtype).view(shape)
 
     def _new(self, size: int) -> Chunk:
         try:
-            made = Chunk(size, self.device, self.by)
+            chunk = Chunk(size, self.device, self.by)
         except HostMemoryError as error:
             raise HostMemoryError(_refusal(size, self.device, error)) from None
-        self._made += size
-        return made
+        self._total += size
+        return chunk
 
 
 def _refusal(size: int, device: torch.device, error: Exception) -> str:
     free = free_bytes()
-    known = "an unknown number of" if free is None else f"{free:,}"
+    amount = "an unknown number of" if free is None else f"{free:,}"
     return (
         f"state_device='cpu' must find {size:,} bytes of host memory to pin for {device}, got "
-        f"none: {error}; {known} bytes are free, {held_bytes():,} hold states already. Keep less "
+        f"none: {error}; {amount} bytes are free, {held_bytes():,} hold states already. Keep less "
         "there (state_device={'moments': 'cpu'}, or formats of fewer bits), allow the process "
         "more memory (the container's limit), or leave state_device out"
     )
@@ -247,16 +247,16 @@ def free_bytes(root: Path = Path("/")) -> int | None:
 
     None where the system does not say. root: of /proc and /sys.
     """
-    found = []
+    sizes = []
     with suppress(OSError, ValueError, IndexError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        line = next(each for each in lines if each.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+        line = next(text for text in lines if text.startswith("MemAvailable:"))
+        sizes.append(int(line.split()[1]) * 1024)
     groups = root / "sys/fs/cgroup"
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with suppress(OSError, ValueError):  # "max" is no limit
-            found.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
-    return max(0, min(found)) if found else None
+            sizes.append(int((groups / limit).read_text()) - int((groups / used).read_text()))
+    return max(0, min(sizes)) if sizes else None

@@ -34,7 +34,7 @@ BUILDER = Path(__file__).with_name("native_build.py")
 
 
 def place() -> Path:
-    """Where it lies in torch's cache of extensions.
+    """Returns the file's place in torch's cache of extensions.
 
     There is one for each source and way to build it, torch, Python and libc.
     """
@@ -88,19 +88,19 @@ class Extension:
 
     def _look(self, is_worth_building: bool) -> None:
         ended = self._child is not None and self._child.poll() is not None
-        said = self._hear() if ended else ""
+        output = self._hear() if ended else ""
         if self.file.exists():
             self.module = _loaded(self.file)
         elif ended:
-            self.reason = said or "the compiler's process ended without a word"
+            self.reason = output or "the compiler's process ended without a word"
         elif self._child is None and is_worth_building:
             self._start()
 
     def _hear(self) -> str:
         size = os.fstat(self._output).st_size
-        said = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
+        output = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
         os.close(self._output)
-        return said.decode(errors="replace").strip()
+        return output.decode(errors="replace").strip()
 
     def _start(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,16 +138,16 @@ _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name
 
 
 def _environment() -> dict[str, str]:
-    """The child's: it finds what this process finds, and leaves the GPUs alone."""
+    """The child's variables: it finds what this process finds, and leaves the GPUs alone."""
     paths = [path for path in sys.path if path]
     # a virtual environment that is not activated has its ninja there
     tools = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    own = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(tools)}
-    return {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "", "MAX_JOBS": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(tools)}
+    return {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": "", "MAX_JOBS": "1"}
 
 
 def lock_of(file: Path) -> Path:
-    """What a process that builds the file has locked."""
+    """Returns the file that a process locks while it builds the extension."""
     return file.with_suffix(".lock")
 
 
@@ -196,30 +196,30 @@ def get(is_worth_building: bool) -> Any:
     """
     if is_switched_off():
         return None
-    own = _extensions.get(os.getpid()) or extension()
-    return own.get(is_worth_building)
+    native = _extensions.get(os.getpid()) or extension()
+    return native.get(is_worth_building)
 
 
 def is_switched_off() -> bool:
-    """Whether the environment says so."""
+    """Returns whether the environment switches the extension off."""
     return os.environ.get(SWITCH) == "0"
 
 
 def build() -> tuple[Any, str | None]:
     """The extension's module, built now where it is not there; or None and why it cannot be."""
-    own = extension()
-    return own.wait(), own.reason
+    native = extension()
+    return native.wait(), native.reason
 
 
 def status() -> str:
-    """Whether steps of this process use the extension, in words; starts nothing."""
+    """Says in words whether steps of this process use the extension; starts nothing."""
     if is_switched_off():
         return f"off: {SWITCH}=0"
-    own = extension()
-    if own.get(is_worth_building=False) is not None:
-        return f"built: {own.file}"
-    if own.reason is not None:
-        return f"none: {own.reason}"
+    native = extension()
+    if native.get(is_worth_building=False) is not None:
+        return f"built: {native.file}"
+    if native.reason is not None:
+        return f"none: {native.reason}"
     return (
         "not built yet: a first step on a GPU, or of "
         f"{WORTH_BUILDING:,} tensors on a CPU, starts that"

@@ -1,4 +1,4 @@
-"""Which part of a parameter a tensor holds."""
+"""The part of a parameter that a tensor holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a tensor's elements lie in their parameter.
+    """The places of a tensor's elements in their parameter.
 
     Element i of the tensor is the parameter's element first + i // run * stride + i % run.
     """
@@ -17,9 +17,10 @@ class Place(NamedTuple):
     """The parameter's, from 0 to 2**32 - 1."""
     first: int = 0
     run: int = 1
-    """With a stride: how many elements follow each other. A shard of columns has parts of rows."""
+    """The number of elements that follow each other, with a stride: a shard of columns has parts of
+    rows."""
     stride: int = 0
-    """From the first element of a run to that of the next; 0 where there is one run."""
+    """The distance from a run's first element to that of the next; 0 where there is one run."""
 
     def last(self, numel: int) -> int:
         """The index of the last of so many elements, at least one."""
@@ -36,7 +37,7 @@ class Place(NamedTuple):
 
     @property
     def in_quads(self) -> bool:
-        """Whether four elements from every fourth one on are the four of one counter."""
+        """Returns whether four elements from every fourth one on are the four of one counter."""
         return self.first % 4 == 0 and not self.stride
 
 

@@ -1,4 +1,4 @@
-"""Whether the CPU computes with subnormal numbers."""
+"""A test of whether the CPU computes with subnormal numbers."""
 
 from __future__ import annotations
 

@@ -95,28 +95,31 @@ def get_megatron_optimizer(
         RuntimeError: it is another release.
         ValueError: an argument, a field of config or the kind of a parameter cannot be used.
     """
-    given = locals()
-    options = {each.name: given[each.name] for each in fields(Choices) if each.name in given}
+    arguments = locals()
+    options = {
+        field.name: arguments[field.name] for field in fields(Choices) if field.name in arguments
+    }
     _check_version(any_version)
     check_arguments(config, model_chunks)
     one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd", *MUON))
     if config.optimizer in MUON:
         with plugged_in(any_version=any_version, **options):
-            own: Any = importlib.import_module("megaopt.integration.megatron.muon")
-            return own.get_muon_optimizer(config, model_chunks, *args, **kwargs)
-    told = config
+            muon: Any = importlib.import_module("megaopt.integration.megatron.muon")
+            return muon.get_muon_optimizer(config, model_chunks, *args, **kwargs)
+    adam_config = config
     if config.optimizer != "adam":
-        options["asked"] = config  # of its own paths to them none is the distributed optimizer's
-        told = copy.copy(config)
-        told.optimizer = "adam"
+        # of its own paths to them none is the distributed optimizer's
+        options["original_config"] = config
+        adam_config = copy.copy(config)
+        adam_config.optimizer = "adam"
     with plugged_in(any_version=any_version, **options):
         module = importlib.import_module("megatron.core.optimizer")
-        return module.get_megatron_optimizer(told, model_chunks, *args, **kwargs)
+        return module.get_megatron_optimizer(adam_config, model_chunks, *args, **kwargs)
 
 
 @contextlib.contextmanager
 def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
-    """Within it, Megatron's own get_megatron_optimizer makes what ours makes.
+    """Makes Megatron's own get_megatron_optimizer make what ours makes, within it.
 
     For scripts that call it deep inside: names of megatron.core.optimizer stand for ours until the
     end of the block, and for Megatron's own again after it. What was made keeps working.
@@ -138,7 +141,9 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     names = ("megaopt.integration.megatron.distributed", "megaopt.integration.megatron.muon")
     plugs: Any = [importlib.import_module(name) for name in names]
     with contextlib.ExitStack() as stack:
-        for module, name, value in [each for plug in plugs for each in plug.replacements(choices)]:
+        for module, name, value in [
+            entry for plug in plugs for entry in plug.replacements(choices)
+        ]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, value)
         yield

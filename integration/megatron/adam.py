@@ -51,13 +51,13 @@ class Shards(FusedOptimizer):
         Megatron first hands over what `state_dict` gave, then fills the tensors.
         """
         state_dict = cleaned(state_dict)
-        given, held = state_dict["state"], super().state_dict()["state"]
-        if not _is_the_same(given, held):
+        new_states, old_states = state_dict["state"], super().state_dict()["state"]
+        if not _is_the_same(new_states, old_states):
             super().load_state_dict(state_dict)
             return
-        kept = dict(self.state)
+        tensor_states = dict(self.state)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        self.state.update(kept)
+        self.state.update(tensor_states)
 
 
 class ShardAdam(Shards, megaopt.FusedAdam):
@@ -102,10 +102,10 @@ class MainShardsAdapter(torch.optim.Optimizer):
         self.param_groups = fused.param_groups
         self._lists = [group["params"] for group in self.param_groups]
         fused.param_groups = [
-            {**group, "params": [weight for _, weight in own]}
-            for group, own in zip(self.param_groups, pairs, strict=True)
+            {**group, "params": [weight for _, weight in group_pairs]}
+            for group, group_pairs in zip(self.param_groups, pairs, strict=True)
         ]
-        together = [pair for own in pairs for pair in own]
+        together = [pair for group_pairs in pairs for pair in group_pairs]
         fused.master_weights = [self.master_of(main, weight) for main, weight in together]
         self._weights = dict(together)
         self.state = MainState(fused, self._weights)  # type: ignore[assignment]  # of one meaning
@@ -139,8 +139,8 @@ class MainShardsAdapter(torch.optim.Optimizer):
             self.fused.withdraw()
             raise
         loss = self.fused.step(closure)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
-            group["step"] = own["step"]
+        for group, fused_group in zip(self.param_groups, self.fused.param_groups, strict=True):
+            group["step"] = fused_group["step"]
         return loss
 
     def _hand_over(self) -> None:
@@ -148,11 +148,11 @@ class MainShardsAdapter(torch.optim.Optimizer):
         lists = [group.get("params") for group in self.param_groups]
         if len(lists) != len(self._lists):
             refuse("param_groups", f"the {len(self._lists)} groups {MADE}", f"{len(lists)} groups")
-        for index, (now, made) in enumerate(zip(lists, self._lists, strict=True)):
-            if now is not made:
+        for index, (now, original) in enumerate(zip(lists, self._lists, strict=True)):
+            if now is not original:
                 refuse(f"group {index}: params", f"the list of parameters {MADE}", now)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
-            own.update({name: value for name, value in group.items() if name != "params"})
+        for group, fused_group in zip(self.param_groups, self.fused.param_groups, strict=True):
+            fused_group.update({name: value for name, value in group.items() if name != "params"})
 
     def state_dict(self) -> dict[str, Any]:
         """Moments by the place of their main shard; the main shards themselves are Megatron's."""
@@ -171,9 +171,9 @@ class MainShardsAdapter(torch.optim.Optimizer):
         for main, weight in self._weights.items():
             is_new = self.master_of(main, weight) is not None and not self.fused.state.get(weight)
             if is_new and view_of(weight).weight is None:
-                own = local_of(weight)
-                if not torch.equal(main.to(own.dtype), own):
-                    main.copy_(own)
+                local = local_of(weight)
+                if not torch.equal(main.to(local.dtype), local):
+                    main.copy_(local)
         self.fused.initialize_states()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,8 +186,8 @@ class MainShardsAdapter(torch.optim.Optimizer):
         for place, state in state_dict["state"].items():
             state[MASTER] = held.get(place, {}).get(MASTER)
         self.fused.load_state_dict(state_dict)
-        for group, own in zip(self.param_groups, self.fused.param_groups, strict=True):
-            group.update({name: value for name, value in own.items() if name != "params"})
+        for group, fused_group in zip(self.param_groups, self.fused.param_groups, strict=True):
+            group.update({name: value for name, value in fused_group.items() if name != "params"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are DDP's buffer, which it zeroes itself."""
@@ -230,8 +230,8 @@ def cleaned(state_dict: dict[str, Any]) -> dict[str, Any]:
     return state_dict
 
 
-def _is_the_same(given: dict[Any, State], held: dict[Any, State]) -> bool:
-    return given.keys() == held.keys() and all(
-        all(held[place].get(name) is tensor for name, tensor in state.items())
-        for place, state in given.items()
+def _is_the_same(new_states: dict[Any, State], old_states: dict[Any, State]) -> bool:
+    return new_states.keys() == old_states.keys() and all(
+        all(old_states[place].get(name) is tensor for name, tensor in state.items())
+        for place, state in new_states.items()
     )

@@ -48,8 +48,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Muon's one moment stands in the place of Adam's first, which its other parameters have.
         """
         names = dict.fromkeys((MOMENTUM, *self.optimizer_state_keys))
-        kept = [name for name in names if name in self.fused.state[shard]]
-        return dict(zip_longest(self._keys, (MASTER, *kept)))
+        moments = [name for name in names if name in self.fused.state[shard]]
+        return dict(zip_longest(self._keys, (MASTER, *moments)))
 
     def state_dict(self) -> dict[str, Any]:
         """Groups and loss scale; Megatron's own takes step counts from where torch keeps them.
@@ -68,10 +68,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
             group["lr"] = lr.item() if isinstance(lr, torch.Tensor) else lr
             group["step"] = int(group["step"])
         align_steps(groups)
-        found: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        contents: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         if self.grad_scaler:
-            found["grad_scaler"] = self.grad_scaler.state_dict()
-        return found
+            contents["grad_scaler"] = self.grad_scaler.state_dict()
+        return contents
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Megatron's, into a complete state: it would make one of uninitialized memory.
@@ -93,8 +93,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """
         if not is_loading:
             check_writer()
-        given = (model_sharded_state_dict, is_loading, *args)
-        return {} if self.is_stub_optimizer else super().sharded_state_dict(*given, **kwargs)
+        arguments = (model_sharded_state_dict, is_loading, *args)
+        return {} if self.is_stub_optimizer else super().sharded_state_dict(*arguments, **kwargs)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]
@@ -116,14 +116,14 @@ class CheckpointedOptimizer(DistributedOptimizer):
         pinned memory: the process that writes an asynchronous save would take it out of there.
         """
         state = self.fused.state[shard].values()
-        held = [shard, *(own for own in state if isinstance(own, torch.Tensor))]
+        held = [shard, *(value for value in state if isinstance(value, torch.Tensor))]
         memory = tensor.untyped_storage().data_ptr()
-        is_held = any(own.untyped_storage().data_ptr() == memory for own in held)
+        is_held = any(value.untyped_storage().data_ptr() == memory for value in held)
         is_apart = self.fused.options.placement and tensor.device.type == "cpu"
         return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
     _is_sharing = _is_loading = False
-    """Whether all of the state is gathered, for a file or to be read from one."""
+    """True while all of the state is gathered, for a file or to be read from one."""
 
     def _set_main_param_and_optimizer_states(
         self, model_param: torch.Tensor, tensors: dict[str, Any]
@@ -197,8 +197,8 @@ class CheckpointedOptimizer(DistributedOptimizer):
         if is_loading and instance > 0 and self.data_parallel_group.rank() == 0:
             key = f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}.param_state"
             return ShardedObject(key, None, (1,), (0,), replica_id=instance)
-        given = (model_sharded_state_dict, is_loading, *args)
-        return super().sharded_param_state_dp_zero(*given, **kwargs)
+        arguments = (model_sharded_state_dict, is_loading, *args)
+        return super().sharded_param_state_dp_zero(*arguments, **kwargs)
 
     # --- dp_reshardable: ranks that hold nothing but padding of a bucket
 
@@ -211,9 +211,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
             self._is_sharing = False
         for index, buffer in enumerate(self.buffers):
             for buckets in state[index].values():
-                for own, bucket in zip(buckets, buffer.buckets, strict=True):
-                    if not own:
-                        own.append(self._padding(bucket))
+                for entries, bucket in zip(buckets, buffer.buckets, strict=True):
+                    if not entries:
+                        entries.append(self._padding(bucket))
         return state
 
     def _padding(self, bucket: Any) -> dict[str, Any]:
@@ -230,15 +230,15 @@ class CheckpointedOptimizer(DistributedOptimizer):
     ) -> dict[Any, Any]:
         """Megatron's, where each rank takes part in each bucket, as loads need it."""
         self._is_loading = is_loading
-        given = (model_sharded_state_dict, is_loading, *args)
+        arguments = (model_sharded_state_dict, is_loading, *args)
         try:
-            state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*given, **kwargs)
+            state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*arguments, **kwargs)
         finally:
             self._is_loading = False
         for index in range(len(self.buffers)):
             for buckets in state[index].values():
-                for own in buckets:
-                    own[:] = [self._read_along(entry) for entry in own]
+                for entries in buckets:
+                    entries[:] = [self._read_along(entry) for entry in entries]
         return state
 
     def _read_along(self, entry: dict[str, Any]) -> dict[str, Any]:
@@ -322,58 +322,59 @@ class Spread:
         low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
         places = view.first_element + torch.arange(view.local.numel() + 1)
         firsts = places * math.prod(low) // math.prod(whole)
-        self._is_low, others = firsts.diff() > 0, places - firsts
+        self._is_low, rest_counts = firsts.diff() > 0, places - firsts
         self._tensors = [state[name] for name in view.kept]
         most = sum(tensor.numel() for tensor in self._tensors)
-        self._begin, self._end = (min(int(others[i]), most) for i in (0, -1))
+        self._begin, self._end = (min(int(rest_counts[i]), most) for i in (0, -1))
         """This part's first number of all that is kept, and the one behind its last."""
         self._places = (~self._is_low).nonzero()[: self._end - self._begin, 0]
 
     def write(self, moment: torch.Tensor, is_first: bool) -> torch.Tensor:
         """The part of a moment, in the first one with what is kept; fp32, on the CPU."""
-        found = torch.zeros(self._is_low.shape)
-        found[self._is_low] = moment.cpu()
+        values = torch.zeros(self._is_low.shape)
+        values[self._is_low] = moment.cpu()
         if is_first:
-            found[self._places] = self._kept()[self._begin : self._end].cpu()
-        return found
+            values[self._places] = self._numbers()[self._begin : self._end].cpu()
+        return values
 
     def read(self, value: torch.Tensor, is_first: bool) -> torch.Tensor:
         """The part of a moment that was written; what is kept goes into the state."""
         value = value.cpu()
         if is_first:
-            kept = self._kept()
-            kept[self._begin : self._end] = value[self._places]
-            self._keep(kept)
+            numbers = self._numbers()
+            numbers[self._begin : self._end] = value[self._places]
+            self._keep(numbers)
         return value[self._is_low]
 
     def bring_together(self, group: Any) -> None:
         """Puts together what is kept of the parts that ranks have read."""
-        kept = self._kept().view(torch.int32)  # a sum of these with zeros keeps every bit
-        kept[: self._begin], kept[self._end :] = 0, 0
-        dist.all_reduce(kept, group=group)
-        self._keep(kept.view(torch.float32))
+        numbers = self._numbers().view(torch.int32)  # a sum of these with zeros keeps every bit
+        numbers[: self._begin], numbers[self._end :] = 0, 0
+        dist.all_reduce(numbers, group=group)
+        self._keep(numbers.view(torch.float32))
 
-    def _kept(self) -> torch.Tensor:
+    def _numbers(self) -> torch.Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in self._tensors])
 
-    def _keep(self, kept: torch.Tensor) -> None:
-        parts = torch.split(kept, [tensor.numel() for tensor in self._tensors])
+    def _keep(self, numbers: torch.Tensor) -> None:
+        parts = torch.split(numbers, [tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
 
 
-def check_projections(saved: Sequence[Any], own: Sequence[Any]) -> None:
+def check_projections(saved: Sequence[Any], current: Sequence[Any]) -> None:
     """Raises ValueError where moments that were saved are of other projections than these groups'.
 
     Of none, too: Adam's.
     """
     names = GaLoreOptions.MATRIX_KEYS
-    found, wanted = (
-        {tuple(group.get(name) for name in names) for group in groups} for groups in (saved, own)
+    source, target = (
+        {tuple(group.get(name) for name in names) for group in groups}
+        for groups in (saved, current)
     )
-    if found != wanted:
+    if source != target:
         refuse(
-            f"{' and '.join(names)} of a checkpoint's groups", f"those of galore, {wanted}", found
+            f"{' and '.join(names)} of a checkpoint's groups", f"those of galore, {target}", source
         )
 
 

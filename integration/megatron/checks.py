@@ -30,8 +30,8 @@ STATE_KEYS = "optimizer_state_keys"
 
 def check_arguments(config: Any, model_chunks: Any) -> None:
     """Raises ValueError for what is not Megatron's own, before Megatron asks it for a field."""
-    known = importlib.import_module("megatron.core.optimizer").OptimizerConfig
-    if not isinstance(config, known):
+    config_class = importlib.import_module("megatron.core.optimizer").OptimizerConfig
+    if not isinstance(config, config_class):
         refuse("config", "an OptimizerConfig of Megatron's", config)
     if not isinstance(model_chunks, (list, tuple)) or not model_chunks:
         refuse("model_chunks", f"a list of at least one {CHUNK}", model_chunks)
@@ -48,15 +48,15 @@ def check_required(config: Any) -> None:
             raise ValueError(f"config.{name} must be {allowed!r}, got {value!r}: {reason}")
 
 
-def check_release(config: Any, asked: Any) -> None:
+def check_release(config: Any, original_config: Any) -> None:
     """Raises ValueError for what releases up to 0.16 do not have."""
     base = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     if hasattr(base.DistributedOptimizer, STATE_KEYS):
         return
-    if asked is not None:
+    if original_config is not None:
         raise ValueError(
             "config.optimizer must be 'adam' with megatron-core 0.16, whose checkpoints have "
-            f"Adam's moments alone, got {asked.optimizer!r}"
+            f"Adam's moments alone, got {original_config.optimizer!r}"
         )
     if config.reuse_grad_buf_for_mxfp8_param_ag:
         raise ValueError(
@@ -75,7 +75,7 @@ def check_offload(config: Any) -> None:
         )
 
 
-def check_fields(config: Any, fields: Sequence[tuple[str, object, str]], beside: str) -> None:
+def check_fields(config: Any, fields: Sequence[tuple[str, object, str]], condition: str) -> None:
     """Raises ValueError for a field that has another value than the one it must have.
 
     fields: names, the value of each, and why, where there is more to say.
@@ -85,7 +85,7 @@ def check_fields(config: Any, fields: Sequence[tuple[str, object, str]], beside:
         if value != allowed:
             because = f": {reason}" if reason else ""
             raise ValueError(
-                f"config.{name} must be {allowed!r} with {beside}, got {value!r}{because}"
+                f"config.{name} must be {allowed!r} with {condition}, got {value!r}{because}"
             )
 
 
@@ -112,11 +112,11 @@ def check_matrices(chunk: Any, rule: str) -> None:
     if instances != 1:
         refuse("num_distributed_optimizer_instances", f"1 with {rule}", instances)
     for path, module in chunk.named_modules():
-        own = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 2]
+        names = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 2]
         experts = getattr(module, "num_local_experts", 1)
-        if own and experts > 1:  # GroupedMLP of releases up to 0.16
+        if names and experts > 1:  # GroupedMLP of releases up to 0.16
             raise ValueError(
-                f"parameter '{path}.{own[0]}' must be one matrix with {rule}, got {experts} "
+                f"parameter '{path}.{names[0]}' must be one matrix with {rule}, got {experts} "
                 "experts' in one; moe_grouped_gemm=False, and TransformerEngine's grouped layers, "
                 "have a weight for each"
             )

@@ -68,7 +68,7 @@ class Choices:
     """Data-parallel ranks that all step whole matrices by Muon divide the making of updates."""
     galore: Mapping[str, Any] | None = None
     """Arguments of GaLoreAdamW, which then steps all parameters; None: FusedAdam does."""
-    asked: Any = None
+    original_config: Any = None
     """Megatron's config where it names lion or sgd: Megatron is then told of adam."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Choices:
                 f"Megatron keeps fp32 masters, got {self.master_weight_dtype!r}; "
                 "mode='precision_aware' takes others"
             )
-        self._check_asked()
+        self._check_original_config()
         if self.galore is not None:
             self._check_galore(self.galore)
         self._options()
@@ -97,25 +97,25 @@ class Choices:
         """The contract of Adam's parameters, also beside Muon's "eo"."""
         return "ieee" if self.contract == "eo" else self.contract
 
-    def _check_asked(self) -> None:
+    def _check_original_config(self) -> None:
         """Raises ValueError for an option that Adam has and the config's own optimizer has not."""
-        if self.asked is None:
+        if self.original_config is None:
             return
-        beside = f"with config.optimizer={self.asked.optimizer!r}"
+        condition = f"with config.optimizer={self.original_config.optimizer!r}"
         if self.contract != "ieee":
-            raise ValueError(f"contract must be 'ieee' {beside}, got {self.contract!r}")
+            raise ValueError(f"contract must be 'ieee' {condition}, got {self.contract!r}")
         if self.galore is not None:
-            refuse("galore", f"None {beside}", self.galore)
+            refuse("galore", f"None {condition}", self.galore)
         if self.exp_avg_sq_dtype is not None:
             raise ValueError(
-                f"exp_avg_sq_dtype must be None {beside}, whose one moment is of exp_avg_dtype, "
+                f"exp_avg_sq_dtype must be None {condition}, whose one moment is of exp_avg_dtype, "
                 f"got {self.exp_avg_sq_dtype!r}"
             )
 
-    def _check_galore(self, given: Mapping[str, Any]) -> None:
+    def _check_galore(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
-        if not isinstance(given, Mapping) or not {"rank"} <= given.keys() <= set(GALORE):
-            refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", given)
+        if not isinstance(arguments, Mapping) or not {"rank"} <= arguments.keys() <= set(GALORE):
+            refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", arguments)
         allowed: dict[str, tuple[object, ...]] = {
             "mode": ("main_shards",),
             "contract": ("ieee",),
@@ -186,11 +186,11 @@ class Choices:
             **self.state_device(),
         }
         first = _given(self.exp_avg_dtype, exp_avg_dtype)
-        if self.asked is not None and self.asked.optimizer == "lion":
-            betas = self.asked.lion_beta1, self.asked.lion_beta2
+        if self.original_config is not None and self.original_config.optimizer == "lion":
+            betas = self.original_config.lion_beta1, self.original_config.lion_beta2
             return ShardLion(params, betas=betas, exp_avg_dtype=first, **options)
-        if self.asked is not None and self.asked.optimizer == "sgd":
-            momentum = self.asked.sgd_momentum
+        if self.original_config is not None and self.original_config.optimizer == "sgd":
+            momentum = self.original_config.sgd_momentum
             return ShardSGD(params, momentum=momentum, momentum_buffer_dtype=first, **options)
         options |= {
             "betas": kwargs["betas"],
@@ -241,7 +241,7 @@ class Choices:
         check_required(config)
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
-        check_release(config, self.asked)
+        check_release(config, self.original_config)
         if self.offloads:
             check_offload(config)
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
@@ -254,7 +254,7 @@ class Choices:
             check_graph(config, model_chunks)
         if self.galore is not None:
             check_fields(config, [*WITH_MATRICES, IN_SHARDS], "galore")
-        options, moments = self._options(), tuple(each.name for each in MOMENTS)
+        options, moments = self._options(), tuple(moment.name for moment in MOMENTS)
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:
                 raise ValueError(

@@ -57,8 +57,8 @@ class Sharded(Gradients):
             (self.model_float16_groups, self.shard_float16_groups),
         ]
         for models, shards in both:
-            for group, own in zip(models, shards, strict=True):
-                self.shards.update(zip(group, own, strict=True))
+            for group, group_shards in zip(models, shards, strict=True):
+                self.shards.update(zip(group, group_shards, strict=True))
         self.fused = self.optimizer
 
     def _say_what_shards_are(self) -> None:
@@ -93,7 +93,7 @@ class Sharded(Gradients):
                 shard.data = place
 
     def _place_of(self, model: torch.Tensor) -> torch.Tensor:
-        """Where the buffer that is gathered has this rank's part of a parameter."""
+        """Returns this rank's part of a parameter in the buffer that is gathered."""
         part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
         index, _, bucket = self.model_param_gbuf_map[model]
         whole: torch.Tensor = self.buffers[index].buckets[bucket].param_data
@@ -128,19 +128,19 @@ class MainShards(Sharded):
         self.optimizer = MainShardsAdapter(self.fused, self._pairs())
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
-        """For each group of Megatron's its main shards, each with what is stepped."""
+        """Returns the main shards of each group of Megatron's, each with what is stepped."""
         both = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         models = [[*fp32, *cast] for fp32, cast in both]
         groups = zip(self.fused.param_groups, models, strict=True)
         pairs = [
-            [*zip(group["params"], (self.shards[model] for model in own), strict=True)]
-            for group, own in groups
+            [*zip(group["params"], (self.shards[model] for model in group_models), strict=True)]
+            for group, group_models in groups
         ]
         pairs[0] += [(_nothing_of(shard), shard) for shard in absent_shards(self)]
         return pairs
 
     def _is_in_place(self, model: torch.Tensor) -> bool:
-        """Whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
+        """Returns whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
 
         That is its own bf16 gradient, which the step has read. Beside fp32 gradients they lie on
         those of other elements; with overlap Megatron first zeroes gradients, then copies.
@@ -199,12 +199,12 @@ class MatrixShards(MainShards):
             shard.decoupled_grad = model.main_grad.new_empty(0, dtype=kind)
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
-        """For each group main shards and weights, of all its parameters in Megatron's order."""
-        mains = {id(shard): main for own in super()._pairs() for main, shard in own}
+        """Returns main shards and weights of all parameters of each group, in Megatron's order."""
+        mains = {id(shard): main for group_pairs in super()._pairs() for main, shard in group_pairs}
         pairs: list[list[tuple[Any, Any]]] = []
         for models in self._models:
             shards = [self._shard_of(model) for model in models]
-            pairs.append([(mains.get(id(each), _nothing_of(each)), each) for each in shards])
+            pairs.append([(mains.get(id(shard), _nothing_of(shard)), shard) for shard in shards])
         return pairs
 
     def _shard_of(self, model: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
 
 
 def ends_of(param: torch.Tensor, buffer: Any) -> list[tuple[int, int]]:
-    """For each data-parallel rank its first element of a parameter, and the one behind its last."""
+    """Returns each data-parallel rank's first element of a parameter, and its end."""
     start, end, index = buffer.param_index_map[param]
     bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
     size = bucket.grad_data.numel() // ranks
@@ -336,13 +336,15 @@ class Chained(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             optimizer.clip(grad_norm, self.grad_norms_by_group)
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        is_skipped = any(each.skips(grad_norm) for each in self.chained_optimizers)
+        is_skipped = any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
 
     def _synchronize_steps(self) -> int | None:
         """Megatron's, for groups that were never stepped and steps on the device too."""
-        stepped = [each for each in self.chained_optimizers if not each.is_stub_optimizer]
-        groups = [group for each in stepped for group in each.optimizer.param_groups]
+        stepped = [
+            optimizer for optimizer in self.chained_optimizers if not optimizer.is_stub_optimizer
+        ]
+        groups = [group for optimizer in stepped for group in optimizer.optimizer.param_groups]
         align_steps(groups)
         steps = {int(group["step"]) for group in groups if group["params"]}
         if len(steps) > 1:
@@ -350,7 +352,7 @@ class Chained(ChainedOptimizer):
         return steps.pop() if steps else None
 
     def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
+        """Counts the clipped gradients that are 0, over all ranks."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.chained_optimizers:
                 stack.enter_context(optimizer.clipped_grads())
@@ -376,13 +378,15 @@ def made_of_shards(choices: Choices) -> Any:
     make = megatrons_own()  # within another's block its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-        own = replace(choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload)
-        own.check_config(config, model_chunks)
-        if own.offloads:  # Megatron itself would make an optimizer a device
+        model_choices = replace(
+            choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload
+        )
+        model_choices.check_config(config, model_chunks)
+        if model_choices.offloads:  # Megatron itself would make an optimizer a device
             config = copy.copy(config)
             config.optimizer_cpu_offload = False
-        factory.Adam = own.make_adam
-        factory.DistributedOptimizer = owner_of(own)
+        factory.Adam = model_choices.make_adam
+        factory.DistributedOptimizer = owner_of(model_choices)
         return make(config, model_chunks, *args, **kwargs)
 
     setattr(checked, MEGATRONS, make)

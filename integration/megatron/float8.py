@@ -27,32 +27,32 @@ def weights_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
 
 
 def is_fp8(param: torch.Tensor) -> bool:
-    """Whether a parameter is one of TransformerEngine's fp8 tensors."""
+    """Returns whether a parameter is one of TransformerEngine's fp8 tensors."""
     return foreign_weight(param) is not None
 
 
 def is_mxfp8(param: torch.Tensor) -> bool:
-    """Whether it is one whose scales are powers of two, of 32 elements each."""
+    """Returns whether it is one whose scales are powers of two, of 32 elements each."""
     weight = foreign_weight(param)
     return weight is not None and weight.recipe.quantizer.scale_dtype == torch.uint8
 
 
 def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:
     """This rank's parts of fp8 parameters, by parameter."""
-    group, found = optimizer.data_parallel_group, {}
+    group, shards = optimizer.data_parallel_group, {}
     for index, param in weights_of(optimizer):
         if param in optimizer.model_param_gbuf_map:
             part = optimizer._get_model_param_range_map(param)["param"]
-            found[param] = Float8Shard(param, part.start, part.end, group, order=index)
-    return found
+            shards[param] = Float8Shard(param, part.start, part.end, group, order=index)
+    return shards
 
 
 def absent_shards(optimizer: Any) -> list[Float8Shard]:
     """Empty shards of the fp8 parameters of which this rank has nothing, with empty gradients."""
-    group, found = optimizer.data_parallel_group, []
+    group, shards = optimizer.data_parallel_group, []
     for index, param in weights_of(optimizer):
         if param not in optimizer.model_param_gbuf_map:
             shard: Any = Float8Shard(param, 0, 0, group, order=index)
             shard.decoupled_grad = param.main_grad.new_empty(0)
-            found.append(shard)
-    return found
+            shards.append(shard)
+    return shards

@@ -94,7 +94,7 @@ class Clipping(base.MegatronOptimizer):
         return grad_norm
 
     def skips(self, grad_norm: float | torch.Tensor) -> bool:
-        """Whether a norm is so large that Megatron leaves the step out."""
+        """Returns whether a norm is so large that Megatron leaves the step out."""
         threshold = getattr(self.config, "grad_norm_skip_threshold", math.inf)
         return (
             not self.is_stub_optimizer and math.isfinite(threshold) and bool(grad_norm > threshold)
@@ -102,7 +102,7 @@ class Clipping(base.MegatronOptimizer):
 
     @contextlib.contextmanager
     def clipped_grads(self) -> Iterator[None]:
-        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        """Puts copies of clipped gradients where Megatron's code looks for them, within it."""
         if self.is_stub_optimizer or self._has_clipped_grads:
             yield
             return
@@ -126,7 +126,7 @@ class Clipping(base.MegatronOptimizer):
                 shard.decoupled_grad = grad
 
     def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
+        """Counts the clipped gradients that are 0, over all ranks."""
         with self.clipped_grads():
             return super().count_zeros()
 
@@ -147,7 +147,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
     """
 
     has_16_bit_norm = True
-    """Whether the norm is given gradients of 16 bits."""
+    """True where the norm is given gradients of 16 bits."""
 
     def _start(self) -> None:
         self._has_clipped_grads = self._clips_in_place = False
@@ -166,7 +166,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
     # --- gradients
 
     def _copy_model_grads_to_main_grads(self) -> None:
-        """Where the gradients lie, which stays as long as DDP's buffers do."""
+        """Notes where the gradients lie, which stays as long as DDP's buffers do."""
         if self._is_bound():
             return
         for model, shard in self.shards.items():
@@ -180,7 +180,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
         }
 
     def _is_bound(self) -> bool:
-        """Whether all gradients are views of the buffers as they are now."""
+        """Returns whether all gradients are views of the buffers as they are now."""
         shard = next(iter(self.shards.values()), None)
         if shard is None:  # nor are there buffers where all parameters are frozen
             return True
@@ -194,7 +194,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
         )
 
     def _has_copies(self) -> bool:
-        """Whether gradients of 16 bits are cast: multiplied in place they would be rounded."""
+        """Returns whether 16-bit gradients are cast: multiplied in place they would be rounded."""
         dtypes = {buffer.grad_data.dtype for buffer in self.buffers}
         rounds = self.fused is not None and self.fused.options.round_scaled_grads
         is_scaled = self.grad_scaler is not None or (self._clips_in_place and not rounds)
@@ -219,20 +219,20 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
         Megatron decides, asked once with stand-ins for the gradients.
         """
-        asked = self.get_parameters()
-        stand_ins = [param.detach() for param in asked]
-        self._set_grads(asked, stand_ins)
+        params = self.get_parameters()
+        stand_ins = [param.detach() for param in params]
+        self._set_grads(params, stand_ins)
         with warnings.catch_warnings():  # shards of fp32 weights are not leaves
             warnings.simplefilter("ignore", UserWarning)
             ask = getattr(super(), "get_grads_for_grad_norm", None)
             counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
-        self._set_grads(asked, [None] * len(asked))
-        found = {id(each) for each in counted}
+        self._set_grads(params, [None] * len(params))
+        counted_ids = {id(grad) for grad in counted}
         pairs = zip(self._flat_shards(), stand_ins, strict=True)
-        return [shard for shard, stand_in in pairs if id(stand_in) in found]
+        return [shard for shard, stand_in in pairs if id(stand_in) in counted_ids]
 
     def _may_have_16_bit_norm(self) -> bool:
-        """Whether the norm's kernel sums bf16 or fp16 gradients as it would sum fp32 copies.
+        """Returns whether the norm's kernel sums 16-bit gradients as it would sum fp32 copies.
 
         It takes four numbers at a time where they are aligned, as copies are, one at a time
         elsewhere: two orders.

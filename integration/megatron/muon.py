@@ -135,9 +135,9 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     chosen = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
     for name in chosen:
         one_of(name, getattr(choices, name), (None, torch.float32))
-    beside = f"config.optimizer={config.optimizer!r}"
+    condition = f"config.optimizer={config.optimizer!r}"
     if choices.galore is not None:
-        refuse("galore", f"None with {beside}", choices.galore)
+        refuse("galore", f"None with {condition}", choices.galore)
     fields: list[tuple[str, object, str]] = [
         ("fp16", False, "as in Megatron"),
         ("loss_scale", None, "Megatron unscales no gradients of Muon's"),
@@ -148,7 +148,7 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
         fields.append(("bf16", True, reason))
     if is_cut(config, recipe, model_chunks):
         fields.append(IN_SHARDS)
-    check_fields(config, fields, beside)
+    check_fields(config, fields, condition)
     for chunk in model_chunks:
         _check_chunk(chunk, config, recipe)
 
@@ -184,9 +184,9 @@ def mark_qkv(recipe: Recipe, chunks: Sequence[Any]) -> None:
         for name, param in chunk.named_parameters()
         if name.endswith(QKV) and param.dim() == 2 and param.requires_grad
     ]
-    sizes = [_qkv_sizes(*each) if recipe.splits_qkv else None for each in named]
-    for (_, param, _), own in zip(named, sizes, strict=True):
-        setattr(param, SPLIT_SIZES, own)
+    sizes = [_qkv_sizes(*arguments) if recipe.splits_qkv else None for arguments in named]
+    for (_, param, _), param_sizes in zip(named, sizes, strict=True):
+        setattr(param, SPLIT_SIZES, param_sizes)
 
 
 def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...]:
@@ -212,7 +212,7 @@ def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...
 
 
 def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
-    """Whether DDP's buffers keep each matrix on one rank, as the layer-wise optimizer needs it."""
+    """Returns whether DDP keeps each matrix on one rank, as the layer-wise optimizer needs it."""
     layout = getattr(chunk, "full_param_layout", None)
     keys = getattr(layout, "layouts", {})
     name = "is_managed_by_layer_wise_optimizer"
@@ -220,7 +220,7 @@ def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
 
 
 def is_cut(config: Any, recipe: Recipe, chunks: Sequence[Any]) -> bool:
-    """Whether matrices are in shards of the ordinary distributed optimizer, which cut them."""
+    """Returns whether shards of the ordinary distributed optimizer cut the matrices."""
     return bool(config.use_distributed_optimizer) and not any(
         has_whole_layout(chunk, recipe) for chunk in chunks
     )
@@ -257,14 +257,16 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
 def copies_of(
     recipe: Recipe, choices: Choices, chunks: Sequence[Any]
 ) -> dict[torch.Tensor, dist.ProcessGroup]:
-    """For each weight the data-parallel ranks that step all of it, and divide the work.
+    """Returns for each weight the data-parallel ranks that step all of it, and divide the work.
 
     None where the layer-wise optimizer gives weights to ranks, or where it was not chosen.
     """
     if recipe.is_layer_wise or not choices.divides_matrices:
         return {}
     # the very ranks over which DDP adds up gradients: of experts other ones
-    buffers = [each for own in chunks for each in (*own.buffers, *own.expert_parallel_buffers)]
+    buffers = [
+        buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
     return {param: buffer.data_parallel_group for buffer in buffers for param in buffer.params}
 
 
@@ -311,7 +313,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def rebound(names: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within it, names of modules stand for other values."""
+    """Lets names of modules stand for other values within it."""
     with contextlib.ExitStack() as stack:
         for module, name, value in names:
             stack.callback(setattr, module, name, getattr(module, name))
@@ -348,10 +350,10 @@ def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
 
 
 def make_of_shards(
-    config: Any, recipe: Recipe, choices: Choices, model_chunks: list[Any], **given: Any
+    config: Any, recipe: Recipe, choices: Choices, model_chunks: list[Any], **arguments: Any
 ) -> Any:
     """Megatron's optimizer of the distributed optimizer's shards, all stepped by one FusedMuon."""
-    if meshes_of(recipe, choices, model_chunks, given["pg_collection"]):
+    if meshes_of(recipe, choices, model_chunks, arguments["pg_collection"]):
         raise ValueError(
             f"config.muon_tp_mode must be {BLOCKWISE!r} beside use_distributed_optimizer=True with "
             f"tensor parallelism, got {DUPLICATED!r}: the distributed optimizer's shards are cut "
@@ -362,10 +364,10 @@ def make_of_shards(
     def make_adam(params: list[dict[str, Any]], **kwargs: Any) -> ShardMuon:
         return make_muon(params, recipe, choices, {}, {}, has_all=True)
 
-    told = copy.copy(config)
-    told.optimizer = "adam"
+    adam_config = copy.copy(config)
+    adam_config.optimizer = "adam"
     with rebound(standing_in(megatrons_own(), make_adam, MatrixShards)):
-        return factory.get_megatron_optimizer(told, model_chunks, **given)
+        return factory.get_megatron_optimizer(adam_config, model_chunks, **arguments)
 
 
 def get_muon_optimizer(
@@ -380,8 +382,8 @@ def get_muon_optimizer(
         make = factory.get_megatron_optimizer
     else:
         make = getattr(importlib.import_module(MODULE_OF_16), OF_16)
-    own = {"use_gloo_process_groups": use_gloo_process_groups, "pg_collection": pg_collection}
-    return make(config, model_chunks, config_overrides, **own)
+    options = {"use_gloo_process_groups": use_gloo_process_groups, "pg_collection": pg_collection}
+    return make(config, model_chunks, config_overrides, **options)
 
 
 def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
@@ -390,11 +392,11 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     if hasattr(factory, EMERGING):
         return [(factory, EMERGING, _emerging(choices, adams))]
     module = importlib.import_module(MODULE_OF_16)
-    own, known = _of_16(module, choices, adams), getattr(module, OF_16)
+    replacement, original = _of_16(module, choices, adams), getattr(module, OF_16)
     # Megatron's training has it by name
-    modules = [each for each in sys.modules.values() if isinstance(each, ModuleType)]
-    holders = [each for each in modules if vars(each).get(OF_16) is known]
-    return [(each, OF_16, own) for each in holders]
+    modules = [holder for holder in sys.modules.values() if isinstance(holder, ModuleType)]
+    holders = [holder for holder in modules if vars(holder).get(OF_16) is original]
+    return [(holder, OF_16, replacement) for holder in holders]
 
 
 EMERGING = "_get_megatron_emerging_optimizer"
@@ -418,8 +420,8 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
         check(config, recipe, model_chunks, choices)
         mark_qkv(recipe, model_chunks)
         if is_cut(config, recipe, model_chunks):
-            given = {"config_overrides": config_overrides, "pg_collection": pg_collection}
-            return make_of_shards(config, recipe, choices, model_chunks, **given)
+            arguments = {"config_overrides": config_overrides, "pg_collection": pg_collection}
+            return make_of_shards(config, recipe, choices, model_chunks, **arguments)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
         copies = copies_of(recipe, choices, model_chunks)
 
@@ -460,12 +462,12 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
         check(config, recipe, model_chunks, choices)
         mark_qkv(recipe, model_chunks)
         if is_cut(config, recipe, model_chunks):
-            given = {
+            arguments = {
                 "config_overrides": config_overrides,
                 "use_gloo_process_groups": use_gloo_process_groups,
                 "pg_collection": pg_collection,
             }
-            return make_of_shards(config, recipe, choices, model_chunks, **given)
+            return make_of_shards(config, recipe, choices, model_chunks, **arguments)
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
         copies = copies_of(recipe, choices, model_chunks)
 
@@ -485,10 +487,10 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
             (module, "ChainedOptimizer", Chained),
             (module, "LayerWiseDistributedOptimizer", LayerWise),
         ]
-        told = copy.copy(config)  # which it writes into
+        config_copy = copy.copy(config)  # which it writes into
         with rebound(names):
             return megatrons(
-                told,
+                config_copy,
                 model_chunks,
                 config_overrides,
                 use_gloo_process_groups,

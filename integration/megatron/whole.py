@@ -57,7 +57,7 @@ class WholeAdapter(MainShardsAdapter):
         """
         packed = super().state_dict()
         align_steps(packed["param_groups"])
-        states = {place: locals_of(own) for place, own in packed["state"].items()}
+        states = {place: locals_of(state) for place, state in packed["state"].items()}
         return {"state": states, "param_groups": packed["param_groups"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -67,13 +67,13 @@ class WholeAdapter(MainShardsAdapter):
         of the other optimizers of the chain.
         """
         groups, states = state_dict["param_groups"], state_dict["state"].values()
-        steps = {int(own["step"]) for own in states if "step" in own}
+        steps = {int(state["step"]) for state in states if "step" in state}
         if steps:
             groups = [{**group, "step": max(steps)} for group in groups]
         weights = [weight for group in self.fused.param_groups for weight in group["params"]]
         parts = {
-            place: {name: view_of(weights[place]).wrap(value) for name, value in own.items()}
-            for place, own in state_dict["state"].items()
+            place: {name: view_of(weights[place]).wrap(value) for name, value in state.items()}
+            for place, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": parts, "param_groups": groups})
         if not any("step" in group for group in groups):
@@ -93,20 +93,20 @@ class Whole(Clipping):
         self.shards, self.fused = {}, optimizer
         if self.is_stub_optimizer:
             return
-        known = {id(main): model for model, main in self._pairs()}
+        models_by_main = {id(main): model for model, main in self._pairs()}
         groups = [group["params"] for group in optimizer.param_groups]
-        models = [[known.get(id(main), main) for main in mains] for mains in groups]
+        models = [[models_by_main.get(id(main), main) for main in mains] for mains in groups]
         meshes = getattr(optimizer, "meshes", {})
-        weights = [[as_part(model, meshes) for model in own] for own in models]
-        pairs = [[*zip(*own, strict=True)] for own in zip(groups, weights, strict=True)]
+        weights = [[as_part(model, meshes) for model in group_models] for group_models in models]
+        pairs = [[*zip(*columns, strict=True)] for columns in zip(groups, weights, strict=True)]
         self.optimizer = WholeAdapter(optimizer, pairs)
         copies = getattr(optimizer, "copies", {})
         for weight in itertools.chain.from_iterable(weights):
             if weight in copies:  # no part of a matrix that tensor-parallel ranks share
                 optimizer.stepper.replicas.put([weight], copies[weight])
         self.init_state_fn = self.initialize_states
-        for own, parts in zip(models, weights, strict=True):
-            self.shards.update(zip(own, parts, strict=True))
+        for group_models, parts in zip(models, weights, strict=True):
+            self.shards.update(zip(group_models, parts, strict=True))
         # weights with a norm of their own: the step knows one coefficient for all
         self._clips_in_place = any(map(norm_group_of, self.shards))
 
@@ -146,8 +146,8 @@ class Whole(Clipping):
         if self.is_stub_optimizer:
             return {}
         self.initialize_states()
-        given = (model_sharded_state_dict, is_loading, *args)
-        return super().sharded_state_dict(*given, **kwargs)
+        arguments = (model_sharded_state_dict, is_loading, *args)
+        return super().sharded_state_dict(*arguments, **kwargs)
 
 
 class WholeFloat16(Whole, Float16OptimizerWithFloat16Params):
@@ -169,18 +169,18 @@ class LayerWise(LayerWiseDistributedOptimizer, Chained):
             optimizer.clip(grad_norm, norms_by_group)
 
     def skips(self, grad_norm: Norm) -> bool:
-        """Whether a norm is so large that Megatron leaves the step out."""
+        """Returns whether a norm is so large that Megatron leaves the step out."""
         return any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
 
     @contextlib.contextmanager
     def clipped_grads(self) -> Iterator[None]:
-        """Within it, clipped gradients are where Megatron's code looks for them; copies."""
+        """Puts copies of clipped gradients where Megatron's code looks for them, within it."""
         with contextlib.ExitStack() as stack:
             for optimizer in self.chained_optimizers:
                 stack.enter_context(optimizer.clipped_grads())
             yield
 
     def count_zeros(self) -> Any:
-        """How many of the clipped gradients are 0, over all ranks."""
+        """Counts the clipped gradients that are 0, over all ranks."""
         with self.clipped_grads():
             return super().count_zeros()

@@ -1,4 +1,4 @@
-"""What a step works on: tensors that share their formats."""
+"""A step's batch: tensors that share their formats."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megaopt.kernels.rules.base import digest
 from megaopt.kernels.rules.matrix import Matrix
 
 Buffers = dict[str, list[torch.Tensor]]
-"""For each slot in use, one contiguous tensor per parameter, in one order."""
+"""Lists by slot, of one contiguous tensor per parameter, in one order."""
 Scalars = Sequence[tuple[float, ...]] | torch.Tensor
 """The rule's row for each group; or these rows on the device, fp32."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """How the new values of fp8 weights become codes."""
+    """A way in which the new values of fp8 weights become codes."""
 
     recipe: Recipe
     dtype: torch.dtype
@@ -50,13 +50,13 @@ class Cast:
     @property
     def slots(self) -> tuple[str, ...]:
         """The slots of what lies beside the codes."""
-        kept = ("weight_scale",) if self.quantizer.keeps_scale else ()
-        beside = ("weight_remainder",) if self.remainder.present else ()
-        return (*kept, "weight_scale_inv", "weight_amax", *beside)
+        scale_slots = ("weight_scale",) if self.quantizer.keeps_scale else ()
+        remainder_slots = ("weight_remainder",) if self.remainder.present else ()
+        return (*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots)
 
 
 class Extent(NamedTuple):
-    """Which elements of a weight a tensor holds: `numel` from `start` on, row by row."""
+    """The elements of a weight that a tensor holds: `numel` from `start` on, row by row."""
 
     rows: int
     columns: int
@@ -75,9 +75,9 @@ class Formats:
     moments: tuple[Format, ...]
     """The formats of the rule's moments, in its order."""
     moment_names: tuple[str, ...]
-    """What the rule calls them, and the optimizer's state."""
+    """The names of the moments in the rule and in the optimizer's state."""
     cast: Cast | None = None
-    """Where weights are fp8 codes with scales of their own; else None."""
+    """The cast of weights that are fp8 codes with scales of their own; else None."""
     rounds_grad: bool = False
     """An unscaled or clipped gradient is rounded to its own format, as one written back is."""
     writes_grad: bool = False
@@ -85,20 +85,20 @@ class Formats:
     maximize: bool = False
     """The step follows the gradient instead of going against it."""
     matrix: Matrix | None = None
-    """Where a rule steps whole matrices; else None."""
+    """The rule that steps whole matrices; None where there is none."""
     from_param: tuple[str, ...] = field(default=(), compare=False)
     """Names of moments that start as the parameter, not as zeros."""
 
     @property
     def moment_count(self) -> int:
-        """How many moments the rule has."""
+        """The number of the rule's moments."""
         return len(self.moments)
 
     @cached_property
     def by_slot(self) -> dict[str, Format]:
         """The formats of gradient, weight, master and moments, by slot."""
-        own = {"grad": self.grad, "weight": self.weight, "master": self.master}
-        return {**own, **dict(zip(self.moment_names, self.moments, strict=True))}
+        formats = {"grad": self.grad, "weight": self.weight, "master": self.master}
+        return {**formats, **dict(zip(self.moment_names, self.moments, strict=True))}
 
     @cached_property
     def slots(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Formats:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """For each slot its row in the kernel's table of addresses."""
+        """The row of each slot in the kernel's table of addresses."""
         moments = {}
         for index, name in enumerate(self.moment_names):
             moments[name] = FIRST_MOMENT_ROW + 2 * index
@@ -123,7 +123,7 @@ class Formats:
 
     @cached_property
     def store(self) -> Store:
-        """How the step's pass stores weights.
+        """The way in which the step's pass stores weights.
 
         fp8 weights wait where the master is scaled: its stored value, of which the weight is made,
         is known only when the tensor is through. So do tiles beside moments that are scaled, or in
@@ -131,11 +131,11 @@ class Formats:
         """
         if self.cast is None:
             return PLAIN
-        own = self.cast.quantizer.store
-        if self.cast.exact and not own.in_place and own.left is Left.NOTHING:
+        store = self.cast.quantizer.store
+        if self.cast.exact and not store.in_place and store.left is Left.NOTHING:
             return LATER  # it stores codes to nearest, and nothing beside them
         waits = self.scaled or (self.block > 0 and not self.cast.rows_hold_blocks)
-        return LATER if self.master.scaled or (own.tile and waits) else own
+        return LATER if self.master.scaled or (store.tile and waits) else store
 
     @cached_property
     def state_slots(self) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class Formats:
 
     @property
     def scaled(self) -> bool:
-        """Whether a scale has to be known before the codes can be stored."""
+        """Returns whether a scale has to be known before the codes can be stored."""
         return any(form.scaled for form in self.by_slot.values())
 
     @cached_property
@@ -154,32 +154,35 @@ class Formats:
 
     @property
     def block_pair(self) -> bool:
-        """Whether there are two moments, both in blocks."""
+        """Returns whether there are two moments, both in blocks."""
         return len(self.moments) == 2 and all(form.block for form in self.moments)
 
     def is_reshaped(self, slot: str) -> bool:
-        """Whether a slot's tensors have another shape than the parameter: scales, packed codes."""
+        """Returns whether a slot's tensors have another shape than the parameter.
+
+        Scales and packed codes have.
+        """
         return slot not in self.by_slot or self.by_slot[slot].packed > 1
 
     @cached_property
     def draws(self) -> bool:
-        """Whether something is rounded stochastically."""
+        """Returns whether something is rounded stochastically."""
         drawn = any(form.draws for form in self.by_slot.values())
         return drawn or (self.cast is not None and self.cast.remainder.draws)
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether fp8 codes are read and stored by one pass, without an fp32 value for the step."""
+        """Returns whether one pass reads and stores fp8 codes, with no fp32 value for the step."""
         return self.is_exact and self.store.in_place
 
     @property
     def is_exact(self) -> bool:
-        """Whether there is no master but what lies beside fp8 codes, and these lose no update."""
+        """Returns whether fp8 codes, with what lies beside them, are masters: no update is lost."""
         return self.reads_weight and self.cast is not None and self.cast.exact
 
     @property
     def reads_weight(self) -> bool:
-        """Whether the value that a step updates is the weight's, alone or with a joined master."""
+        """Returns whether a step updates the weight's value, alone or with a joined master."""
         return self.master.joined or not self.master.present
 
     def with_values(self) -> Formats:
@@ -190,7 +193,7 @@ class Formats:
 
     @property
     def cast_draws(self) -> bool:
-        """Whether fp8 codes, or what lies beside them, are rounded stochastically."""
+        """Returns whether fp8 codes, or what lies beside them, are rounded stochastically."""
         return self.cast is not None and (self.weight.draws or self.remainder.draws)
 
     @property
@@ -202,7 +205,7 @@ class Formats:
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        """The key of Triton's compilation cache: a change of the source changes it."""
         keys = [form.cache_key for form in self.by_slot.values()]
         keys.append(self.store.cache_key)
         if self.cast:
@@ -225,8 +228,8 @@ class Formats:
         if slot == "weight_scale_inv" and self.cast:
             return self.cast.quantizer.scale_dtype
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
-            own = self.by_slot.get(slot.removesuffix("_scale"))
-            return torch.uint8 if own is not None and own.block else torch.float32
+            form = self.by_slot.get(slot.removesuffix("_scale"))
+            return torch.uint8 if form is not None and form.block else torch.float32
         if slot == "weight_remainder":
             return torch.int8
         dtype = self.by_slot[slot].dtype

@@ -1,4 +1,4 @@
-"""Where a chunk's buffers lie, and how a block of one is read and written.
+"""Addresses of a chunk's buffers, and reads and writes of their blocks.
 
 Where moments share scales by blocks (megaopt.kernels.formats.block8), what a program loads at once
 is a tile, a row for each thread with the elements that it takes: a scale is one number in each
@@ -35,7 +35,7 @@ def moment_pointer(column, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
 
 @helper
 def pointers_of(column, start, FORMATS: tl.constexpr):
-    """To a chunk's first element in each buffer."""
+    """Returns pointers to a chunk's first element in each buffer."""
     GRAD_FORMAT: tl.constexpr = FORMATS.grad
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
@@ -81,7 +81,7 @@ def pair_offsets(offsets, rows):
 
 @helper
 def halves(tile):
-    """What a tile has at even places and at odd ones, each [rows, width // 2]."""
+    """Returns a tile's elements at even places and those at odd ones, each [rows, width // 2]."""
     return tl.split(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 2, 2)))
 
 
@@ -129,7 +129,7 @@ def store_where(condition, ptr, offsets, code, mask):
 
 @helper
 def lead_of(column, FORMATS: tl.constexpr):
-    """How many elements of the tensor's first block lie before the tensor; int64."""
+    """Returns the number of elements of the tensor's first block before the tensor; int64."""
     lead = tl.full((), 0, tl.int64)
     if FORMATS.block:
         lead = entry(column, FIRST_ELEMENT) % FORMATS.block
@@ -184,7 +184,7 @@ def next_masked(block, behind, FORMATS: tl.constexpr):
 
 @helper
 def inside(offsets, start, elements, FORMATS: tl.constexpr):
-    """Which elements of a block are the tensor's: not those before it, nor behind it."""
+    """Returns a mask of a block's elements that are the tensor's: not before it, nor behind it."""
     mask = offsets < elements
     if FORMATS.block:
         mask = mask & (offsets >= -start)

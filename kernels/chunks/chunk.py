@@ -1,4 +1,4 @@
-"""What a program works on, as tuples: a tensor's column of the table, a chunk, a block of it."""
+"""A program's work as tuples: a tensor's column of the table, a chunk, a block of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Column(NamedTuple):
 
 
 class Pointers(NamedTuple):
-    """To a chunk's first element in each buffer; a null pointer where there is no buffer."""
+    """Pointers to a chunk's first element in each buffer; null where there is no buffer."""
 
     grad: Any
     weight: Any
@@ -42,11 +42,11 @@ class Chunk(NamedTuple):
     controls: Any
     """A tuple: grad scale, its inverse, clip coefficient, whether gradients are unscaled."""
     draw: Any
-    """What random words are made of (draws.draw_of)."""
+    """The numbers that random words are made of (draws.draw_of)."""
 
 
 class Scales(NamedTuple):
-    """What the codes of a chunk are multiplied by when they are read and when they are stored."""
+    """The factors of a chunk's codes when they are read and when they are stored."""
 
     param: Any
     """The master's scale, or scale_inv of an fp8 weight that has none."""
@@ -57,7 +57,7 @@ class Scales(NamedTuple):
     moment_inverses: Any
     """Likewise; of moments in blocks pointers to where the new scales go."""
     weight: Any
-    """What `Store.begin` found."""
+    """The scale that `Store.begin` returned."""
 
 
 class Block(NamedTuple):
@@ -68,7 +68,7 @@ class Block(NamedTuple):
     rows: Any
     """int32 [rows], the offsets of the rows' first elements; 0 where there are no rows."""
     mask: Any
-    """Which elements are the tensor's; None: all of them, and aligned."""
+    """A mask of the tensor's elements; None: all are, and they are aligned."""
 
 
 @helper

@@ -64,7 +64,7 @@ def param_of_codes(weight_code, master_code, master_scale, FORMATS: tl.constexpr
 
 @helper
 def load_words(pointers, scales, rows, SPEC: tl.constexpr):
-    """Those of whole rows: gradient, weight, master, and tuples of the moments' and their scales.
+    """Loads the words of whole rows: gradient, weight, master, tuples of moments and their scales.
 
     What is not there or not needed is 0.
     """
@@ -189,7 +189,10 @@ def code_of(word, FORMAT: tl.constexpr):
 
 @helper
 def in_order(parts, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """What words have at their first, second, ... place, [rows, words] each, as [rows, WIDTH]."""
+    """Puts what words have at their first, second, ... place, [rows, words] each, in order.
+
+    The result is of shape [rows, WIDTH].
+    """
     if COUNT == 2:
         tile = tl.join(parts[0], parts[1])
     elif COUNT == 4:

@@ -76,8 +76,8 @@ REDUCED_BY: tl.constexpr = tl.constexpr(POLYNOMIAL)
 
 def seed_and_step(numbers: tuple[float, ...]) -> tuple[tuple[int, int], int]:
     """The key of Philox, and the step, from a group's numbers (rules.base.draw_numbers)."""
-    own = [int(number) for number in numbers]
-    return (own[0] | own[1] << 16, own[2] | own[3] << 16), own[4] | own[5] << 16
+    parts = [int(number) for number in numbers]
+    return (parts[0] | parts[1] << 16, parts[2] | parts[3] << 16), parts[4] | parts[5] << 16
 
 
 def words_reference(place: Place, numel: int, numbers: Any, device: torch.device) -> torch.Tensor:
@@ -111,12 +111,12 @@ def _quads(
 
 
 def weight_bits_reference(words: torch.Tensor) -> torch.Tensor:
-    """int32, from 0 to 65535, for a weight or what lies beside it."""
+    """Returns int32 bits, from 0 to 65535, for a weight or what lies beside it."""
     return (words & 0xFFFF).int()
 
 
 def moment_bits_reference(words: torch.Tensor, index: int) -> torch.Tensor:
-    """Likewise for the rule's moment with this index."""
+    """Returns int32 bits, from 0 to 65535, for the rule's moment with this index."""
     upper = words >> 16
     if index != 1:
         for _ in range(index - 1):
@@ -135,7 +135,7 @@ def sixteens(row_ptr, place):
 
 @helper
 def draw_of(column, row_ptr, DRAWS: tl.constexpr):
-    """What the words of a tensor are made from; row_ptr: to its group's numbers for the draws."""
+    """Returns what a tensor's words are made from; row_ptr: to its group's numbers for draws."""
     if DRAWS:
         key = (sixteens(row_ptr, 0), sixteens(row_ptr, 2), sixteens(row_ptr, 4))
         number = entry(column, NUMBER).to(tl.uint32)

@@ -16,7 +16,7 @@ FIXED_ROWS = {
 }
 """The kinds of buffer that every rule has, and their rows in the kernel's table of addresses."""
 FIRST_MOMENT_ROW = 20
-"""After rows of numbers; two rows a moment: its address, and that of its scale."""
+"""The first row after rows of numbers; two rows a moment: its address, and that of its scale."""
 
 # Rows of the int64 table, one column a tensor. First addresses.
 GRAD: tl.constexpr = tl.constexpr(FIXED_ROWS["grad"])

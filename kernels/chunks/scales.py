@@ -29,7 +29,10 @@ SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-126)
 
 @helper
 def cell(scratch_ptr, row, column):
-    """To what the scratch has of a tensor in a row: the amaxes, then old scales, then the count."""
+    """Returns a pointer to a tensor's cell in a row of the scratch.
+
+    The rows are the amaxes, then old scales, then the count.
+    """
     return scratch_ptr + row * column.tensors + column.tensor
 
 

@@ -1,4 +1,4 @@
-"""What a step's kernel is compiled for, as one value."""
+"""The case that a step's kernel is compiled for, as one value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Spec:
 
     @property
     def digest_count(self) -> int:
-        """How many slots have digests."""
+        """The number of slots that have digests."""
         return len(self.digests)
 
     @property
@@ -58,12 +58,12 @@ class Spec:
 
     @property
     def digests_grad(self) -> bool:
-        """Whether the gradient is among the slots."""
+        """Returns whether the gradient is among the slots."""
         return "grad" in self.digests
 
     @property
     def reads_param(self) -> bool:
-        """Whether what is computed needs the parameter's value."""
+        """Returns whether what is computed needs the parameter's value."""
         if self.stores:
             return self.rule.reads_param
         return self.rule.moments_use_param or self.formats.master.scaled

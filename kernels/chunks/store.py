@@ -1,4 +1,4 @@
-"""What a quantizer is: how weights are stored, and where fp8 weights get their scales.
+"""Quantizers: the way weights are stored, and where fp8 weights get their scales.
 
 Both are values, compile-time ones in kernels, as formats and rules are. A Store, what the step's
 own pass does with weights, is apart from its Quantizer: plain weights need nothing else, and what a
@@ -55,7 +55,7 @@ def finish_nothing(column, start, scale, amax_bits, FORMATS: tl.constexpr):
 # equal only to itself: launches hash it
 @dataclass(frozen=True, eq=False)
 class Store:
-    """How the step's pass stores weights; Triton functions, of which its kernel calls three.
+    """A way in which the step's pass stores weights; its kernel calls three Triton functions.
 
     What they are given is described in megaopt.kernels.chunks.chunk.
 
@@ -76,12 +76,12 @@ class Store:
     tile_options: Mapping[str, object] = field(default_factory=dict)
     """The options of the launch over tiles."""
     in_place: bool = False
-    """Whether the pass reads and stores the codes of a weight without a master: no fp32 value of an
-    element lasts for longer. With tiles only where no other rank has a part of the weight."""
+    """True where the pass reads and stores the codes of a weight without a master: no fp32 value of
+    an element lasts for longer. With tiles only where no other rank has a part of the weight."""
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        """The key of Triton's compilation cache: a change of the source changes it."""
         return _key(self.name, self.begin, self.put, self.finish, self.tile)
 
 
@@ -142,7 +142,7 @@ class Recipe(Protocol):
 # equal only to itself: launches hash it
 @dataclass(frozen=True, eq=False)
 class Quantizer:
-    """Where the scales of fp8 weights come from: one file and one row of the table a scaling.
+    """A source of the scales of fp8 weights: one file and one row of the table a scaling.
 
     `scale(column, amax_bits, FORMATS) -> scale, scale_inv` (Triton) and its twin
     `scales_reference(amax, recipe, scale)` give what values are multiplied by, fp32, and scale_inv
@@ -166,7 +166,7 @@ class Quantizer:
     scale_element: Any = tl.float32
     """The Triton type under which kernels store it."""
     value_reference: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
-    """What codes are multiplied by, fp32, from scale_inv."""
+    """The factor of codes, fp32, from scale_inv."""
     value: Any = same_value
     """The same in Triton."""
     move: Callable[..., None] | None = None
@@ -183,7 +183,7 @@ class Quantizer:
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        """The key of Triton's compilation cache: a change of the source changes it."""
         fields = (self.name, self.rows, self.columns, self.scale_element, self.store.cache_key)
         return _key(f"{fields}", self.scale, self.value)
 

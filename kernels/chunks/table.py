@@ -18,7 +18,9 @@ from megaopt.kernels.optional_triton import INTERPRETED
 
 
 class CopyEvent:
-    """Behind copies on the stream that is current when it is made; those on a CPU are done at once.
+    """An event behind copies on the stream that is current when it is made.
+
+    Copies on a CPU are done at once.
 
     torch's own asks for the current stream at each record, which takes 5 us on an H200's host.
     """
@@ -30,12 +32,12 @@ class CopyEvent:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
-        """Behind what is queued now."""
+        """Puts the event behind what is queued now."""
         if self._event is not None:
             self._event.record(self._stream)
 
     def query(self) -> bool:
-        """Whether it has passed."""
+        """Returns whether the event has passed."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
@@ -107,7 +109,7 @@ class Upload:
         self._pieces.append(piece)  # not where the copy failed
 
     def __del__(self) -> None:
-        """Within a capture the pinned memory outlives this."""
+        """Lets the pinned memory outlive this within a capture."""
         # After a fault of the device torch cannot say whether there is a capture. Then none goes
         # on, and an error here would only hide that of the fault.
         with suppress(RuntimeError):
@@ -118,7 +120,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the elements are dealt out to programs; it changes no bit of the result."""
+    """The way elements are dealt out to programs; it changes no bit of the result."""
 
     block: int
     """Elements that a program loads at a time; a power of two."""
@@ -220,9 +222,9 @@ class DeviceTable:
         else:
             host[slice(*changed)] = array[slice(*changed)]
         in_graph = is_capturing(self.device)
-        own = self._put_in_graph(host) if in_graph else self._put(host, *changed)
+        tensor = self._put_in_graph(host) if in_graph else self._put(host, *changed)
         self._host = host
-        return own
+        return tensor
 
     def kept(self) -> torch.Tensor:
         """The array on the device as it was last, which a graph that is being captured may keep."""
@@ -246,22 +248,22 @@ class DeviceTable:
         if array.nbytes <= SMALL:
             return None if array.tobytes() == host.tobytes() else (0, None)
         rows = range(len(array)) if rows is None else rows
-        found = [row for row in rows if array[row].tobytes() != host[row].tobytes()]
-        return (min(found), max(found) + 1) if found else None
+        changed_rows = [row for row in rows if array[row].tobytes() != host[row].tobytes()]
+        return (min(changed_rows), max(changed_rows) + 1) if changed_rows else None
 
     def _put(self, host: numpy.ndarray, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Writes rows over those of the copy; makes a new one where it must stay, or fits not."""
-        stream, own = stream_of(self.device), self._upload
-        fits = own is not None and own.tensor.shape == host.shape and self._stream == stream
-        if own is None or not fits or self._is_captured:
+        stream, upload = stream_of(self.device), self._upload
+        fits = upload is not None and upload.tensor.shape == host.shape and self._stream == stream
+        if upload is None or not fits or self._is_captured:
             # not what a step within inference mode would make: every later step may write it
             with torch.inference_mode(False):
-                made = torch.empty_like(torch.from_numpy(host), device=self.device)
-            own, first, last = Upload(made), 0, None
-        own.write(host, first, last)
-        self._upload, self._stream = own, stream
+                tensor = torch.empty_like(torch.from_numpy(host), device=self.device)
+            upload, first, last = Upload(tensor), 0, None
+        upload.write(host, first, last)
+        self._upload, self._stream = upload, stream
         self._is_captured = self._waits_for_replay = False
-        return own.tensor
+        return upload.tensor
 
     def _put_in_graph(self, host: numpy.ndarray) -> torch.Tensor:
         """Copies to new memory, which is filled only when the graph is replayed."""
@@ -283,7 +285,7 @@ def stream_of(device: torch.device) -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """Returns whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -302,7 +304,7 @@ def to_device(array: numpy.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class Chunks:
-    """Which chunk is of which tensor, on the device: 4 bytes a tensor and 4 a span of chunks.
+    """A table on the device of each chunk's tensor: 4 bytes a tensor and 4 a span of chunks.
 
     A row for each chunk, 8 bytes for 2,048 elements, was 0.01% of what Megatron holds.
     """
@@ -340,7 +342,7 @@ def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     order = numpy.arange(len(tensors))
     ends = numpy.searchsorted(tensors, tensors, side="right")  # past each tensor's last chunk
     phases = (numpy.full_like(order, phase.value) for phase in (AMAX_PHASE, STEP_PHASE))
-    amaxes, steps = (numpy.stack([*chunks, each]).astype(numpy.int32) for each in phases)
+    amaxes, steps = (numpy.stack([*chunks, row]).astype(numpy.int32) for row in phases)
     # a step's key is later than the keys of all its tensor's amaxes, which are their own order
     keys = numpy.concatenate([order, ends + (lag - 0.5)])
     merged = numpy.concatenate([amaxes, steps], axis=1)

@@ -1,4 +1,4 @@
-"""What the digest reads of a tensor: whole numbers, their places, and which are not finite."""
+"""The digest's view of a tensor: whole numbers, their places, and which are not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROW = 512
 """Places that share one factor; the other factor is that of the place within the row."""
 LAST_PLACE = 2**40 - 1
 LENGTH_FACTORS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-"""What each element adds to the two lanes beside its bits: tensors of zeros differ by length."""
+"""The numbers that each element adds to the two lanes beside its bits: tensors of zeros differ by
+length."""
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype that a tensor's bits are read as, by its size in bytes."""
@@ -39,11 +40,11 @@ def codes_of(tensor: torch.Tensor) -> torch.Tensor:
 
     A complex number is two elements, its parts.
     """
-    own = tensor.detach()
-    if own.is_complex():
-        own = torch.view_as_real(own.resolve_conj())
-    own = own.resolve_neg().contiguous()
-    return own.view(WHOLE[own.itemsize])
+    elements = tensor.detach()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    elements = elements.resolve_neg().contiguous()
+    return elements.view(WHOLE[elements.itemsize])
 
 
 def count_of(tensor: torch.Tensor) -> int:
@@ -60,8 +61,8 @@ def place_of_codes(tensor: torch.Tensor, place: Place) -> Place:
 
 def initial(numels: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [n, 3] on the device: what the lengths add to both lanes, and no count."""
-    made = numpy.zeros((len(numels), 3), dtype=numpy.uint64)
-    made[:, :2] = numpy.array(numels, dtype=numpy.uint64)[:, None] * numpy.array(
+    sums = numpy.zeros((len(numels), 3), dtype=numpy.uint64)
+    sums[:, :2] = numpy.array(numels, dtype=numpy.uint64)[:, None] * numpy.array(
         LENGTH_FACTORS, dtype=numpy.uint64
     )
-    return to_device(made.view(numpy.int64), device)
+    return to_device(sums.view(numpy.int64), device)

@@ -41,7 +41,7 @@ ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """What tensors have in common that are read by the same code."""
+    """The properties that tensors share which are read by the same code."""
 
     size: int
     """Bytes of an element."""
@@ -61,7 +61,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a launch is compiled for: a kind that is not there would cost registers."""
+    """The case that a launch is compiled for: a kind that is not there would cost registers."""
 
     kinds: tuple[Kind, ...]
     geometry: Geometry
@@ -101,16 +101,16 @@ def words_of(bits, ELEMENT: tl.constexpr):
 
 
 @helper
-def wide(one, other):
+def wide(factor0, factor1):
     """The product of two uint32, int64."""
     if cuda_capability_geq(9, 0):
         # with a sum it is one instruction; of factors that were made int64 before a loop the
         # compiler does not know that their upper halves are 0
         product = tl.inline_asm_elementwise(
-            "mul.wide.u32 $0, $1, $2;", "=l,r,r", [one, other], tl.int64, True, 1
+            "mul.wide.u32 $0, $1, $2;", "=l,r,r", [factor0, factor1], tl.int64, True, 1
         )
     else:
-        product = one.to(tl.int64) * other.to(tl.int64)
+        product = factor0.to(tl.int64) * factor1.to(tl.int64)
     return product
 
 

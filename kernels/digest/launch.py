@@ -53,9 +53,9 @@ class DigestPlan:
         self.rows = numpy.zeros((RUN_STRIDE.value + 1, len(tensors)), dtype=numpy.int64)
         places = [*map(place_of_codes, tensors, places)]
         kinds = [*map(_kind, tensors, places)]
-        named = [*map(_column, tensors, places, kinds)]
-        for row in named[0]:
-            self.rows[row] = [each[row] for each in named]
+        columns = [*map(_column, tensors, places, kinds)]
+        for row in columns[0]:
+            self.rows[row] = [column[row] for column in columns]
         lengths = [
             count and count + _lead(place, kind)
             for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
@@ -79,13 +79,13 @@ class DigestPlan:
             addresses: int64 [n], of the tensors' elements, which lie in their order as their bits
                 are; None: somebody has yet to look.
         """
-        own, codes = self.rows[GRAD.value], tensors
+        row, codes = self.rows[GRAD.value], tensors
         if addresses is None or self._is_complex:
             codes = self._codes(tensors)  # which may be copies
-            note_row(own, codes)
+            note_row(row, codes)
         else:
-            own[:] = addresses
-        self.rows[ALIGNED.value] = own % 16 == 0
+            row[:] = addresses
+        self.rows[ALIGNED.value] = row % 16 == 0
         table = self._table.update(self.rows, [GRAD.value, ALIGNED.value])
         if not self.chunks.count:
             return
@@ -137,7 +137,7 @@ class Digests:
 def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
     width, size = kernel.WIDTH.value, tensor.dtype.to_real().itemsize
     if place.stride:
-        fits = all(each % width == 0 for each in (place.first, place.run, place.stride))
+        fits = all(number % width == 0 for number in (place.first, place.run, place.stride))
         order = kernel.IN_RUNS if fits else kernel.SCATTERED
     else:
         order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS

@@ -71,11 +71,11 @@ def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor
     width = math.gcd(ROW, place.first, place.run, place.stride)
     index = torch.arange(begin, begin + len(codes), width, device=codes.device)
     run = index.div(place.run, rounding_mode="floor")
-    own = index.add_(place.first).add_(run, alpha=place.stride - place.run)
-    column = (own & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
+    places = index.add_(place.first).add_(run, alpha=place.stride - place.run)
+    column = (places & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
     words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(codes)]
     column0, column1 = (table[column] for table in column_factors(codes.device))
-    return lanes_of(words, (column0, column1), factors_reference(own >> ROW_BITS)).sum(0)
+    return lanes_of(words, (column0, column1), factors_reference(places >> ROW_BITS)).sum(0)
 
 
 def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -102,25 +102,25 @@ class Part(NamedTuple):
 
 def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
     """Lists of parts that fill whole rows of `size` elements at most; large ones are cut."""
-    found, room = list[Part](), size
+    batch, room = list[Part](), size
     for part in parts:
         begin, (number, codes, count, first) = 0, part
         while begin < count:
             end = min(begin + room - (first + begin) % ROW, count)
-            own = codes if end - begin == count else codes[begin:end]
-            found.append(Part(number, own, end - begin, first + begin))
-            begin, room = end, room - found[-1].rows * ROW
+            piece = codes if end - begin == count else codes[begin:end]
+            batch.append(Part(number, piece, end - begin, first + begin))
+            begin, room = end, room - batch[-1].rows * ROW
             if not room:
-                yield found
-                found, room = [], size
-    yield found
+                yield batch
+                batch, room = [], size
+    yield batch
 
 
 def add_in_rows(parts: Sequence[Part], dtype: torch.dtype, out: torch.Tensor) -> None:
     """Adds the sums of parts, whose codes are of one dtype, to their tensors' rows of `out`."""
     zeros = parts[0].codes.new_zeros(ROW)
-    each = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.numel) % ROW]) for p in parts)
-    codes = torch.cat([*itertools.chain.from_iterable(each)]).view(-1, ROW)
+    pieces = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.numel) % ROW]) for p in parts)
+    codes = torch.cat([*itertools.chain.from_iterable(pieces)]).view(-1, ROW)
     counts = numpy.array([part.rows for part in parts])
     begins = numpy.array([part.first // ROW for part in parts]) - counts.cumsum() + counts
     rows = numpy.repeat(begins, counts) + numpy.arange(counts.sum())
@@ -141,7 +141,7 @@ def add_in_runs(codes: torch.Tensor, place: Place, dtype: torch.dtype, out: torc
 
 
 def piece_of(device: torch.device) -> int:
-    """How many elements are worked on at a time."""
+    """Returns how many elements are worked on at a time."""
     return PIECE.get(device.type, PIECE["cuda"])
 
 
@@ -150,13 +150,13 @@ def add_reference(
 ) -> None:
     """Adds the sums of tensors at places, and their counts, to rows of `out`, int64 [n, 3]."""
     alike: dict[torch.dtype, list[Part]] = {}
-    for i, (tensor, given) in enumerate(zip(tensors, places, strict=True)):
-        codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, given)
+    for i, (tensor, tensor_place) in enumerate(zip(tensors, places, strict=True)):
+        codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, tensor_place)
         dtype = tensor.dtype.to_real()
         if place.stride:
             add_in_runs(codes, place, dtype, out[i])
         else:
             alike.setdefault(dtype, []).append(Part(i, codes, count_of(tensor), place.first))
     for dtype, parts in alike.items():
-        for own in filter(None, joined(parts, piece_of(out.device))):
-            add_in_rows(own, dtype, out)
+        for batch in filter(None, joined(parts, piece_of(out.device))):
+            add_in_rows(batch, dtype, out)

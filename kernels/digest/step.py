@@ -21,7 +21,7 @@ WIDTH: tl.constexpr = tl.constexpr(4)
 
 @helper
 def marks_of(column, start, SPEC: tl.constexpr):
-    """Where a chunk lies: its first row, each thread's place from there on, factors of columns."""
+    """Returns a chunk's marks: first row, each thread's place from there, factors of columns."""
     marks = ()
     if SPEC.digest_count:
         place = entry(column, FIRST_ELEMENT) + start
@@ -111,12 +111,12 @@ def stored_code(grad_code, values, words, SPEC: tl.constexpr, INDEX: tl.constexp
 @helper
 def with_block(sums, grad_code, block, values, words, marks, index, SPEC: tl.constexpr):
     """The sums with those of a block that was stepped."""
-    made = ()
+    new_sums = ()
     COUNT: tl.constexpr = SPEC.digest_count
     for i in tl.static_range(COUNT):
         code = stored_code(grad_code, values, words, SPEC, i)
-        made += with_codes(sums, code, block.mask, marks, index, SPEC, i)
-    return made
+        new_sums += with_codes(sums, code, block.mask, marks, index, SPEC, i)
+    return new_sums
 
 
 @helper
@@ -163,10 +163,10 @@ def add_memory(digests_ptr, column, start, elements, SPEC: tl.constexpr):
     while index * SPEC.block < elements:
         offsets = offsets_of(index, SPEC)
         mask = offsets < elements
-        made = ()
+        new_sums = ()
         for i in tl.static_range(COUNT):
             code = code_at(column, start, offsets, mask, SPEC, i)
-            made += with_codes(sums, code, mask, marks, index, SPEC, i)
-        sums = made
+            new_sums += with_codes(sums, code, mask, marks, index, SPEC, i)
+        sums = new_sums
         index += 1
     add_sums(digests_ptr, column, sums, SPEC)

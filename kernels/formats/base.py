@@ -1,4 +1,4 @@
-"""What a storage format is."""
+"""Storage formats, and tables of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 # equal only to itself: launches hash it
 @dataclass(frozen=True, eq=False)
 class Format:
-    """How fp32 values are kept in memory: one file a format, one row in the tables of this package.
+    """A way to keep fp32 values in memory: one file a format, one row in this package's tables.
 
     `decode` and `encode` are Triton functions, `decode_reference` and `encode_reference` their
     torch twins; both work element by element and give the same bits.
@@ -40,8 +40,8 @@ class Format:
     decode_reference: Callable[..., torch.Tensor]
     encode_reference: Callable[..., Any]
     code_max: float = 0.0
-    """Where positive: a scale per tensor goes with the codes, the tensor's largest finite magnitude
-    divided by code_max."""
+    """The code of the tensor's largest finite magnitude, where positive: a scale per tensor, that
+    magnitude divided by code_max, goes with the codes."""
     scale_of_inverse: bool = False
     """The scale is 1 / inverse, rounded once more, as TransformerEngine's Float8Tensor keeps it;
     otherwise the quotient by code_max itself."""
@@ -52,8 +52,8 @@ class Format:
     draws: bool = False
     """Values are rounded stochastically: up with the probability that leaves the mean as it is."""
     block: int = 0
-    """Where positive: so many elements of the parameter, from its first on, share a scale of one
-    byte (megaopt.kernels.formats.block8)."""
+    """The size of a block, where positive: so many elements of the parameter, from its first on,
+    share a scale of one byte (megaopt.kernels.formats.block8)."""
     window_offset: int = -1
     """Moves a block's window: its scale is the exponent of bits(amax) + window_offset. By -1
     a power of two is the largest of its window."""
@@ -73,12 +73,12 @@ class Format:
 
     def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
         """The same, rounded stochastically by these functions; more: other fields."""
-        own = {"encode": encode, "encode_reference": encode_reference, "draws": True}
-        return replace(self, name=f"{self.name}_stochastic", **own, **more)
+        fields = {"encode": encode, "encode_reference": encode_reference, "draws": True}
+        return replace(self, name=f"{self.name}_stochastic", **fields, **more)
 
     @property
     def codes_a_word(self) -> int:
-        """How many codes are in 32 bits."""
+        """The number of codes in 32 bits."""
         return 32 // int(self.element.primitive_bitwidth) * self.packed
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -109,35 +109,35 @@ class Format:
 
     @property
     def present(self) -> bool:
-        """Whether there is a buffer at all."""
+        """Returns whether there is a buffer at all."""
         return self.dtype is not None
 
     @property
     def scaled(self) -> bool:
-        """Whether a scale per tensor goes with the codes."""
+        """Returns whether a scale per tensor goes with the codes."""
         return self.code_max > 0
 
     @property
     def has_scale(self) -> bool:
-        """Whether one or more scales go with the codes."""
+        """Returns whether one or more scales go with the codes."""
         return self.scaled or self.block > 0
 
-    def reads_as(self, other: Format) -> bool:
-        """Whether the other's codes, with their scales, are the same values in this format.
+    def reads_as(self, form: Format) -> bool:
+        """Returns whether another format's codes and scales are the same values in this one.
 
         So it is with rounding to nearest and stochastically, which differ in `encode` alone.
         """
         scales = ("code_max", "scale_of_inverse", "block", "packed")
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return all(getattr(self, name) == getattr(form, name) for name in names)
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
-        own = (self.decode, self.encode, self.decode_words)
-        functions = [getattr(function, "cache_key", "") for function in own]
+        """The key of Triton's compilation cache: a change of the source changes it."""
+        functions = (self.decode, self.encode, self.decode_words)
+        keys = [getattr(function, "cache_key", "") for function in functions]
         scale = (self.code_max, self.scale_of_inverse, self.block, self.window_offset, self.packed)
-        return f"{(self.name, self.element, self.joined, *scale)}:{functions}"
+        return f"{(self.name, self.element, self.joined, *scale)}:{keys}"
 
 
 def converted(code: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,7 +158,7 @@ class FormatTable(dict[Any, Format]):
     """
 
     def __init__(self, *formats: Format) -> None:
-        super().__init__({each.name: each for each in formats})
+        super().__init__({form.name: form for form in formats})
         self._by_dtype = self._first_of_each()
 
     def add(self, form: Format) -> None:
@@ -183,7 +183,7 @@ class FormatTable(dict[Any, Format]):
 
     @property
     def allowed(self) -> list[str | torch.dtype | None]:
-        """What finds a format, for options and messages: dtypes, and names where these do not.
+        """The keys of the formats, for options and messages: dtypes, else names.
 
         Options take torch.uint8 for fp8, as TransformerEngine does, whatever codes are bytes.
         """
@@ -192,14 +192,14 @@ class FormatTable(dict[Any, Format]):
 
     def _first_of_each(self) -> dict[torch.dtype | None, str]:
         """The first format of each dtype, which batches look for several times a parameter."""
-        found: dict[torch.dtype | None, str] = {}
+        names: dict[torch.dtype | None, str] = {}
         for name, form in self.items():
             if not form.block:
-                found.setdefault(form.dtype, name)
-        return found
+                names.setdefault(form.dtype, name)
+        return names
 
     def __str__(self) -> str:
-        """What is allowed, as messages list it."""
+        """Lists what is allowed, for messages."""
         return ", ".join(map(str, self.allowed))
 
 
@@ -207,4 +207,4 @@ def scale_shape(block: Sequence[int] | None, shape: Sequence[int]) -> tuple[int,
     """The shape of the scales of a parameter: one number, or, with a block, one for each block."""
     if block is None:
         return (1,)
-    return tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))

@@ -159,8 +159,8 @@ def _rows() -> list[Format]:
     twins = (decode_e3m0_reference, encode_e3m0_reference)
     signed = Format("block32_e3m0", torch.uint8, tl.uint8, decode_e3m0, encode_e3m0, *twins, **same)
     twins = (decode_e4m0_reference, encode_e4m0_reference)
-    own = (torch.uint8, tl.uint8, decode_e4m0, encode_e4m0, *twins)
-    unsigned = Format("block32_e4m0", *own, unsigned=True, **same)
+    codec = (torch.uint8, tl.uint8, decode_e4m0, encode_e4m0, *twins)
+    unsigned = Format("block32_e4m0", *codec, unsigned=True, **same)
     pairs = ((signed, encode_e3m0_nearest), (unsigned, encode_e4m0_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 

@@ -69,13 +69,13 @@ def scale_of_key(key, OFFSET: tl.constexpr):
 
 @helper
 def factor(scale):
-    """What a scale multiplies, fp32: 2**(scale - 127)."""
+    """Returns the factor of a scale, fp32: 2**(scale - 127)."""
     return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @helper
 def inverse_factor(scale):
-    """What values are multiplied by, fp32: 2**(127 - scale)."""
+    """Returns the factor that scales values, fp32: 2**(127 - scale)."""
     return ((254 - scale) << 23).to(tl.float32, bitcast=True)
 
 
@@ -193,12 +193,12 @@ def scale_of_amax_reference(amax: torch.Tensor, offset: int) -> torch.Tensor:
 
 
 def factor_reference(scale: torch.Tensor) -> torch.Tensor:
-    """What a scale, uint8, multiplies, fp32: 2**(scale - 127)."""
+    """Returns the factor of a scale, uint8, as fp32: 2**(scale - 127)."""
     return (scale.int() << 23).view(torch.float32)
 
 
 def inverse_factor_reference(scale: torch.Tensor) -> torch.Tensor:
-    """What values are multiplied by, fp32: 2**(127 - scale)."""
+    """Returns the factor that scales values, fp32: 2**(127 - scale)."""
     return ((254 - scale.int()) << 23).view(torch.float32)
 
 
@@ -248,16 +248,16 @@ def encode_e5m3_reference(
 
 
 def _rows(block: int) -> list[Format]:
-    """Those with so many elements in a block."""
+    """Makes the formats with so many elements in a block."""
     name = "block" if block == 128 else f"block{block}"
     same: dict[str, Any] = {"block": block, "one_nan": True, "draws": True}
     twins = (decode_e4m3_reference, encode_e4m3_reference)
-    own = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
-    signed = Format(f"{name}_e4m3", *own, decode_words=decode_words_e4m3, **same)
+    codec = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
+    signed = Format(f"{name}_e4m3", *codec, decode_words=decode_words_e4m3, **same)
     twins = (decode_e5m3_reference, encode_e5m3_reference)
-    own = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
+    codec = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
     same |= {"decode_words": decode_words_e5m3, "unsigned": True}
-    unsigned = Format(f"{name}_e5m3", *own, **same)
+    unsigned = Format(f"{name}_e5m3", *codec, **same)
     pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 

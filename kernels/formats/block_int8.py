@@ -90,10 +90,10 @@ def encode_int8_reference(
 
 
 def _rows(name: str, block: int) -> tuple[Format, Format]:
-    own = (torch.uint8, tl.int8, decode_int8, encode_int8)
+    codec = (torch.uint8, tl.int8, decode_int8, encode_int8)
     twins = (decode_int8_reference, encode_int8_reference)
     more: dict[str, Any] = {"block": block, "window_offset": OFFSET}
-    drawn = Format(name, *own, *twins, one_nan=True, draws=True, **more)
+    drawn = Format(name, *codec, *twins, one_nan=True, draws=True, **more)
     return drawn, nearest_of(drawn, encode_int8_nearest)
 
 

@@ -126,20 +126,20 @@ def encode_drawn_pair_reference(
 
 def decode_pair_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     """The fp32 value of fp8 codes and their remainders, all of one shape."""
-    own = weight.view(torch.uint8).int()
-    wide = (((own & 0x7F) << 8) + code.int()).clamp(0, 0x7E << 8)
+    bits = weight.view(torch.uint8).int()
+    wide = (((bits & 0x7F) << 8) + code.int()).clamp(0, 0x7E << 8)
     value = (wide << 12).view(torch.float32) * 2.0**120
-    value = torch.where(own >= 0x80, -value, value)
-    return torch.where((own & 0x7F) > 0x7E, converted(weight), value)
+    value = torch.where(bits >= 0x80, -value, value)
+    return torch.where((bits & 0x7F) > 0x7E, converted(weight), value)
 
 
 def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The int8 that brings a code nearest to an fp32 value: as far as it goes."""
     code, rest = encode_pair_reference(value)
-    wide, own = (each.view(torch.uint8).int() for each in (code, weight))
+    wide, bits = (tensor.view(torch.uint8).int() for tensor in (code, weight))
     distance = ((wide & 0x7F) << 8) + rest.int()
-    distance = torch.where((wide ^ own) >= 0x80, -distance, distance) - ((own & 0x7F) << 8)
-    usable = ((own & 0x7F) <= 0x7E) & ~value.isnan()
+    distance = torch.where((wide ^ bits) >= 0x80, -distance, distance) - ((bits & 0x7F) << 8)
+    usable = ((bits & 0x7F) <= 0x7E) & ~value.isnan()
     return torch.where(usable, distance.clamp(-128, 127), 0).to(torch.int8)
 
 

@@ -82,9 +82,9 @@ def decode_e4m3(words):
 
 
 @helper
-def larger_halves(one, other):
+def larger_halves(left, right):
     return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [one, other], tl.int32, True, 1
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [left, right], tl.int32, True, 1
     )
 
 
@@ -135,8 +135,8 @@ def encoding(rounding: str, is_signed: bool) -> str:
     for place, name in enumerate("abcd"):
         line = rounding + LARGEST
         text += line.format(r=name, pattern=1 + place, bits=5 + place, largest=largest)
-    own = range(9, 13) if rounding is DRAWN else range(5, 9)
-    more = PACK + SIGNS.format(*own) if is_signed else LEAST.format(*own) + PACK
+    operands = range(9, 13) if rounding is DRAWN else range(5, 9)
+    more = PACK + SIGNS.format(*operands) if is_signed else LEAST.format(*operands) + PACK
     return "{" + text + more + "}"
 
 

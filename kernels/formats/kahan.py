@@ -24,7 +24,7 @@ from megaopt.kernels.optional_triton import helper, tl
 
 @helper
 def lost(value, weight):
-    """What the weight lacks; where that is 0, or the weight no number, a 0 of the weight's sign.
+    """Returns what the weight lacks; a 0 of its sign where that is 0, or the weight no number.
 
     The sign keeps the value -0: -0 + 0 would be 0.
     """
@@ -84,7 +84,7 @@ def settled_float16(weight, code):
 
 
 def lost_reference(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What an fp32 weight lacks of an fp32 value; a 0 of its sign where that is nothing."""
+    """Returns what an fp32 weight lacks of an fp32 value; a 0 of its sign where that is nothing."""
     difference = value - weight
     is_some = (difference.abs() > 0) & (weight.abs() < torch.inf)
     zero = torch.copysign(torch.zeros_like(weight), weight)
@@ -120,7 +120,7 @@ def _encoded(
 
 
 def _rows(name: str, of: Any, settled: Any) -> tuple[Format, Format]:
-    """Beside weights of a format's module; to nearest, and stochastically."""
+    """Makes the formats beside weights of a format's module; to nearest, and stochastically."""
     decode_weight, encode_weight = of.decode, of.encode
 
     @helper
@@ -141,9 +141,9 @@ def _rows(name: str, of: Any, settled: Any) -> tuple[Format, Format]:
         """The weight of an fp32 value, and its compensation; with bits stochastically."""
         return _encoded(of.encode_reference, value, bits)
 
-    own = (torch.bfloat16, tl.int16, decode, encode, decode_reference, twin)
+    codec = (torch.bfloat16, tl.int16, decode, encode, decode_reference, twin)
     weight = torch.float16 if of is float16 else torch.bfloat16
-    form = Format(name, *own, joined=True, requires_weight=weight)
+    form = Format(name, *codec, joined=True, requires_weight=weight)
     return form, form.drawn(encode_stochastic, twin)
 
 

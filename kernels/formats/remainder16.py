@@ -20,8 +20,8 @@ def or_weight(value, weight_code):
     These are zeros beside a negative remainder and infinities beside a positive one: somebody else
     wrote the weight.
     """
-    own = (weight_code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return tl.where(value == value, value, own)
+    weight_value = (weight_code.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return tl.where(value == value, value, weight_value)
 
 
 @helper
@@ -47,8 +47,8 @@ def joined_reference(weight: torch.Tensor, code: torch.Tensor, lower: torch.Tens
     """The fp32 values of pairs; of those that no encoding makes the bf16 weights' own."""
     upper = weight.view(torch.int16).int() - (code < 0).int()
     value = ((upper << 16) | lower).view(torch.float32)
-    own = (weight.view(torch.int16).int() << 16).view(torch.float32)
-    return torch.where(value.isnan(), own, value)
+    weight_value = (weight.view(torch.int16).int() << 16).view(torch.float32)
+    return torch.where(value.isnan(), weight_value, value)
 
 
 def decode_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Tensor:

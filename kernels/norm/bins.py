@@ -1,4 +1,4 @@
-"""What the norm is: sums of rounded squares in bins of whole numbers, so that no order shows.
+"""The norm: sums of rounded squares in bins of whole numbers, so that no order shows.
 
 The unit of bin j is u_j = 2**(WIDTH * j). The square x of an fp32 number is exact in fp64 (48 bits,
 from 2**-298 to below 2**256). A block is some elements that are added up together. Its top bin is

@@ -1,4 +1,4 @@
-"""What all casts to fp8 share, and the passes over masters and scales of whole tensors."""
+"""The parts that all casts to fp8 share; passes over masters and scales of whole tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megaopt.kernels.step.kernel import draw_row, is_left_out
 
 @helper
 def rounded(value, FORMATS: tl.constexpr):
-    """What is encoded: the value through the weight's dtype, unless the recipe is direct."""
+    """Rounds a value to the weight's dtype before it is encoded, unless the recipe is direct."""
     return FORMATS.cast.rounding.decode(FORMATS.cast.rounding.encode(value, 1.0), 1.0)
 
 
@@ -51,7 +51,7 @@ def noted(param, amax_bits, mask, FORMATS: tl.constexpr):
 
 @helper
 def remainder_pointer(column, start, FORMATS: tl.constexpr):
-    """To what lies beside a chunk's codes, where there is something."""
+    """Returns a pointer to what lies beside a chunk's codes, where there is something."""
     FORMAT: tl.constexpr = FORMATS.remainder
     ROW: tl.constexpr = MASTER if FORMATS.master.joined else WEIGHT_REMAINDER
     return pointer(column, ROW, start, FORMAT)
@@ -59,7 +59,7 @@ def remainder_pointer(column, start, FORMATS: tl.constexpr):
 
 @helper
 def cast_draw(column, scalars_ptr, scalar_count, FORMATS: tl.constexpr, RULE: tl.constexpr):
-    """What the random words of a cast are made from, where it draws."""
+    """Returns what the random words of a cast are made from, where it draws."""
     row_ptr = draw_row(column, scalars_ptr, scalar_count, RULE)
     return draw_of(column, row_ptr, FORMATS.cast_draws)
 
@@ -85,7 +85,7 @@ def raise_amax(column, start, scale, amax_bits, FORMATS: tl.constexpr):
 
 @helper
 def loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS: tl.constexpr):
-    """What fp8 codes stand for, with what lies beside them; fp32."""
+    """Loads the fp32 values of fp8 codes, with what lies beside them."""
     code = load_block(weight_ptr, offsets, mask)
     REMAINDER: tl.constexpr = FORMATS.remainder
     if REMAINDER.present:

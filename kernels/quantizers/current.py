@@ -37,10 +37,10 @@ def scales_of_amax_reference(
     amax: torch.Tensor, recipe: Recipe, scale: None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale and its inverse, fp32, of amax's shape."""
-    found = scale_from_amax_reference(
+    new_scale = scale_from_amax_reference(
         amax, recipe.code_max, recipe.amax_epsilon, 1.0, bool(recipe.power_of_two_scales)
     )
-    return found, reciprocal_reference(found)
+    return new_scale, reciprocal_reference(new_scale)
 
 
 STORE = Store("current", Left.CODES, put=put, finish=raise_amax)

@@ -27,7 +27,7 @@ from megaopt.kernels.step.kernel import CONTROLS, SKIP
 
 @helper
 def begin(column, FORMATS: tl.constexpr):
-    """What values are multiplied by."""
+    """Returns the scale that values are multiplied by."""
     return tl.load(entry(column, WEIGHT_SCALE).to(tl.pointer_type(tl.float32)))
 
 

@@ -130,22 +130,22 @@ class CastPlan:
             self._cast_columns(self._uploaded[COLUMNS])
 
     def move_scales(self) -> None:
-        """After the ranks have put amaxes together: the next step's scales."""
+        """Makes the next step's scales, after the ranks have put amaxes together."""
         move = self.recipe.quantizer.move
         assert move is not None
         move(self._uploaded[MOVED], self.recipe, self._controls)
 
     def _fill(self) -> None:
-        """Before a step of values that last for it: these are made of codes."""
+        """Makes the values of codes, which last for a step, before it."""
         count, table, tiles = len(self.extents), self._steps.table(), self._tiles.shape[1]
         if self.in_blocks and tiles:
-            own: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
-            call(values_tiles_kernel, tiles, (table, self._tiles, count, tiles), own)
+            options: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
+            call(values_tiles_kernel, tiles, (table, self._tiles, count, tiles), options)
         elif not self.in_blocks and self._steps.chunks.count:
-            own = {"FORMATS": self.formats, "ITERATIONS": self._steps.geometry.iterations}
+            options = {"FORMATS": self.formats, "ITERATIONS": self._steps.geometry.iterations}
             arguments = (table, self._steps.chunks.table, count)
-            own |= dealt_out(self._steps.geometry)
-            call(values_kernel, self._steps.chunks.count, arguments, own)
+            options |= dealt_out(self._steps.geometry)
+            call(values_kernel, self._steps.chunks.count, arguments, options)
 
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}
@@ -173,8 +173,8 @@ class CastPlan:
     ) -> None:
         """A kernel over chunks or tiles; arguments: those behind the table."""
         if programs:
-            own = {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
-            call(function, programs, (self._steps.table(), *arguments), {**options, **own})
+            constants = {"FORMATS": self.formats, "CONTROLLED": self._controls is not None}
+            call(function, programs, (self._steps.table(), *arguments), {**options, **constants})
 
 
 def dealt_out(geometry: Geometry) -> dict[str, object]:
@@ -186,7 +186,7 @@ MOVED = ("weight_amax_history", "weight_scale", "weight_amax")
 COLUMNS = ("weight_columns", "weight_columns_scale_inv")
 """Buffers of which launches after the step have tables of their own."""
 SCALES = Geometry(1024, 1)
-"""How scales are dealt out where they are stored on their own."""
+"""The geometry of scales that are stored on their own."""
 # Casting alone, which few tiles need.
 CAST_TILES = {"PIECE": 512, "num_warps": 4}
 if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size
@@ -199,13 +199,13 @@ def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarra
     All tiles of the weight of which the tensor has elements.
     """
     size = TILE.value
-    found = [numpy.zeros((3, 0), dtype=numpy.int64)]
+    tiles = [numpy.zeros((3, 0), dtype=numpy.int64)]
     for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
         if numel == 0:
             continue
         first, last = extent.start // extent.columns, (extent.start + numel - 1) // extent.columns
         rows = numpy.arange(first // size, last // size + 1)
         columns = numpy.arange(-(-extent.columns // size))
-        row, column = (each.ravel() for each in numpy.meshgrid(rows, columns, indexing="ij"))
-        found.append(numpy.stack([numpy.full_like(row, index), row, column]))
-    return numpy.ascontiguousarray(numpy.concatenate(found, axis=1).astype(numpy.int32))
+        row, column = (grid.ravel() for grid in numpy.meshgrid(rows, columns, indexing="ij"))
+        tiles.append(numpy.stack([numpy.full_like(row, index), row, column]))
+    return numpy.ascontiguousarray(numpy.concatenate(tiles, axis=1).astype(numpy.int32))

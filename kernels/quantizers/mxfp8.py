@@ -75,18 +75,18 @@ def cast_columns_kernel(
     tensor = tl.load(tiles_ptr + program)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
-    own, beside = Column(table_ptr, tensors, tensor), Column(columns_ptr, tensors, tensor)
+    source, target = Column(table_ptr, tensors, tensor), Column(columns_ptr, tensors, tensor)
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if is_left_out(own, controls_ptr):
+        if is_left_out(source, controls_ptr):
             return
-    master_ptr = pointer(own, MASTER, 0, MASTER_FORMAT)
-    master_scale = old_scale(own, MASTER_SCALE, MASTER_FORMAT)
-    draw = cast_draw(own, scalars_ptr, scalar_count, FORMATS, RULE)
-    codes_ptr = pointer(beside, 0, 0, WEIGHT_FORMAT)
-    scale_inv_ptr = entry(beside, 1).to(tl.pointer_type(tl.uint8))
-    rows = entry(beside, 2)
-    columns = entry(beside, 3)
-    stride = entry(beside, 4)
+    master_ptr = pointer(source, MASTER, 0, MASTER_FORMAT)
+    master_scale = old_scale(source, MASTER_SCALE, MASTER_FORMAT)
+    draw = cast_draw(source, scalars_ptr, scalar_count, FORMATS, RULE)
+    codes_ptr = pointer(target, 0, 0, WEIGHT_FORMAT)
+    scale_inv_ptr = entry(target, 1).to(tl.pointer_type(tl.uint8))
+    rows = entry(target, 2)
+    columns = entry(target, 3)
+    stride = entry(target, 4)
     first_row = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
     column = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE + tl.arange(0, TILE)
     band = tl.zeros((), tl.int32)
@@ -97,7 +97,7 @@ def cast_columns_kernel(
         code = tl.load(master_ptr + offsets, mask=mask, other=0)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
-        scale, scale_inv = scale_of_exponent(own, bits, FORMATS)
+        scale, scale_inv = scale_of_exponent(source, bits, FORMATS)
         words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
         code = drawn_code(value * scale[None, :], words, WEIGHT_FORMAT)
         tl.store(codes_ptr + offsets, code, mask=mask)

@@ -26,7 +26,7 @@ class CastReferencePlan:
 
     many_calls = True
     fills = False
-    """It is given the values of weights without masters."""
+    """False: the values of weights without masters are given."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class CastReferencePlan:
         self.accumulate, self.ready = self._steps.accumulate, self._steps.ready
         self._extents, self._recipe = extents, formats.cast.recipe
         self._rounding = formats.cast.rounding
-        self._own: Buffers = {}
+        self._buffers: Buffers = {}
         self._scalars: Sequence[tuple[float, ...]] = ()
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers: codes come one-dimensional, and so has all that goes with them."""
-        own = {*self.formats.by_slot, "weight_remainder"} & buffers.keys()
-        flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in own}
+        slots = {*self.formats.by_slot, "weight_remainder"} & buffers.keys()
+        flat = {slot: [tensor.view(-1) for tensor in buffers[slot]] for slot in slots}
         buffers = {**buffers, **flat}
         self._steps.look(buffers)
-        self._own = {slot: each for slot, each in buffers.items() if slot != "grad"}
+        self._buffers = {slot: tensors for slot, tensors in buffers.items() if slot != "grad"}
 
     def step(
         self, scalars: Sequence[tuple[float, ...]], controls: torch.Tensor | None = None
@@ -61,38 +61,38 @@ class CastReferencePlan:
         self._scalars = scalars
         self._steps.step(scalars, controls)
         for index, extent in self._stepped():
-            own = self._tensors(index)
-            if own["weight"].numel():
-                values, amax = self._placed(self._values(own), extent), own["weight_amax"]
-                found = amax_reference(values, self._recipe)
-                amax.copy_(torch.maximum(amax, found.view(amax.shape)))
+            tensors = self._tensors(index)
+            if tensors["weight"].numel():
+                values, amax = self._placed(self._values(tensors), extent), tensors["weight_amax"]
+                new_amax = amax_reference(values, self._recipe)
+                amax.copy_(torch.maximum(amax, new_amax.view(amax.shape)))
 
     def cast(self) -> None:
         """Stores the codes of parts of fp8 weights, and the whole weights' scale_inv."""
         for index, extent in self._stepped():
             self._store(self._tensors(index), extent, self._bits(index))
         # masters may go: some are for the step alone
-        self._own = {slot: each for slot, each in self._own.items() if slot in MOVED}
+        self._buffers = {slot: tensors for slot, tensors in self._buffers.items() if slot in MOVED}
 
     def move_scales(self) -> None:
-        """After `cast`: the next step's scales."""
+        """Makes the next step's scales, after `cast`."""
         move = self._recipe.quantizer.move_reference
         assert move is not None
         for index, _ in self._stepped():
-            own = self._tensors(index)
-            history = own["weight_amax_history"]
-            history[:1].copy_(torch.maximum(history[:1], own["weight_amax"]))
-            move(history, own["weight_scale"], self._recipe)
+            tensors = self._tensors(index)
+            history = tensors["weight_amax_history"]
+            history[:1].copy_(torch.maximum(history[:1], tensors["weight_amax"]))
+            move(history, tensors["weight_scale"], self._recipe)
 
     def _stepped(self) -> list[tuple[int, Extent]]:
         return [(index, self._extents[index]) for index in self._steps.stepped]
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
-        return {slot: each[index] for slot, each in self._own.items()}
+        return {slot: tensors[index] for slot, tensors in self._buffers.items()}
 
-    def _values(self, own: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _values(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The fp32 values that codes are made of: the stored master, rounded as the recipe says."""
-        value = self.formats.master.decode_reference(own["master"], own.get("master_scale"))
+        value = self.formats.master.decode_reference(tensors["master"], tensors.get("master_scale"))
         rounding = self._rounding
         return rounding.decode_reference(rounding.encode_reference(value))
 
@@ -110,34 +110,36 @@ class CastReferencePlan:
         if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
             return ()
         steps, scalars = self._steps, self._scalars[self._steps.groups[index]]
-        words = words_of(self._own["weight"][index], steps.rule, scalars, steps.places[index])
+        words = words_of(self._buffers["weight"][index], steps.rule, scalars, steps.places[index])
         return (weight_bits_reference(words),)
 
     def _store(
-        self, own: dict[str, torch.Tensor], extent: Extent, bits: tuple[torch.Tensor, ...]
+        self, tensors: dict[str, torch.Tensor], extent: Extent, bits: tuple[torch.Tensor, ...]
     ) -> None:
-        recipe, values, weight = self._recipe, self._values(own), own["weight"]
-        amax = own["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
-        scale, scale_inv = recipe.quantizer.scales_reference(amax, recipe, own.get("weight_scale"))
+        recipe, values, weight = self._recipe, self._values(tensors), tensors["weight"]
+        amax = tensors["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
+        scale, scale_inv = recipe.quantizer.scales_reference(
+            amax, recipe, tensors.get("weight_scale")
+        )
         product = multiplied(self._placed(values, extent), scale, recipe.block).flatten()
         start = extent.start if recipe.block else 0
         product = product[start : start + weight.numel()]
-        if "weight_remainder" in own:
+        if "weight_remainder" in tensors:
             assert self.formats.cast is not None
             codes, remainder = self.formats.cast.remainder.encode_reference(product, *bits)
-            own["weight_remainder"].copy_(remainder)
+            tensors["weight_remainder"].copy_(remainder)
         else:
             codes = self.formats.weight.encode_reference(product, None, *bits)
         weight.copy_(codes)
-        own["weight_scale_inv"].copy_(scale_inv.view(own["weight_scale_inv"].shape))
-        if "weight_columns" in own:
-            shape, form = own["weight_columns"].shape, self.formats.weight
-            drawn = tuple(each.view(shape) for each in bits if form.draws)
+        tensors["weight_scale_inv"].copy_(scale_inv.view(tensors["weight_scale_inv"].shape))
+        if "weight_columns" in tensors:
+            shape, form = tensors["weight_columns"].shape, self.formats.weight
+            drawn = tuple(random_bits.view(shape) for random_bits in bits if form.draws)
 
             def encode(product: torch.Tensor) -> torch.Tensor:
                 codes: torch.Tensor = form.encode_reference(product, None, *drawn)
                 return codes
 
             codes, scale_inv = columns_reference(values.view(shape), recipe, encode)
-            own["weight_columns"].copy_(codes)
-            own["weight_columns_scale_inv"].copy_(scale_inv)
+            tensors["weight_columns"].copy_(codes)
+            tensors["weight_columns_scale_inv"].copy_(scale_inv)

@@ -92,9 +92,9 @@ def scale_from_amax_reference(
     otherwise: torch.Tensor | float = 1.0,
     power_of_two: bool = False,
 ) -> torch.Tensor:
-    """What values are multiplied by before they are encoded: code_max / amax, rounded once; fp32.
+    """Returns the fp32 factor of values before they are encoded: code_max / amax, rounded once.
 
-    What overflows is fp32's largest number. An amax below `epsilon`, a number of fp32, counts as
+    An overflow becomes fp32's largest number. An amax below `epsilon`, a number of fp32, counts as
     that. `otherwise` is the scale where amax is 0, infinity or NaN: with delayed scaling the one
     there is. power_of_two rounds the scale down.
     """

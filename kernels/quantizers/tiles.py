@@ -113,7 +113,7 @@ def with_pointers(tile, column, FORMATS: tl.constexpr):
 
 @helper
 def tile_is_whole(tile):
-    """Whether the tensor has every element that the weight has of the tile."""
+    """Returns whether the tensor has every element that the weight has of the tile."""
     return (tile.lower == 0) & ((tile.rows - 1) * tile.stride + tile.columns <= tile.upper)
 
 
@@ -135,7 +135,7 @@ def piece_of(number, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
 
 @helper
 def lines_are_whole(piece, tile, WIDTH: tl.constexpr):
-    """For each line whether the tensor has all that the weight has of it; whether there is any."""
+    """Returns masks of lines: the tensor has all that the weight has of it; the weight has any."""
     begin = piece.row * tile.stride + piece.first
     end = piece.row * tile.stride + tl.minimum(piece.first + WIDTH, tile.columns)
     inside = (piece.row < tile.rows) & (piece.first < tile.columns)
@@ -194,12 +194,12 @@ def step_piece(chunk, tile, piece, scale_inv, SPEC: tl.constexpr, MASKED: tl.con
 
 @helper
 def scale_invs_of(piece, tile, FORMATS: tl.constexpr, READS_CODES: tl.constexpr):
-    """What the codes of a piece's lines are multiplied by, fp32 [lines, 1]; 1 of masters."""
+    """Returns the factors of the codes of a piece's lines, fp32 [lines, 1]; 1 for masters."""
     if READS_CODES:
         _blocks, stored = blocks_of(piece, tile, FORMATS)
         _whole, inside = lines_are_whole(piece, tile, FORMATS.cast.quantizer.columns)
-        found = tl.load(tile.scale_inv_ptr + stored, mask=inside, other=0)
-        scale_inv = FORMATS.cast.quantizer.value(found)[:, None]
+        code = tl.load(tile.scale_inv_ptr + stored, mask=inside, other=0)
+        scale_inv = FORMATS.cast.quantizer.value(code)[:, None]
     else:
         scale_inv = 1.0
     return scale_inv

@@ -134,8 +134,8 @@ _LONG = """
 
 
 def _eight(lines: str) -> str:
-    each = range(8)
-    places = [{"$Q": f"${i}", "$N": f"${i + 8}", "$X": f"${i + 16}"} for i in each]
+    numbers = range(8)
+    places = [{"$Q": f"${i}", "$N": f"${i + 8}", "$X": f"${i + 16}"} for i in numbers]
     return "".join(
         lines.replace("$Q", at["$Q"]).replace("$N", at["$N"]).replace("$X", at["$X"])
         for at in places
@@ -278,8 +278,8 @@ def rule(name: str, decoupled: bool) -> Rule:
     def update(param, moments, grad, scalars):  # noqa: ANN202
         return updated(param, moments, grad, scalars, DECOUPLED, AMSGRAD)
 
-    own = (scalars, 9, hyper, prepare, update, reference(decoupled))
-    return Rule(name, "ieee", moments, *own, moments_use_param=not decoupled)
+    arguments = (scalars, 9, hyper, prepare, update, reference(decoupled))
+    return Rule(name, "ieee", moments, *arguments, moments_use_param=not decoupled)
 
 
 ADAMW_IEEE, ADAM_IEEE = rule("adamw", True), rule("adam", False)

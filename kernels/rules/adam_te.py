@@ -85,8 +85,8 @@ def unscale(grad, grad_scale, inverse):
 def correction(beta, step, bias_correction):
     """1 - beta**step of the fp32 beta, in fp64 by the CUDA library's pow, as TransformerEngine."""
     one = tl.full((), 1.0, tl.float64)
-    found = one - libdevice.pow(beta.to(tl.float64), step.to(tl.float64))
-    return tl.where(bias_correction != 0, found, one).to(tl.float32)
+    factor = one - libdevice.pow(beta.to(tl.float64), step.to(tl.float64))
+    return tl.where(bias_correction != 0, factor, one).to(tl.float32)
 
 
 @helper
@@ -133,8 +133,8 @@ def update_of(assembly: str) -> Any:
 
 def rule(name: str, assembly: str, **more: Any) -> Rule:
     """TransformerEngine's two kernels for one update: with lr on the host, and on the device."""
-    own = (scalars, 9, hyper, prepare, update_of(assembly + PARAM), no_twin, unscale)
-    plain = Rule(name, "te", MOMENTS, *own, **more)
+    arguments = (scalars, 9, hyper, prepare, update_of(assembly + PARAM), no_twin, unscale)
+    plain = Rule(name, "te", MOMENTS, *arguments, **more)
     capturable = dataclasses.replace(plain, update=update_of(assembly + PARAM_CAPTURABLE))
     return dataclasses.replace(plain, capturable=capturable)
 

@@ -46,8 +46,8 @@ def powers(beta: float, block: int) -> numpy.ndarray[Any, numpy.dtype[numpy.floa
     device = "cuda" if torch.cuda.is_available() else "cpu"
     steps = torch.arange(block * POWERS, (block + 1) * POWERS, device=device).float()
     base = torch.tensor(beta, dtype=torch.float32, device=device)
-    found: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = torch.pow(base, steps).cpu().numpy()
-    return found
+    table: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = torch.pow(base, steps).cpu().numpy()
+    return table
 
 
 def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -98,8 +98,8 @@ def tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor
 def one_minus_power(hyper_ptr, INDEX: tl.constexpr, step):
     powers_ptr = tl.load(hyper_ptr + TABLES + INDEX).to(tl.pointer_type(tl.float32))
     count = tl.load(hyper_ptr + TABLE_LENGTHS + INDEX)
-    found = tl.load(powers_ptr + step, mask=step < count, other=0.0)
-    return tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, 1.0 - found, 1.0)
+    power = tl.load(powers_ptr + step, mask=step < count, other=0.0)
+    return tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, 1.0 - power, 1.0)
 
 
 @helper

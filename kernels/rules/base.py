@@ -1,4 +1,4 @@
-"""What an update rule is, and the host arithmetic that rules share."""
+"""Update rules, and the host arithmetic that they share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_TABLES = 2
 
 
 DRAW_NUMBERS = 6
-"""How many numbers a row has for random bits."""
+"""The numbers of a row for random bits."""
 
 
 def draw_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
@@ -78,7 +78,7 @@ class Rule:
     """The moments, in the order in which `update` takes them; there may be none."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
     row_length: int
-    """How many numbers a row has."""
+    """The number of numbers in a row."""
     hyper: Callable[[Mapping[str, Any]], tuple[float, ...]]
     """The numbers of a group but lr and step, in the order in which `prepare` finds their fp64
     bits (megaopt.kernels.rules.loading.number), before addresses and lengths of `tables`."""
@@ -88,7 +88,7 @@ class Rule:
     unscale: Any = unscale
     unscale_reference: Callable[..., torch.Tensor] = unscale_reference
     tables: Callable[[Mapping[str, Any], torch.device], tuple[torch.Tensor, ...]] = no_tables
-    """At most MOST_TABLES fp32 tensors on the device that `prepare` reads."""
+    """The fp32 tensors on the device that `prepare` reads, at most MOST_TABLES."""
     moments_use_param: bool = False
     """The new moments depend on the parameter (decay that is added to the gradient)."""
     reads_param: bool = True
@@ -101,7 +101,7 @@ class Rule:
     capturable: Rule | None = None
     """The rule in its place where lr and step are on the device, if its bits are others."""
     hyper_length: int | None = None
-    """How many numbers `hyper` makes: of a rule that may follow another (`then`)."""
+    """The number of numbers that `hyper` makes, for a rule that may follow another (`then`)."""
 
     @cached_property
     def moments(self) -> tuple[str, ...]:
@@ -122,15 +122,15 @@ class Rule:
 
         @helper
         def update(param, moments, grad, scalars):  # noqa: ANN202
-            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
-            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-            return param, own + behind
+            param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
+            param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, head + tail
 
         @helper
         def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
-            param, own = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
-            param, behind = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
-            return param, own + behind
+            param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
+            param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
+            return param, head + tail
 
         def reference(
             param: torch.Tensor,
@@ -139,11 +139,11 @@ class Rule:
             scalars: Any,
             *lanes: torch.Tensor,
         ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            param, own = self.update_reference(
+            param, head = self.update_reference(
                 param, moments[:count], grad, scalars[:length], *lanes
             )
-            param, behind = other.update_reference(param, moments[count:], grad, scalars[length:])
-            return param, (*own, *behind)
+            param, tail = other.update_reference(param, moments[count:], grad, scalars[length:])
+            return param, (*head, *tail)
 
         return replace(
             self,
@@ -163,13 +163,13 @@ class Rule:
 
     @property
     def width(self) -> int:
-        """How many numbers a group's row has, with those for random bits."""
+        """The number of numbers in a group's row, with those for random bits."""
         return self.row_length + (DRAW_NUMBERS if self.draws else 0)
 
     def row(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """A group's row for the update that is number group["step"]."""
-        own = self.scalars(group)
-        return (*own, *draw_numbers(group)) if self.draws else own
+        numbers = self.scalars(group)
+        return (*numbers, *draw_numbers(group)) if self.draws else numbers
 
     @cached_property
     def drawing(self) -> Rule:
@@ -178,7 +178,7 @@ class Rule:
 
     @cached_property
     def cache_key(self) -> str:
-        """What Triton's compilation cache needs to know: a change of the source changes it."""
+        """The key of Triton's compilation cache: a change of the source changes it."""
         functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
         reads = (self.moments_use_param, self.reads_param, self.lanes, self.draws)
@@ -189,21 +189,21 @@ class Rule:
         return f"Rule({self.name}, {self.contract}, {self.cache_key})"
 
 
-def joined_row(first: Rule, other: Rule) -> dict[str, Any]:
+def joined_row(first: Rule, second: Rule) -> dict[str, Any]:
     """The fields of a rule whose row has the numbers of one, and behind them those of another."""
-    NUMBERS = tl.constexpr(other.hyper_length)
-    first_prepare, other_prepare = first.prepare, other.prepare
+    NUMBERS = tl.constexpr(second.hyper_length)
+    first_prepare, second_prepare = first.prepare, second.prepare
 
     @helper
     def prepare(hyper_ptr, lr, step):  # noqa: ANN202
-        own = first_prepare(hyper_ptr + NUMBERS, lr, step)
-        return own + other_prepare(hyper_ptr, lr, step)
+        row = first_prepare(hyper_ptr + NUMBERS, lr, step)
+        return row + second_prepare(hyper_ptr, lr, step)
 
     return {
-        "scalars": lambda group: (*first.scalars(group), *other.scalars(group)),
-        "row_length": first.row_length + other.row_length,
+        "scalars": lambda group: (*first.scalars(group), *second.scalars(group)),
+        "row_length": first.row_length + second.row_length,
         # the first one's last: its tables stand behind them
-        "hyper": lambda group: (*other.hyper(group), *first.hyper(group)),
+        "hyper": lambda group: (*second.hyper(group), *first.hyper(group)),
         "prepare": prepare,
     }
 

@@ -64,8 +64,8 @@ def prepare(hyper_ptr, lr, step):
     corrected = step_size * tl.sqrt(rest2) / rest1
     step_size = tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, corrected, step_size)
     decay = wide * number(hyper_ptr, WEIGHT_DECAY)
-    own = (step_size.to(tl.float32), decay.to(tl.float32))
-    return adam_ieee.prepare(hyper_ptr, lr, step) + own
+    numbers = (step_size.to(tl.float32), decay.to(tl.float32))
+    return adam_ieee.prepare(hyper_ptr, lr, step) + numbers
 
 
 @helper
@@ -84,8 +84,8 @@ def adamw(param, moments, grad, scalars):
 def direction(param, moments, grad, scalars):
     _, _, _, _, _, _, eps, _, _, _, _ = scalars
     exp_avg, exp_avg_sq = adam_ieee.averages(moments, grad, adams(scalars))
-    found = tl.math.div_rn(exp_avg, tl.math.sqrt_rn(exp_avg_sq) + eps)
-    return found, (exp_avg, exp_avg_sq)
+    quotient = tl.math.div_rn(exp_avg, tl.math.sqrt_rn(exp_avg_sq) + eps)
+    return quotient, (exp_avg, exp_avg_sq)
 
 
 @helper

@@ -1,4 +1,4 @@
-"""For which elements torch's fused Adam rounds the L2 decay before adding it to the gradient.
+"""The elements whose L2 decay torch's fused Adam rounds before adding it to the gradient.
 
 nvcc compiled grad + param * weight_decay to one multiply-add (fma) or to two operations, as it
 found each copy of the loop's body. Seen on an H200 (torch 2.11, CUDA 13.0) with beta1 = 0, where
@@ -27,7 +27,7 @@ THREADS = 512
 def vectorized(
     numels: numpy.ndarray, columns: Sequence[tuple[numpy.ndarray, int]]
 ) -> numpy.ndarray:
-    """For each tensor whether torch's kernel takes four neighbours a thread.
+    """Returns for each tensor whether torch's kernel takes four neighbours a thread.
 
     columns: for each kind of buffer the tensors' addresses and the bytes of an element.
     """

@@ -1,4 +1,4 @@
-"""What a rule for whole matrices is: elementwise rules, and transforms of whole matrices between.
+"""Rules for whole matrices: elementwise rules, and transforms of whole matrices between.
 
 A step makes of each matrix
 
@@ -34,7 +34,7 @@ class Parts(Protocol):
     """The ranks that hold parts of one matrix; all call the same in the same order."""
 
     ranks: int
-    """How many they are, those with copies of the same part among them."""
+    """The number of ranks, with those that have copies of the same part."""
     is_maker: bool
     """This rank makes what the states of all keep for the matrix."""
 
@@ -70,17 +70,17 @@ ALONE = Alone()
 
 @dataclass
 class Work:
-    """What transforms know of one matrix beside its numbers."""
+    """A matrix's facts beside its numbers, as transforms know them."""
 
     how: Any
-    """How the matrix is stepped: the `how` of its `Matrix`."""
+    """The way the matrix is stepped: the `how` of its `Matrix`."""
     place: Place
-    """Where the matrix lies in its parameter, and the parameter's number."""
+    """The matrix's place in its parameter, and the parameter's number."""
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     """The tensors that the rule keeps in the state, by name."""
     parts: Parts = ALONE
     is_made: bool | None = None
-    """Whether a gradient has made what is kept; None: not looked up yet."""
+    """True where a gradient has made what is kept; None: not looked up yet."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class MatrixRule:
         if self.apply.moments:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")
-        copied = [each.name for each in self.inner.kept if each.starts_as != ZEROS]
+        copied = [moment.name for moment in self.inner.kept if moment.starts_as != ZEROS]
         if copied:
             raise ValueError(
                 f"inner of {self.name} must have moments that start as zeros, as it never sees the "
@@ -189,7 +189,7 @@ class Matrix:
         return self.rule.kept(self.how, shape)
 
     def low_place(self, place: Place, shape: Shape) -> Place:
-        """Where the moments of a part of the matrix, of this shape, lie in all moments."""
+        """Returns the place, in all moments, of those of a part of the matrix, of this shape."""
         low = self.low_shape(shape)
         if not place.first or low == tuple(shape):
             return place

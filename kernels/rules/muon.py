@@ -131,4 +131,4 @@ MUON_APPLY = Rule("muon_apply", "ieee", (), *_ROW, apply, apply_reference, hyper
 _PEER = (peer_scalars, 4, hyper, peer_prepare, not_elementwise, not_elementwise)
 PEER_DIRECTION = Rule("muon_peer_direction", "torch", BUFFER, *_PEER, hyper_length=3)
 PEER_APPLY = Rule("muon_peer_apply", "torch", (), *_PEER, hyper_length=3)
-"""What makes the row of contracts "torch" and "eo", whose steps are muon_peers.py's."""
+"""The rules that make the row of contracts "torch" and "eo", whose steps are muon_peers.py's."""

@@ -82,16 +82,16 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
         (Sutskever et al. 2013); with decoupled decay as Loshchilov & Hutter 2019, arXiv:1711.05101.
         """
         momentum, kept, weight_decay, lr = scalars
-        found = grad if decoupled else grad + param * weight_decay
+        direction = grad if decoupled else grad + param * weight_decay
         after: Moments = ()
         if moments:
             rests = torch.as_tensor(momentum == 0, device=param.device)
-            momentum_buffer = moments[0] * momentum + found * kept
-            mixed = found + momentum_buffer * momentum if nesterov else momentum_buffer
-            found = torch.where(rests, found, mixed)
+            momentum_buffer = moments[0] * momentum + direction * kept
+            mixed = direction + momentum_buffer * momentum if nesterov else momentum_buffer
+            direction = torch.where(rests, direction, mixed)
             after = (torch.where(rests, moments[0], momentum_buffer),)
-        found = found + param * weight_decay if decoupled else found
-        return param - found * lr, after
+        direction = direction + param * weight_decay if decoupled else direction
+        return param - direction * lr, after
 
     return update
 
@@ -105,9 +105,9 @@ def rule(name: str, momentum: bool, nesterov: bool, decoupled: bool) -> Rule:
     def update(param, moments, grad, scalars):  # noqa: ANN202
         return updated(param, moments, grad, scalars, MOMENTS, NESTEROV, DECOUPLED)
 
-    kept = (Moment("momentum_buffer"),) if momentum else ()
-    own = (scalars, 4, hyper, prepare, update, reference(nesterov, decoupled))
-    return Rule(name, "ieee", kept, *own, moments_use_param=not decoupled)
+    buffers = (Moment("momentum_buffer"),) if momentum else ()
+    arguments = (scalars, 4, hyper, prepare, update, reference(nesterov, decoupled))
+    return Rule(name, "ieee", buffers, *arguments, moments_use_param=not decoupled)
 
 
 SGD_RULES = (

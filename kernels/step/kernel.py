@@ -74,13 +74,13 @@ def scalars_of(column, scalars_ptr, scalar_count, RULE: tl.constexpr):
 
 @helper
 def draw_row(column, scalars_ptr, scalar_count, RULE: tl.constexpr):
-    """To what a tensor's group has for random bits, behind the rule's own numbers."""
+    """Returns a pointer to a group's numbers for random bits, behind the rule's own numbers."""
     return scalars_ptr + entry(column, GROUP) * scalar_count + RULE.row_length
 
 
 @helper
 def is_left_out(column, controls_ptr):
-    """Whether the controls of a tensor's group leave it as it is."""
+    """Returns whether the controls of a tensor's group leave it as it is."""
     return tl.load(controls_ptr + entry(column, GROUP) * CONTROLS + SKIP) != 0
 
 
@@ -127,11 +127,11 @@ def kept_moment_scale(scratch_ptr, column, start, lead, FORMATS: tl.constexpr, I
 
 
 @helper
-def new_moment_scale(scratch_ptr, column, start, kept, FORMATS: tl.constexpr, INDEX: tl.constexpr):
-    """The reciprocal of the new scale; of moments in blocks where the new ones go, `kept`."""
+def new_moment_scale(scratch_ptr, column, start, scale, FORMATS: tl.constexpr, INDEX: tl.constexpr):
+    """The reciprocal of the new scale; of moments in blocks where the new ones go, `scale`."""
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
     if FORMAT.block:
-        inverse = kept
+        inverse = scale
     else:
         row = MOMENT + 2 * INDEX + 1
         inverse = new_scale(scratch_ptr, 1 + INDEX, column, row, start, FORMAT)
@@ -276,11 +276,11 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC: tl.constexpr):
     column, start = chunk.column, chunk.start
     moment_scales, moment_inverses = (), ()
     for index in tl.static_range(COUNT):
-        kept = kept_moment_scale(scratch_ptr, column, start, lead, FORMATS, index)
-        moment_scales += (kept,)
-        moment_inverses += (new_moment_scale(scratch_ptr, column, start, kept, FORMATS, index),)
-    kept = kept_scale(scratch_ptr, 0, column, MASTER_FORMAT, COUNT)
-    param = param_scale(column, kept, FORMATS)
+        scale = kept_moment_scale(scratch_ptr, column, start, lead, FORMATS, index)
+        moment_scales += (scale,)
+        moment_inverses += (new_moment_scale(scratch_ptr, column, start, scale, FORMATS, index),)
+    scale = kept_scale(scratch_ptr, 0, column, MASTER_FORMAT, COUNT)
+    param = param_scale(column, scale, FORMATS)
     master_inverse = new_scale(scratch_ptr, 0, column, MASTER_SCALE, start, MASTER_FORMAT)
     weight_scale = FORMATS.store.begin(column, FORMATS)
     scales = Scales(param, moment_scales, master_inverse, moment_inverses, weight_scale)

@@ -170,8 +170,8 @@ class TritonPlan:
         kind = (controls is not None, self._is_split, self.digest_slots)
         launch = self._launches.get(kind)
         if launch is None:
-            own = (self.formats, self.rule, kind[0], self.geometry, self._is_split)
-            spec = Spec(*own, digests=self.digest_slots)
+            fields = (self.formats, self.rule, kind[0], self.geometry, self._is_split)
+            spec = Spec(*fields, digests=self.digest_slots)
             options: dict[str, object] = {"SPEC": spec, "num_warps": self.geometry.warps}
             if self.geometry.registers is not None and torch.version.hip is None:
                 options["maxnreg"] = self.geometry.registers
@@ -207,7 +207,7 @@ class TritonPlan:
         self._in_quads = numpy.array(whole, dtype=bool)
 
     def _is_whole(self, place: Place) -> bool:
-        """Whether the tensor's blocks may go unmasked, as far as its place goes.
+        """Returns whether the tensor's blocks may go unmasked, as far as its place goes.
 
         Those in rows begin up to a row before the tensor: with 16 elements there all its buffers
         are aligned there too.

@@ -25,7 +25,7 @@ Group = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What a step is asked to do with the gradients, and when to leave everything as it is.
+    """The work that a step does on the gradients, and when to leave everything as it is.
 
     The tensors have one element, or one for each row of scalars, on the parameters' device, and may
     be computed there just now: nothing waits for them. They are contiguous, with no sign pending.
@@ -45,7 +45,7 @@ class Request:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the gradients have to be looked through before the step."""
+        """Returns whether the gradients have to be looked through before the step."""
         return self.clip_norm is not None or self.skip_nonfinite
 
     @property
@@ -61,21 +61,21 @@ class Request:
         moved: dict[str, Any] = {}
         for name, number in self.numbers.items():
             if number is not None:
-                there = number.to(device, non_blocking=True)
+                tensor = number.to(device, non_blocking=True)
                 if number.numel() > 1 and rows:
-                    there = torch.cat([there, there[list(rows)]])
-                if there is not number:
-                    moved[name] = there
+                    tensor = torch.cat([tensor, tensor[list(rows)]])
+                if tensor is not number:
+                    moved[name] = tensor
         return replace(self, **moved) if moved else self
 
     @property
     def is_skippable(self) -> bool:
-        """Whether there are gradients with which the step would be left out."""
+        """Returns whether there are gradients with which the step would be left out."""
         return self.found_inf is not None or self.skip_nonfinite
 
     @property
     def is_empty(self) -> bool:
-        """Whether gradients are taken as they are, in every case."""
+        """Returns whether gradients are taken as they are, in every case."""
         is_given = self.found_inf is not None or self.coefficient is not None
         return not (is_given or self.grad_scale is not None or self.needs_norm)
 
@@ -116,7 +116,7 @@ class Preparation:
         return self._bins
 
     def has_nonfinite(self, plans: Sequence[Measured]) -> torch.Tensor:
-        """Whether an infinity or NaN is among the plans' gradients; on the device, shape (1,)."""
+        """Says whether the plans' gradients have an infinity or NaN; on the device, shape (1,)."""
         return self.measure(plans)[:, NONFINITE].ne(0).any().reshape(1)
 
 
@@ -172,11 +172,11 @@ class TritonPreparation(Preparation):
         if is_capturing(self.device):
             self._captured.append(self._controls)
         bins = self.measure(plans) if request.needs_norm else None
-        given = tuple(request.numbers.values())
-        arguments = (table, scalars, self._controls, *given, bins, self.norm, request.clip_norm)
-        apart = tuple(int(each is not None and each.numel() > 1) for each in given)
+        numbers = tuple(request.numbers.values())
+        arguments = (table, scalars, self._controls, *numbers, bins, self.norm, request.clip_norm)
+        apart = tuple(int(number is not None and number.numel() > 1) for number in numbers)
         skips, clips = request.skip_nonfinite, request.clip_norm is not None
-        kind = (count, skips, clips, apart, *kinds_of((table, bins, *given)))
+        kind = (count, skips, clips, apart, *kinds_of((table, bins, *numbers)))
         if kind not in self._launches:
             options = {"RULE": self.rule, "SKIP_NONFINITE": skips, "APART": apart, "num_warps": 1}
             self._launches[kind] = Again(prepare_kernel, count, options)
@@ -187,7 +187,7 @@ class TritonPreparation(Preparation):
         """All tensors whose addresses `_rows` gives."""
         numbers = [group[name] for group in groups for name in ("lr", "step")]
         tables = [self.rule.tables(group, self.device) for group in groups]
-        return [*numbers, *(table for each in tables for table in each)]
+        return [*numbers, *(table for group_tables in tables for table in group_tables)]
 
     def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
         """int64 [groups, columns], as prepare.py reads it."""
@@ -239,8 +239,8 @@ class ReferencePreparation(Preparation):
     def _controls(self, count: int, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
         ones = torch.ones(count, dtype=torch.float32, device=self.device)
 
-        def numbers(given: torch.Tensor | None) -> torch.Tensor:
-            return ones if given is None else given.float().reshape(-1).expand(count)
+        def numbers(number: torch.Tensor | None) -> torch.Tensor:
+            return ones if number is None else number.float().reshape(-1).expand(count)
 
         grad_scale, coefficient = numbers(request.grad_scale), numbers(request.coefficient)
         inverse = (1.0 / grad_scale.double()).float()

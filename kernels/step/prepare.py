@@ -1,4 +1,4 @@
-"""What a step reads from the device before it starts: the groups' scalars, and the controls.
+"""Numbers that a step reads from the device before it starts: groups' scalars and controls.
 
 One small launch, so that lr, step, gradient scale, clip coefficient and found_inf may live on the
 device: nothing waits for them, and a CUDA graph that captured the step reads them at every replay.
@@ -40,7 +40,7 @@ def number_of(ptr, row):
 
 @helper
 def is_set(ptr, row):
-    """Whether a row's number is not 0; false where there is none."""
+    """Returns whether a row's number is not 0; false where there is none."""
     if ptr is None:  # noqa: SIM108 at compile time
         value = tl.full((), 0, tl.int32) != 0
     else:

@@ -67,17 +67,17 @@ def decoded(
 
 
 def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first: int) -> Any:
-    """What decode_reference is given beside codes: a scale, or the factor of each element."""
+    """Returns decode_reference's second argument: a scale, or the factor of each element."""
     if not form.block:
         return scale
     assert scale is not None
     return spread(factor_reference(scale), form.block, like, first)
 
 
-def spread(each: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
+def spread(numbers: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
     """A block's number for each element of `like`, a part of a parameter from its `first` on."""
     lead = first % block
-    return each.reshape(-1).repeat_interleave(block)[lead : lead + like.numel()].view(like.shape)
+    return numbers.reshape(-1).repeat_interleave(block)[lead : lead + like.numel()].view(like.shape)
 
 
 def store_blocks(
@@ -150,7 +150,7 @@ def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
 
 
 def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which elements torch's kernel would take as the first of a thread's four."""
+    """Returns which elements torch's kernel would take as the first of a thread's four."""
     addresses = [
         (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
     ]
@@ -214,9 +214,9 @@ def step_with_words(
 ) -> None:
     """Steps as step_tensor; row: of the rule alone; words: one an element where formats draw."""
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
-    own = list(zip(formats.moment_names, formats.moments, strict=True))
+    forms = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
-        decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in own
+        decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in forms
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     if controls is None:
@@ -238,14 +238,14 @@ def step_with_words(
             weight.copy_(formats.weight.encode_reference(param, None, *bits))
         if master is not None:
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
-    for index, ((name, form), moment) in enumerate(zip(own, moments, strict=True)):
+    for index, ((name, form), moment) in enumerate(zip(forms, moments, strict=True)):
         bits = (moment_bits_reference(words, index),) if form.draws else ()
         scale = tensors.get(f"{name}_scale")
         store_scaled(tensors[name], scale, moment, form, *bits, first=first)
 
 
 def skips_of(controls: torch.Tensor | None, rows: int) -> list[bool]:
-    """For each row of scalars whether its controls leave the step out; waits for a device."""
+    """Returns for each row of scalars whether its controls skip the step; waits for a device."""
     return [False] * rows if controls is None else controls[:, SKIP].ne(0).tolist()
 
 
@@ -299,6 +299,6 @@ class ReferencePlan:
             if tensors["weight"].numel():
                 group = self.groups[index]
                 row = None if controls is None else controls[group]
-                own = (scalars[group], row, self.places[index])
-                step_tensor(tensors, self.formats, self.rule, *own)
+                arguments = (scalars[group], row, self.places[index])
+                step_tensor(tensors, self.formats, self.rule, *arguments)
         self.buffers = {}  # gradients may go

@@ -39,7 +39,7 @@ def rounded_grad(grad, FORMATS: tl.constexpr):
 
 @helper
 def first_lane(chunk, offsets):
-    """Whether torch's kernel takes an element as the first of a thread's four (adam_torch)."""
+    """Returns whether torch's kernel takes an element as a thread's first of four (adam_torch)."""
     vectorized = entry(chunk.column, VECTORIZED)
     index = (chunk.start % 65536).to(tl.int32) + offsets
     return tl.where(vectorized != 0, index, index // 512) % 4 == 0
@@ -89,10 +89,10 @@ def canonical_values(values, FORMATS: tl.constexpr):
     COUNT: tl.constexpr = FORMATS.moment_count
     if FORMATS.master.present or not FORMATS.weight.one_nan:
         param = canonical(param)
-    made = ()
+    new_moments = ()
     for index in tl.static_range(COUNT):
-        made += (canonical_moment(moments[index], FORMATS, index),)
-    return param, made
+        new_moments += (canonical_moment(moments[index], FORMATS, index),)
+    return param, new_moments
 
 
 @helper

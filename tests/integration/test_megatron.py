@@ -410,7 +410,7 @@ def test_what_lion_does_not_have_is_refused(name, value, allowed):
     got = re.escape(repr(value))
     told = rf"^{name} must be {allowed} with config\.optimizer='lion'.*, got {got}$"
     with pytest.raises(ValueError, match=told):
-        Choices(asked=LION, **{name: value})
+        Choices(original_config=LION, **{name: value})
 
 
 def test_other_releases_can_be_tried(pools):

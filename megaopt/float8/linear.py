@@ -13,7 +13,7 @@ from torch import Tensor
 from megaopt.kernels.float8 import RECIPES, dequantize_reference, quantize_reference
 
 INPUT = RECIPES["current"]
-"""How the input of a scaled product is quantized: e4m3fn, per tensor, from its own amax."""
+"""The recipe for the input of a scaled product: e4m3fn, per tensor, from its own amax."""
 
 _scaled: ContextVar[bool] = ContextVar("megaopt.float8.scaled_matmul", default=False)
 

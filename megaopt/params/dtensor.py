@@ -168,7 +168,8 @@ class DTensorView(ParamView):
         if place is None:
             raise ValueError(
                 f"placements {tuple(self.param.placements)} of shape {tuple(whole_shape)} must "
-                "split at most one dimension behind the first where elements are known by their places"
+                "split at most one dimension behind the first where elements are known by their "
+                "places"
             )
         return place
 
@@ -211,7 +212,7 @@ class DTensorView(ParamView):
         return dtensor
 
     def wrap_state(self, state: Mapping[str, Any], originals: Sequence[Any] = ()) -> dict[str, Any]:
-        """A state of DTensors; `originals` ones, whose shards may be in it, stay these objects."""
+        """A state of DTensors; `originals`, whose shards may be in it, stay these objects."""
         objects = {
             id(local_of(value)): value for value in originals if isinstance(value, torch.Tensor)
         }

@@ -404,7 +404,7 @@ class Owned:
             check_group(group, self.options, where)
 
     def device_numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[Group]:
-        """Makes what capturable=True puts on the device, for each group; groups stay as they are."""
+        """Makes what capturable=True puts on the device, by group; the groups stay as they are."""
         self.check_one_device()
         return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
 

@@ -282,7 +282,7 @@ class Stepped(NamedTuple):
     why: str
     """"by its shape", or "as" and the reason: its group, its dimensions, or a mark."""
     ranks: int = 1
-    """Among how many ranks the making of updates is divided; 1: this one makes all of its own."""
+    """The count of ranks that divide the making of updates; 1: this one makes all of its own."""
 
     def __str__(self) -> str:
         """One line."""
@@ -526,7 +526,7 @@ def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
 
 
 def _renumbered(group: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """A group with those of its parameters that have numbers, by these."""
+    """Returns a group with the parameters that have numbers, under these."""
     mask = [place in numbers for place in group["params"]]
     lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
     lists["params"] = [numbers.get(place) for place in group["params"]]
@@ -536,7 +536,7 @@ def _renumbered(group: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[st
 def _torch_group(
     group: Mapping[str, Any], rule: str, options: Any, views: Sequence[ParamView], where: str
 ) -> dict[str, Any]:
-    """A group of torch's optimizer; ValueError for what that has not."""
+    """Returns a group of torch's optimizer; raises ValueError for what that does not have."""
     left_out = (*options.names_but_step, *OURS, BESIDE, "seed", "param_numbers")
     rest = {key: value for key, value in group.items() if key not in left_out}
     if rule == "adamw":

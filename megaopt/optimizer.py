@@ -119,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         clip_coefficient: torch.Tensor | None = None,
     ) -> Any:
-        """One update of every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
         torch.amp.GradScaler unscales the gradients, and leaves the step out after an overflow, as
         with torch.optim.AdamW. With `step_unscales` it sets `grad_scale` and `found_inf` on the

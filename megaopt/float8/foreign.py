@@ -71,7 +71,7 @@ class ForeignWeight:
         return None if values is None else values.to(self.owner.device)
 
     def codes_changed(self) -> None:
-        """Others wrote codes."""
+        """Tells the library that others wrote codes."""
         self.changed()
 
     def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> None:

@@ -203,7 +203,7 @@ class Float8Weight(Tensor):
         torch.autograd.graph.increment_version(self)
 
     def codes_changed(self) -> None:
-        """Codes were written, of which autograd is told elsewhere."""
+        """Drops the initial value, as codes were written; autograd is told elsewhere."""
         self._initial.clear()
 
     def high_precision_initial_value(self) -> Tensor | None:
@@ -215,7 +215,7 @@ class Float8Weight(Tensor):
         return self._initial[0] if self._initial else None
 
     def drop_high_precision_initial_value(self) -> None:
-        """Frees it: there is a master now."""
+        """Frees the initial value: there is a master now."""
         self._initial.clear()
 
     # --- as a tensor
@@ -226,7 +226,7 @@ class Float8Weight(Tensor):
         return {name: tensor for name, tensor in members.items() if tensor is not None}
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Float8Weight:
-        """One made of the tensors that the function gives for its own."""
+        """Makes a weight of the tensors that the function gives for its own."""
         tensors = {name: function(tensor) for name, tensor in self.tensors().items()}
         return _put_together(tensors, self.recipe, self.dtype)
 

@@ -242,7 +242,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 def set_value(
     optimizer: FusedOptimizer, owned: Owned, view: ParamView, value: torch.Tensor
 ) -> None:
-    """Weight and master become an fp32 value; value: of the parameter's shape and placements."""
+    """Sets weight and master to an fp32 value, of the parameter's shape and placements."""
     formats = owned.formats(view)
     # joined masters, and none, set the weight themselves
     if formats.master.present and not formats.master.joined:

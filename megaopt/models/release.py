@@ -147,7 +147,7 @@ class GradientRelease:
         self._side.join()
 
     def step(self, param: torch.Tensor) -> None:
-        """Steps one parameter, which has its gradient, and frees this."""
+        """Steps one parameter that has its gradient, and frees the gradient."""
         optimizer = self._optimizer()
         if optimizer is None or param.grad is None:
             return
@@ -341,7 +341,7 @@ class SideStream:
 
     @contextmanager
     def after(self, grad: torch.Tensor) -> Iterator[None]:
-        """Within it, work goes to the side stream, behind all that the device was given so far.
+        """Sends the work within it to the side stream, behind all that the device was given so far.
 
         grad: what that work reads; its memory is not used again before.
         """
@@ -358,7 +358,7 @@ class SideStream:
             self._await()
 
     def join(self) -> None:
-        """The current streams wait for what was stepped on the side."""
+        """Makes the current streams wait for what was stepped on the side."""
         self._is_awaited = False
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)

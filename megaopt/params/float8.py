@@ -104,9 +104,9 @@ class Float8View(ParamView):
         return None
 
     def round_as_pairs(self, value: torch.Tensor) -> None:
-        """Codes of fp32 values become those that a step stores with a remainder beside each.
+        """Sets codes of fp32 values to those that a step stores with a remainder beside each.
 
-        To nearest in two roundings, ties away from zero, where the weight's own are to even.
+        They are nearest, in two roundings, ties away from zero; the weight's own are to even.
         """
         code, _ = encode_pair_reference(value * (1.0 / self.scale_inv()))
         self.codes.copy_(code.view(-1))

@@ -99,7 +99,7 @@ def _store(
 
 
 def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) -> None:
-    """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
+    """Sets a weight without a master to an fp32 value of its shard's shape."""
     if view.weight is None:
         check_writable(view.local, "the parameter")
         code = owned.formats(view).weight.encode_by_hand(value).clone()
@@ -110,7 +110,7 @@ def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) 
 
 
 def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
-    """A whole fp8 weight becomes an fp32 value; raises ValueError for a rank's part of one."""
+    """Sets a whole fp8 weight to an fp32 value; raises ValueError for a rank's part of one."""
     if view.extent.shared:
         raise ValueError(
             f"{owned.labels[owned.index(view.param)]}: {MASTER!r} must be of a whole weight, or of "

@@ -130,13 +130,13 @@ class Versions:
         return bool(now and before and now != before and now[1] == before[1])
 
     def arrived(self, state: States) -> None:
-        """Masters go with the stepped weights where these lie now."""
+        """Notes that masters go with the stepped weights where these lie now."""
         params = [self._params[place] for place in self._stepped]
         self._spots.update({param: _spot(view_of(param)) for param in params})
         self.match(params, state)
 
     def match(self, params: Iterable[torch.Tensor], state: States) -> None:
-        """The masters in the states of these parameters are those of their weights."""
+        """Notes that the masters in these parameters' states are those of their weights."""
         param_list = list(params)
         masters = {param: state.get(param, {}).get(MASTER) for param in param_list}
         self._compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
@@ -147,11 +147,11 @@ class Versions:
         return param in self._compared
 
     def forget(self, param: torch.Tensor) -> None:
-        """The weight may have been written."""
+        """Notes that a weight may have been written."""
         self._unmatched.add(param)
 
     def note(self, param: torch.Tensor, state: States) -> None:
-        """Weight and master are as they should be now, whatever was written."""
+        """Notes that weight and master are as they should be now, whatever was written."""
         view = view_of(param)
         self._spots[param] = _spot(view)
         self.match([param], state)
@@ -202,7 +202,7 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
 
 
 def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
-    """The same of fp8 codes under the scales that they have now."""
+    """The same for fp8 codes under the scales that they have now."""
     assert form.cast is not None
     recipe, scale = form.cast.recipe, 1 / view.scale_inv()
     rounding = form.cast.rounding
@@ -218,7 +218,7 @@ def _unscaled_codes(view: ParamView) -> torch.Tensor:
 
 
 def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
-    """bool, the weight's shape: where the weight is not a cast of its master any more.
+    """Returns where a weight is no cast of its master any more: bool, of the weight's shape.
 
     What lies beside its weight has no value of its own: the master moves with the weight, and only
     a weight that no value together with this code gives (0 with a negative remainder, say, which

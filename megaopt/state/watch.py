@@ -157,7 +157,7 @@ class Watch:
         return Seen(moved, elsewhere, written, self._gradients if grads is None else grads, shards)
 
     def count_up(self) -> None:
-        """After a step: counts all versions up, which kernels do not, and notes them."""
+        """Counts all versions up after a step, which kernels do not, and notes them."""
         if self.module is not None:
             self.module.count_versions_up(self.counted, self.noted)
             return

@@ -24,7 +24,7 @@ class ExternalWrites:
     """Notices weights that were written between steps, and warns once of what that means.
 
     Args:
-        said: the warnings that were given, to share with others.
+        warning_keys: keys of the warnings that were given, to share with others.
     """
 
     def __init__(self, warning_keys: set[str] | None = None) -> None:
@@ -39,7 +39,7 @@ class ExternalWrites:
         state: Mapping[Any, Any],
         written: Iterable[int] = (),
     ) -> None:
-        """Weights and masters are as they should be now, but at the places of written ones."""
+        """Notes that weights and masters are as they should be, but for those at `written`."""
         param_list = list(params)
         self.versions = Versions(param_list)
         self.versions.match(param_list, state)
@@ -92,7 +92,7 @@ class ExternalWrites:
                 )
 
     def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
-        """Once, where states were deleted with their masters, and new ones are made."""
+        """Warns once where states were deleted with their masters, and new ones are made."""
         lost = [param for param in params if self.versions.had_master(param)]
         if lost and "lost masters" not in self.said:
             self.said.add("lost masters")
@@ -104,7 +104,7 @@ class ExternalWrites:
             )
 
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
-        """Once, where nobody said whether 16-bit weights are to have masters."""
+        """Warns once where nobody said whether 16-bit weights are to have masters."""
         is_chosen = owned.options.dtype is not None or owned.masters is not None
         drawn = owned.options.weight_rounding == "stochastic"  # then no update is lost
         if is_chosen or drawn or "no masters" in self.said:

@@ -89,8 +89,8 @@ MODULES = {"checkpoint": "megaopt.saving.checkpoint"}
 
 
 def __dir__() -> list[str]:
-    own = {name for name, value in globals().items() if isinstance(value, ModuleType)}
-    return sorted({*own, *__all__, *MODULES})
+    module_names = {name for name, value in globals().items() if isinstance(value, ModuleType)}
+    return sorted({*module_names, *__all__, *MODULES})
 
 
 def __getattr__(name: str) -> Any:

@@ -193,13 +193,13 @@ def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str,
         _check(group, options, f"group {index}")
     packed = optimizer.state_dict()
     plain = plain_states(optimizer, owned, packed["state"], drop_masters)
-    own = [
+    groups = [
         adam_group({key: group[key] for key in group if key not in OURS}, options)
         for group in packed["param_groups"]
     ]
-    kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
+    entries = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
     states = with_counts(plain, owned, packed["state"])
-    return {**kept, "state": states, "param_groups": own}
+    return {**entries, "state": states, "param_groups": groups}
 
 
 def _check(group: Mapping[str, Any], options: Options, where: str) -> None:

@@ -44,7 +44,7 @@ PROJECTING = ("rank", "update_proj_gap", "proj_type")
 
 
 def side_of(proj_type: str, rows: int, columns: int) -> str:
-    """On which side a gradient [rows, columns] is projected."""
+    """Returns the side on which a gradient [rows, columns] is projected."""
     if proj_type == "std":
         return RIGHT if rows >= columns else LEFT
     if proj_type == "reverse_std":
@@ -121,7 +121,7 @@ class GaLoreOptions(Options):
         return (*super().names_but_step, *PROJECTING)
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
-        """How a matrix is projected; None for other parameters, and where a rank saves nothing."""
+        """Returns how a matrix is projected; None for others, and where the rank saves nothing."""
         rank, shape = group.get("rank"), whole_shape_of(param)
         is_embedding = getattr(param, EMBEDDING, None) is True
         if rank is None or is_embedding or len(shape) != 2 or not saves(rank, shape):
@@ -295,12 +295,12 @@ class GaLoreAdamW(FusedOptimizer):
 
     @torch.no_grad()
     def refresh(self, steps: int | None = None) -> None:
-        """With capturable=True, before a step: makes the projections anew whose turn it is.
+        """Makes the projections anew whose turn it is; for capturable=True, before a step.
 
-        From the gradients as they are in memory now, those of parameters that have one: before a
-        step's replay, where the backward pass is outside the graph, the step's own, and the bits
-        are those of capturable=False, as long as no step is left out. It knows neither of found_inf
-        nor of nonfinite: a gradient that is not finite leaves its own projection alone.
+        It reads the gradients that are in memory now, of parameters that have one. Before a step's
+        replay, where the backward pass is outside the graph, these are the step's own: then the
+        bits are those of capturable=False, as long as no step is left out. It knows neither of
+        found_inf nor of nonfinite: a gradient that is not finite leaves its projection as it is.
 
         Args:
             steps: how many steps every group has taken, where the caller knows it; None: the
@@ -347,8 +347,8 @@ class GaLoreAdamW(FusedOptimizer):
 
     def _counts(self) -> list[int]:
         """The steps that each group has taken, read from the device at once."""
-        found: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
-        return found
+        counts: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
+        return counts
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
@@ -367,18 +367,18 @@ def from_galore_torch(state_dict: Any) -> Any:
 
     Its arguments stay as they are. Raises ValueError for a projection on both sides.
     """
-    found = with_states(state_dict, _state)
-    groups = found.get("param_groups") if isinstance(found, Mapping) else None
+    copy = with_states(state_dict, _state)
+    groups = copy.get("param_groups") if isinstance(copy, Mapping) else None
     if not isinstance(groups, (list, tuple)):
-        return found
-    return {**found, "param_groups": [_group(each) for each in groups]}
+        return copy
+    return {**copy, "param_groups": [_group(group) for group in groups]}
 
 
-def _state(own: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    if PROJECTOR not in own:
-        return own
-    matrix = getattr(own[PROJECTOR], "ortho_matrix", None)
-    rest = {name: value for name, value in own.items() if name != PROJECTOR}
+def _state(state: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    if PROJECTOR not in state:
+        return state
+    matrix = getattr(state[PROJECTOR], "ortho_matrix", None)
+    rest = {name: value for name, value in state.items() if name != PROJECTOR}
     if matrix is None:
         return rest
     if not isinstance(matrix, torch.Tensor):

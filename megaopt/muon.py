@@ -70,14 +70,14 @@ def _of_adam(group: Mapping[str, Any]) -> dict[str, Any]:
 def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
     """AdamW under `rule_contract`, and Muon under `contract`."""
     adamw = RULES["adamw", rule_contract]
-    own = replace(
+    adamw_of_groups = replace(
         adamw,
         scalars=lambda group: adamw.scalars(_of_adam(group)),
         hyper=lambda group: adamw.hyper(_of_adam(group)),
         tables=lambda group, device: adamw.tables(_of_adam(group), device),
     )
     muon = MUON if contract == "ieee" else MUON_PEER
-    first, inner, apply = in_one_row(own, muon.inner, muon.apply)
+    first, inner, apply = in_one_row(adamw_of_groups, muon.inner, muon.apply)
     return first, replace(muon, inner=inner, apply=apply)
 
 
@@ -89,7 +89,7 @@ FACTOR = NOT_NEGATIVE._replace(
 
 
 def why_adamw(param: torch.Tensor, group: Mapping[str, Any]) -> str | None:
-    """Why AdamW steps a parameter of a group; None where Muon does."""
+    """Says why AdamW steps a parameter of a group; None where Muon does."""
     if group["use_muon"] is False:
         return "its group has use_muon=False"
     if len(whole_shape_of(param)) < 2:
@@ -165,7 +165,7 @@ class MuonOptions(Options):
             refuse(name, f"{whole} for {where}", self.master_weight_dtype if masters else None)
         if self.contract == "ieee":
             return
-        under, kept = f"with contract={self.contract!r}", self.momentum_buffer_dtype
+        under, buffer_dtype = f"with contract={self.contract!r}", self.momentum_buffer_dtype
         if len(view.whole_shape) != 2:
             refuse(where, f"of two dimensions {under}", view.param)
         if isinstance(view, ReplicatedView) and self.contract == "torch":
@@ -177,8 +177,8 @@ class MuonOptions(Options):
             refuse(name, f"{whole} {under}", self.master_weight_dtype)
         if self.contract == "eo" and dtype != torch.float32:
             refuse(where, f"fp32 or have an fp32 master {under}", dtype)
-        if kept is not dtype:
-            refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", kept)
+        if buffer_dtype is not dtype:
+            refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", buffer_dtype)
 
     @cached_property
     def names_but_step(self) -> tuple[str, ...]:
@@ -187,28 +187,28 @@ class MuonOptions(Options):
 
     @property
     def group_keys(self) -> dict[str, Any]:
-        """What every group has beside its numbers, at first."""
+        """The entries that every new group has beside its numbers."""
         return {**super().group_keys, "use_muon": None, "split_sizes": None}
 
     def how(self, group: Mapping[str, Any], param: Any = None) -> Orthogonal:
-        """How matrices of a group are made orthogonal; ValueError for what is no way.
+        """Returns how matrices of a group are made orthogonal; raises ValueError for bad entries.
 
-        param: one of the group's, which may say split_sizes of its own.
+        param: one of the group's, which may have split_sizes of its own.
         """
         name, sizes = "split_sizes", group["split_sizes"]
         if sizes is None:
             name, sizes = SPLIT_SIZES, getattr(param, SPLIT_SIZES, None)
         if sizes is not None and not _are_sizes(sizes):
             refuse(name, "None or a list of whole numbers >= 1", sizes)
-        adjust, given = group["adjust_lr_fn"], group["ns_coefficients"]
+        adjust, coefficients = group["adjust_lr_fn"], group["ns_coefficients"]
         if not isinstance(adjust, (str, NoneType)):
             adjust = number("adjust_lr_fn", adjust, FACTOR)
-        if not isinstance(given, (str, list, tuple)):
+        if not isinstance(coefficients, (str, list, tuple)):
             sets = f"three numbers, a list of such or one of {', '.join(map(repr, COEFFICIENTS))}"
-            refuse("ns_coefficients", sets, given)
+            refuse("ns_coefficients", sets, coefficients)
         eps = number("eps", group["eps"], NOT_NEGATIVE)
         return Orthogonal(
-            coefficients_of(given, group["ns_steps"]),
+            coefficients_of(coefficients, group["ns_steps"]),
             eps=eps,
             method=self.method,
             precision=self.precision,
@@ -219,7 +219,7 @@ class MuonOptions(Options):
         )
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
-        """How Muon steps a parameter; None where AdamW does."""
+        """Returns how Muon steps a parameter; None where AdamW does."""
         if not group or why_adamw(param, group) is not None:
             return None
         return Matrix(self.rules[1], self.how(group, param))
@@ -242,34 +242,36 @@ class MuonOptions(Options):
 
     def _check_param(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
         """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
-        name, own = f"{where}: use_muon", f"{where}: {which}"
+        name, label = f"{where}: use_muon", f"{where}: {which}"
         for mark in MARKS:
-            one_of(f"{own}: its attribute {mark}", getattr(param, mark, None), (None, True, False))
-        reason, wanted = why_adamw(param, group), group["use_muon"]
+            one_of(
+                f"{label}: its attribute {mark}", getattr(param, mark, None), (None, True, False)
+            )
+        reason, use_muon = why_adamw(param, group), group["use_muon"]
         if is_flat_part(param) and not hasattr(param, PARTS):
-            refuse(name, f"False beside {which}, a {FLAT}", wanted)
+            refuse(name, f"False beside {which}, a {FLAT}", use_muon)
         if reason is not None:
-            if wanted:
-                refuse(name, f"None or False beside {which}, as {reason}", wanted)
+            if use_muon:
+                refuse(name, f"None or False beside {which}, as {reason}", use_muon)
             return
         if type(view_of(param)) not in (ParamView, DTensorView, Float8View):
             kinds = "plain tensors, DTensors and whole fp8 weights"
             kind = f"{type(param).__name__}: Muon steps {kinds}"
-            refuse(name, f"False beside {which}, a {kind}", wanted)
-        with errors_of(own):
+            refuse(name, f"False beside {which}, a {kind}", use_muon)
+        with errors_of(label):
             self.how(group, param).pieces(whole_shape_of(param))
 
 
 def _are_sizes(value: Any) -> bool:
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    return is_list and all(type(each) is int and each >= 1 for each in value)
+    return is_list and all(type(size) is int and size >= 1 for size in value)
 
 
 # --- the optimizer
 
 
 class Stepped(NamedTuple):
-    """How FusedMuon steps one parameter."""
+    """The way in which FusedMuon steps one parameter."""
 
     name: str
     """The parameter, as errors call it."""
@@ -280,14 +282,14 @@ class Stepped(NamedTuple):
     why: str
     """"by its shape", or "as" and the reason: its group, its dimensions, or a mark."""
     ranks: int = 1
-    """Among how many ranks the making of updates is divided; 1: this one makes all of its own."""
+    """The count of ranks that divide the making of updates; 1: this one makes all of its own."""
 
     def __str__(self) -> str:
         """One line."""
         counts = {shape: self.matrices.count(shape) for shape in self.matrices}
-        own = ", ".join(f"{count} x {list(shape)}" for shape, count in counts.items())
+        shapes = ", ".join(f"{count} x {list(shape)}" for shape, count in counts.items())
         divided = f", divided among {self.ranks} ranks" if self.ranks > 1 else ""
-        return f"{self.name}: {self.rule}{f' {own}' if own else ''}, {self.why}{divided}"
+        return f"{self.name}: {self.rule}{f' {shapes}' if shapes else ''}, {self.why}{divided}"
 
 
 @takes(MuonOptions, SharedOptions)
@@ -417,19 +419,19 @@ class FusedMuon(FusedOptimizer):
         return {**super().__getstate__(), "_betas": self._betas}
 
     def describe(self) -> list[Stepped]:
-        """How each parameter is stepped, in group order; each prints as one line."""
-        owned, found = self._owned, []
+        """Tells how each parameter is stepped, in group order; each entry prints as one line."""
+        owned, lines = self._owned, []
         places = zip(owned.views, owned.labels, owned.group_numbers, strict=True)
         for view, label, index in places:
             group = owned.groups[index]
             if view.matrix is None:
-                found.append(Stepped(label, "adamw", (), f"as {why_adamw(view.param, group)}"))
+                lines.append(Stepped(label, "adamw", (), f"as {why_adamw(view.param, group)}"))
                 continue
             pieces = tuple(view.matrix.how.pieces(view.whole_shape))
             why = "as its group has use_muon=True" if group["use_muon"] else "by its shape"
             ranks = 1 if view.split is None else view.split[0].size()
-            found.append(Stepped(label, "muon", pieces, why, ranks))
-        return found
+            lines.append(Stepped(label, "muon", pieces, why, ranks))
+        return lines
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; also state dicts of torch.optim.Muon and other libraries' Muon.
@@ -485,29 +487,31 @@ def torch_state_dict(
     """See FusedMuon.to_torch_state_dict."""
     owned, options = optimizer._owned, optimizer.options
     rules = ["adamw" if view.matrix is None else "muon" for view in owned.views]
-    wanted = _checked_rule(rule, rules)
+    target = _checked_rule(rule, rules)
     packed = optimizer.state_dict()
-    chosen = [place for place, own in enumerate(rules) if wanted in (own, BOTH)]
+    chosen = [place for place, stepped_by in enumerate(rules) if target in (stepped_by, BOTH)]
     numbers = {place: number for number, place in enumerate(chosen)}
-    given = {place: packed["state"][place] for place in chosen if place in packed["state"]}
+    packed_states = {place: packed["state"][place] for place in chosen if place in packed["state"]}
     groups = []
     for index, group in enumerate(packed["param_groups"]):
-        found = _renumbered(group, numbers)
-        if wanted == BOTH:  # without formats and contracts
-            own = {key: found[key] for key in found if key not in ("contract", FORMATS, BESIDE)}
-            groups.append({**own, "maximize": options.maximize})
-        elif found["params"]:
-            views = [owned.views[chosen[number]] for number in found["params"]]
-            groups.append(_torch_group(found, wanted, options, views, f"group {index}"))
-    states = plain_states(optimizer, owned, given, drop_masters)
-    if wanted == "adamw":
-        states = with_counts(states, owned, given)
-    elif wanted == BOTH:
-        for place, own in states.items():
-            own.update({STEP: given[place][STEP]} if STEP in given[place] else {})
-    kept = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
-    own_states = {numbers[place]: own for place, own in states.items()}
-    return {**kept, "state": own_states, "param_groups": groups}
+        subgroup = _renumbered(group, numbers)
+        if target == BOTH:  # without formats and contracts
+            entries = {
+                key: subgroup[key] for key in subgroup if key not in ("contract", FORMATS, BESIDE)
+            }
+            groups.append({**entries, "maximize": options.maximize})
+        elif subgroup["params"]:
+            views = [owned.views[chosen[number]] for number in subgroup["params"]]
+            groups.append(_torch_group(subgroup, target, options, views, f"group {index}"))
+    states = plain_states(optimizer, owned, packed_states, drop_masters)
+    if target == "adamw":
+        states = with_counts(states, owned, packed_states)
+    elif target == BOTH:
+        for place, state in states.items():
+            state.update({STEP: packed_states[place][STEP]} if STEP in packed_states[place] else {})
+    rest = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
+    numbered_states = {numbers[place]: state for place, state in states.items()}
+    return {**rest, "state": numbered_states, "param_groups": groups}
 
 
 def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
@@ -522,23 +526,23 @@ def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
 
 
 def _renumbered(group: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """A group with those of its parameters that have numbers, by these."""
-    kept = [place in numbers for place in group["params"]]
+    """Returns a group with the parameters that have numbers, under these."""
+    mask = [place in numbers for place in group["params"]]
     lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
     lists["params"] = [numbers.get(place) for place in group["params"]]
-    return {**group, **{key: [*compress(own, kept)] for key, own in lists.items()}}
+    return {**group, **{key: [*compress(values, mask)] for key, values in lists.items()}}
 
 
 def _torch_group(
     group: Mapping[str, Any], rule: str, options: Any, views: Sequence[ParamView], where: str
 ) -> dict[str, Any]:
-    """A group of torch's optimizer; ValueError for what that has not."""
+    """Returns a group of torch's optimizer; raises ValueError for what that does not have."""
     left_out = (*options.names_but_step, *OURS, BESIDE, "seed", "param_numbers")
-    others = {key: value for key, value in group.items() if key not in left_out}
+    rest = {key: value for key, value in group.items() if key not in left_out}
     if rule == "adamw":
         check_counted({**group, "params": [view.param for view in views]}, options, where)
-        own = _of_adam(group)
-        return adam_group({**others, **{key: own[key] for key in TORCHS[rule]}}, options)
+        adamw_group = _of_adam(group)
+        return adam_group({**rest, **{key: adamw_group[key] for key in TORCHS[rule]}}, options)
     if options.maximize:
         refuse("maximize", "False for torch.optim.Muon", True)
     for view in views:
@@ -548,7 +552,7 @@ def _torch_group(
         how = replace(options.how(group), contract=TORCH, method="auto", precision="bf16")
     numbers = {key: group[key] for key in TORCHS[rule]}
     numbers["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
-    return {**others, **numbers, "ns_coefficients": how.coefficients[0]}
+    return {**rest, **numbers, "ns_coefficients": how.coefficients[0]}
 
 
 # --- state dicts of others
@@ -579,31 +583,31 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
     groups: the optimizer's, whose numbers stay where a state dict has none. Raises ValueError for
     what Muon cannot go on from; warns where momentum is converted.
     """
-    given: Any = state_dict if isinstance(state_dict, Mapping) else {}
-    saved, states = given.get("param_groups"), given.get("state")
+    mapping: Any = state_dict if isinstance(state_dict, Mapping) else {}
+    saved, states = mapping.get("param_groups"), mapping.get("state")
     fits = isinstance(saved, (list, tuple)) and isinstance(states, Mapping)
-    if not fits or not all(isinstance(each, Mapping) for each in saved):
+    if not fits or not all(isinstance(entry, Mapping) for entry in saved):
         return state_dict
     for index, group in enumerate(saved):
         is_own = "contract" in group and "use_muon" in group  # where they are of its users
         for key in () if is_own else OF_NO_MUON.keys() & group.keys():
             where = f"group {index} of the state dict: {key!r}"
             refuse(where, f"left out: it is {OF_NO_MUON[key]}", group[key])
-    if len(saved) != len(groups) or any("contract" in each for each in saved):
+    if len(saved) != len(groups) or any("contract" in entry for entry in saved):
         return state_dict
-    found, own = dict(states), []
-    for index, (group, ours) in enumerate(zip(saved, groups, strict=True)):
-        own.append(_group(group, ours, f"group {index} of the state dict"))
+    new_states, new_groups = dict(states), []
+    for index, (group, current_group) in enumerate(zip(saved, groups, strict=True)):
+        new_groups.append(_group(group, current_group, f"group {index} of the state dict"))
         for key in group.get("params", ()):
-            if isinstance(found.get(key), Mapping):
-                found[key] = _state(found[key], group, f"state {key!r} of the state dict")
+            if isinstance(new_states.get(key), Mapping):
+                new_states[key] = _state(new_states[key], group, f"state {key!r} of the state dict")
     if any(_is_a_sum(group) for group in saved):
         warnings.warn(
             "momentum of the state dict is a sum of gradients, as dion and Moonlight keep it: "
             "momentum_buffer here is an average, and becomes 1 - momentum times that",
             stacklevel=3,
         )
-    return {**state_dict, "state": _counted(found), "param_groups": own}
+    return {**state_dict, "state": _counted(new_states), "param_groups": new_groups}
 
 
 def _is_a_sum(group: Mapping[str, Any]) -> bool:
@@ -611,39 +615,45 @@ def _is_a_sum(group: Mapping[str, Any]) -> bool:
     return "mu" in group or "adamw_betas" in group
 
 
-def _group(saved: Mapping[str, Any], own: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
+def _group(
+    saved: Mapping[str, Any], current_group: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    group = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
     if "mu" in saved:
         algorithm = saved.get("algorithm")
         one_of(f"{where}: algorithm", algorithm, STATES)
-        found.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
-    if own["use_muon"] is False and "adamw_eps" in saved:
-        found["eps"] = found["adam_eps"]
-    missing = {name: own[name] for name in ("betas", "eps", "momentum") if name not in found}
-    return {**missing, **found}
+        group.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
+    if current_group["use_muon"] is False and "adamw_eps" in saved:
+        group["eps"] = group["adam_eps"]
+    missing = {
+        name: current_group[name] for name in ("betas", "eps", "momentum") if name not in group
+    }
+    return {**missing, **group}
 
 
 def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = STATES.get(group.get("algorithm", ""), {}) if "mu" in group else OF_MOONLIGHT
-    found = {names.get(key, key): value for key, value in saved.items() if key != "use_muon"}
-    if "exp_avg" in found and "step" not in {*found, *group}:
+    state = {names.get(key, key): value for key, value in saved.items() if key != "use_muon"}
+    if "exp_avg" in state and "step" not in {*state, *group}:
         raise ValueError(f"{where} must have a step count beside 'exp_avg', got none")
-    buffer = found.get("momentum_buffer")
+    buffer = state.get("momentum_buffer")
     if _is_a_sum(group) and isinstance(buffer, torch.Tensor):
         momentum = float(group["mu" if "mu" in group else "momentum"])
-        found["momentum_buffer"] = buffer.float() * (1.0 - momentum)
-    if isinstance(found.get("variance_neuron"), torch.Tensor):
-        found["variance_neuron"] = found["variance_neuron"].flatten()
-    return found
+        state["momentum_buffer"] = buffer.float() * (1.0 - momentum)
+    if isinstance(state.get("variance_neuron"), torch.Tensor):
+        state["variance_neuron"] = state["variance_neuron"].flatten()
+    return state
 
 
 def _counted(states: dict[Any, Any]) -> dict[Any, Any]:
     """The states with a step count each, if any has one: Muon's takes that of the others."""
-    counts = [own["step"] for own in states.values() if isinstance(own, Mapping) and "step" in own]
+    counts = [
+        state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state
+    ]
     if not counts:
         return states
     most = max(counts)
     return {
-        key: {"step": most, **own} if isinstance(own, Mapping) and own else own
-        for key, own in states.items()
+        key: {"step": most, **state} if isinstance(state, Mapping) and state else state
+        for key, state in states.items()
     }

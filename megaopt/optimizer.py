@@ -119,7 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         clip_norm: float | None = None,
         clip_coefficient: torch.Tensor | None = None,
     ) -> Any:
-        """One update of every parameter that has a gradient.
+        """Updates every parameter that has a gradient.
 
         torch.amp.GradScaler unscales the gradients, and leaves the step out after an overflow, as
         with torch.optim.AdamW. With `step_unscales` it sets `grad_scale` and `found_inf` on the
@@ -162,8 +162,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         loss = None if closure is None else torch.enable_grad()(closure)()
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        given = (clip_norm, clip_coefficient, grad_scale, found_inf, self.use_decoupled_grad)
-        self.stepper.step(self.param_groups, self.state, Asked(*given), self._check)
+        arguments = (clip_norm, clip_coefficient, grad_scale, found_inf, self.use_decoupled_grad)
+        self.stepper.step(self.param_groups, self.state, Asked(*arguments), self._check)
         return loss
 
     @untraced
@@ -230,7 +230,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
-        group, index, given = new_group(param_group), len(self.param_groups), dict(param_group)
+        group, index, snapshot = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
             placement = taken_from(group, self.options, f"group {index}")
             replicas = replicas_of(group, self.options, f"group {index}")
@@ -248,15 +248,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             param_group.clear()
             param_group.update(group)
             self.param_groups[index] = param_group
-            for own, new in zip(self.param_groups, numbers, strict=False):
-                own.update(new)
+            for stored_group, new in zip(self.param_groups, numbers, strict=False):
+                stored_group.update(new)
             if self._given is not None:
                 self._given.update(map(id, param_group["params"]))
-            self.stepper.writes.hint(hints_of(given, self.options, f"group {index}"))
+            self.stepper.writes.hint(hints_of(snapshot, self.options, f"group {index}"))
         except BaseException:
             del self.param_groups[index:]
             param_group.clear()
-            param_group.update(given)
+            param_group.update(snapshot)
             raise
 
     def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -279,8 +279,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
         owned, versions = self._owned, self.stepper.writes.versions
-        given = (owned.rule, masters, owned.homes, owned.replicas)
-        Owned(owned.groups, self.options, *given).check_masters()
+        arguments = (owned.rule, masters, owned.homes, owned.replicas)
+        Owned(owned.groups, self.options, *arguments).check_masters()
         is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
         written = () if is_list else versions.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
@@ -325,9 +325,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         owned = self._owned
         index = owned.index(param)
         master = owned.formats(owned.views[index]).master
-        own = {self.options.store_param_remainders, master.joined}
+        allowed = {self.options.store_param_remainders, master.joined}
         where = f"{owned.labels[index]}, whose master is stored as {master.name}"
-        one_of(f"store_param_remainders for {where},", store_param_remainders, (None, *own))
+        one_of(f"store_param_remainders for {where},", store_param_remainders, (None, *allowed))
         self.stepper.make_states(self.param_groups, self.state, [index], self._check)
 
     @torch.no_grad()
@@ -443,8 +443,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"got {shown(group['param_names'])}: left out of the state dict"
                 )
                 self.stepper.writes.hint({"param_names": message})
-        known, state = {*owned.params}, self.state
-        left = [key for key in state if isinstance(key, torch.Tensor) and key not in known]
+        params, state = {*owned.params}, self.state
+        left = [key for key in state if isinstance(key, torch.Tensor) and key not in params]
         if not left:
             packed: dict[str, Any] = torchs("state_dict")(self)
             return packed
@@ -501,7 +501,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, torch.save and deepcopy: everything but the tables on the device.
+        """Returns all but the tables on the device, for pickle, torch.save and deepcopy.
 
         What comes back goes on with the same bits; but pickle keeps no Float8Weight's initial
         value, so that a master that the first step makes afterwards starts from the codes, and no
@@ -511,7 +511,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         versions = self.stepper.writes.versions
         return {
             **super().__getstate__(),
-            "state": defaultdict(dict, {key: picklable(own) for key, own in self.state.items()}),
+            "state": defaultdict(
+                dict, {key: picklable(entry) for key, entry in self.state.items()}
+            ),
             "options": self.options,
             "_masters": self.master_weights,
             "_homes": self.stepper.homes,
@@ -524,9 +526,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""
         super().__setstate__(state)
-        own = vars(self)
-        masters, homes, written = (own.pop(f"_{n}") for n in ("masters", "homes", "written"))
-        replicas = own.pop("_replicas", Replicas())  # not in pickles of before
+        attributes = vars(self)
+        masters, homes, written = (attributes.pop(f"_{n}") for n in ("masters", "homes", "written"))
+        replicas = attributes.pop("_replicas", Replicas())  # not in pickles of before
         self.stepper = Stepper(self.options, self.rule, masters, homes, replicas)
         self.state = States(dict, self.state)
         self._owned.keep_at_home(self.state)

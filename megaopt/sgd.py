@@ -88,8 +88,8 @@ class FusedSGD(FusedOptimizer):
         momentum_buffer_dtype: torch.dtype | str = torch.float32,
         **options: Unpack[StepOptions],
     ) -> None:
-        own = {"has_momentum": number("momentum", momentum, DECAY) > 0}
-        super().__init__(params, *options_of(self, SGDOptions, {**locals(), **own}))
+        flags = {"has_momentum": number("momentum", momentum, DECAY) > 0}
+        super().__init__(params, *options_of(self, SGDOptions, {**locals(), **flags}))
 
     @property
     def rule(self) -> Rule:

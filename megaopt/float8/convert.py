@@ -26,10 +26,10 @@ class Float8Linear(nn.Linear):
     """A torch.nn.Linear whose printed form shows how its weight is kept."""
 
     def extra_repr(self) -> str:
-        """torch.nn.Linear's, and the recipe while the weight is in fp8."""
+        """Returns torch.nn.Linear's, and the recipe while the weight is in fp8."""
         recipe: Any = getattr(self.weight, "recipe", None)
-        kept = "" if recipe is None else f", fp8 weight={recipe.scaling}"
-        return super().extra_repr() + kept
+        suffix = "" if recipe is None else f", fp8 weight={recipe.scaling}"
+        return super().extra_repr() + suffix
 
 
 def sizes_of_16(name: str, module: nn.Linear) -> bool:
@@ -67,12 +67,12 @@ def to_float8(
     recipe = named_recipe(recipe)
     layers = dict(_chosen(module, filter))
     _check_shared(module, layers)
-    made: dict[Tensor, nn.Parameter] = {}
+    weights: dict[Tensor, nn.Parameter] = {}
     for layer in layers.values():
-        if layer.weight not in made:
-            made[layer.weight] = _float8_of(layer.weight, recipe)
+        if layer.weight not in weights:
+            weights[layer.weight] = _float8_of(layer.weight, recipe)
     for name, layer in layers.items():
-        old, layer.weight = layer.weight, made[layer.weight]
+        old, layer.weight = layer.weight, weights[layer.weight]
         setattr(old, REPLACED, f"{name}.weight".removeprefix("."))
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
@@ -111,17 +111,17 @@ def _chosen(module: nn.Module, filter: Filter) -> Iterator[tuple[str, nn.Linear]
 def _check_shared(module: nn.Module, layers: dict[str, nn.Linear]) -> None:
     weights = {layer.weight: name for name, layer in layers.items()}
     for name, owner in module.named_modules():
-        for own, param in owner.named_parameters(recurse=False):
-            if param in weights and not (name in layers and own == "weight"):
+        for param_name, param in owner.named_parameters(recurse=False):
+            if param in weights and not (name in layers and param_name == "weight"):
                 raise ValueError(
                     f"the weight of {weights[param]!r} must be that of chosen layers alone, got "
-                    f"one that is also {own!r} of {name!r}, which would stay as it is; leave it "
-                    "out by `filter`"
+                    f"one that is also {param_name!r} of {name!r}, which would stay as it is; "
+                    "leave it out by `filter`"
                 )
 
 
 def _float8_of(weight: Tensor, recipe: Float8Recipe) -> nn.Parameter:
-    made = nn.Parameter(Float8Weight.from_values(weight, recipe), weight.requires_grad)
+    param = nn.Parameter(Float8Weight.from_values(weight, recipe), weight.requires_grad)
     for name, value in vars(weight).items():  # as model parallelism marks parameters
-        setattr(made, name, value)
-    return made
+        setattr(param, name, value)
+    return param

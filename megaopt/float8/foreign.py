@@ -54,11 +54,11 @@ class ForeignWeight:
         return self.owner.dtype
 
     def dim(self) -> int:
-        """How many dimensions the weight has."""
+        """Returns the number of the weight's dimensions."""
         return self.owner.dim()
 
     def numel(self) -> int:
-        """How many elements the weight has."""
+        """Returns the number of the weight's elements."""
         return self.owner.numel()
 
     def dequantize(self) -> Tensor:
@@ -71,7 +71,7 @@ class ForeignWeight:
         return None if values is None else values.to(self.owner.device)
 
     def codes_changed(self) -> None:
-        """Others wrote codes."""
+        """Tells the library that others wrote codes."""
         self.changed()
 
     def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> None:
@@ -81,11 +81,11 @@ class ForeignWeight:
                 f"a {type(self.owner).__name__} with columnwise data is not set from here: use its "
                 "own quantize_"
             )
-        made = quantize_reference(values, self.recipe, dtype or self.dtype, self.scale)
-        self.data8.copy_(made.codes)
-        self.scale_inv.copy_(made.scale_inv)
+        quantized = quantize_reference(values, self.recipe, dtype or self.dtype, self.scale)
+        self.data8.copy_(quantized.codes)
+        self.scale_inv.copy_(quantized.scale_inv)
         if self.latest_amax is not None:
-            self.latest_amax.copy_(torch.maximum(self.latest_amax, made.amax))
+            self.latest_amax.copy_(torch.maximum(self.latest_amax, quantized.amax))
         self.codes_changed()
         torch.autograd.graph.increment_version(self.owner)
 
@@ -93,13 +93,13 @@ class ForeignWeight:
 Adapter = Callable[[Tensor], "ForeignWeight | None"]
 
 ADAPTERS: list[Adapter] = []
-"""Each sees in a tensor a weight of its library's, or None. Integrations add theirs."""
+"""Functions that see in a tensor their library's weight, or None. Integrations add them."""
 
 
 def foreign_weight(tensor: Tensor) -> ForeignWeight | None:
     """The weight that an adapter sees in a tensor; None where none does."""
     for adapter in ADAPTERS:
-        found = adapter(tensor)
-        if found is not None:
-            return found
+        weight = adapter(tensor)
+        if weight is not None:
+            return weight
     return None

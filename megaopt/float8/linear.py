@@ -13,7 +13,7 @@ from torch import Tensor
 from megaopt.kernels.float8 import RECIPES, dequantize_reference, quantize_reference
 
 INPUT = RECIPES["current"]
-"""How the input of a scaled product is quantized: e4m3fn, per tensor, from its own amax."""
+"""The recipe for the input of a scaled product: e4m3fn, per tensor, from its own amax."""
 
 _scaled: ContextVar[bool] = ContextVar("megaopt.float8.scaled_matmul", default=False)
 
@@ -108,7 +108,7 @@ def _times(grad: Tensor, dense: Tensor, input: Tensor) -> Tensor:
 
 
 def _bias_sum(grad: Tensor, input: Tensor) -> Tensor:
-    """Over all rows; F.linear adds the bias to rows only where the input is made of them."""
+    """Sums over all rows; F.linear adds the bias to rows only where the input is made of them."""
     if input.dim() == 2 or input.is_contiguous():
         return grad.reshape(-1, grad.shape[-1]).sum(0)
     return grad.sum_to_size(grad.shape[-1])

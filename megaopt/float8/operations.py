@@ -1,4 +1,4 @@
-"""What torch's operations do with a Float8Weight: the few that keep it one, and all others."""
+"""The operations of torch on a Float8Weight: the few that keep it one, and all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def is_float8(value: object) -> bool:
-    """Whether it is a Float8Weight, whose module imports this one."""
+    """Checks for a Float8Weight, whose module imports this one."""
     return isinstance(value, Tensor) and hasattr(value, "data8")
 
 
@@ -84,9 +84,9 @@ def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
             f"copy_ to {weight!r} must be from an fp8 weight of its recipe, dtype and shape, got "
             f"{source!r}, whose codes would be others; source.dequantize() gives their values"
         )
-    theirs = source.tensors()
+    source_tensors = source.tensors()
     for name, tensor in weight.tensors().items():
-        tensor.copy_(theirs[name], non_blocking)
+        tensor.copy_(source_tensors[name], non_blocking)
     weight.values_changed()
     return weight
 

@@ -53,11 +53,11 @@ class Float8Shard(Tensor):
                 f"start and stop must be from 0 to {weight.numel()}, in order, got {start} and "
                 f"{stop}"
             )
-        made: Float8Shard = Tensor._make_wrapper_subclass(
+        shard: Float8Shard = Tensor._make_wrapper_subclass(
             cls, (stop - start,), dtype=weight.dtype, device=weight.device, requires_grad=True
         )
-        made.weight, made.start, made.group, made.order = weight, start, group, order
-        return made
+        shard.weight, shard.start, shard.group, shard.order = weight, start, group, order
+        return shard
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
         return f"Float8Shard({self.start}:{self.start + self.numel()} of {self.weight!r})"
@@ -71,7 +71,7 @@ class Float8Shard(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.detach.default:
-            own = args[0]
-            stop = own.start + own.numel()
-            return Float8Shard(own.weight, own.start, stop, own.group, own.order)
+            shard = args[0]
+            stop = shard.start + shard.numel()
+            return Float8Shard(shard.weight, shard.start, stop, shard.group, shard.order)
         raise TypeError(f"{func} must be given the weight of a Float8Shard, got the shard")

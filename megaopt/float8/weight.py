@@ -21,7 +21,7 @@ from megaopt.kernels.quantizers.delayed import move_scales_reference
 from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
-"""What a Float8Weight is made of; the last two None but for delayed scaling."""
+"""The tensors of a Float8Weight; without delayed scaling the last two are None."""
 READ_TENSORS = operator.attrgetter(*TENSORS)
 
 
@@ -51,7 +51,7 @@ class Float8Weight(Tensor):
     data8: Tensor
     """The codes: the recipe's dtype, the weight's shape, contiguous."""
     scale_inv: Tensor
-    """What codes are multiplied by: fp32, the recipe's `scale_shape` ((1,), or one a block); for
+    """The factor of codes: fp32, the recipe's `scale_shape` ((1,), or one a block); for
     mxfp8 the E8M0 code, uint8."""
     scale: Tensor | None
     """Delayed scaling: what the next values will be multiplied by; fp32, (1,). Else None."""
@@ -77,32 +77,32 @@ class Float8Weight(Tensor):
         requires_grad: bool = False,
     ) -> Float8Weight:
         """Puts together what is there; `from_values` makes one from numbers."""
-        made: Float8Weight = Tensor._make_wrapper_subclass(
+        weight: Float8Weight = Tensor._make_wrapper_subclass(
             cls, data8.shape, dtype=dtype, device=data8.device, requires_grad=requires_grad
         )
-        made.data8, made.scale_inv, made.recipe = data8, scale_inv, recipe
-        made.scale, made.amax_history = scale, amax_history
-        made._initial = []
-        made._check()
-        return made
+        weight.data8, weight.scale_inv, weight.recipe = data8, scale_inv, recipe
+        weight.scale, weight.amax_history = scale, amax_history
+        weight._initial = []
+        weight._check()
+        return weight
 
     def _check(self) -> None:
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
-        wanted: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
+        kinds: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
             "data8": (recipe.dtype, tuple(self.shape)),
             "scale_inv": (recipe.quantizer.scale_dtype, shape),
             "scale": None,
             "amax_history": None,
         }
         if recipe.quantizer.keeps_scale:
-            wanted["scale"] = (torch.float32, shape)
-            wanted["amax_history"] = (torch.float32, (recipe.amax_history_len,))
-        for name, allowed in wanted.items():
+            kinds["scale"] = (torch.float32, shape)
+            kinds["amax_history"] = (torch.float32, (recipe.amax_history_len,))
+        for name, allowed in kinds.items():
             tensor = getattr(self, name)
-            found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-            if found != allowed:
+            kind = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+            if kind != allowed:
                 raise ValueError(
-                    f"{name} must be {allowed} with scaling={recipe.scaling!r}, got {found}"
+                    f"{name} must be {allowed} with scaling={recipe.scaling!r}, got {kind}"
                 )
 
     @classmethod
@@ -131,20 +131,22 @@ class Float8Weight(Tensor):
         """
         recipe = named_recipe(recipe)
         dtype = values.dtype if dtype is None else dtype
-        for name, found in (("values.dtype", values.dtype), ("dtype", dtype)):
-            if found not in (torch.bfloat16, torch.float16, torch.float32):
+        for name, value_dtype in (("values.dtype", values.dtype), ("dtype", dtype)):
+            if value_dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 allowed = "torch.bfloat16, torch.float16 or torch.float32"
-                raise ValueError(f"{name} must be {allowed}, got {found}")
+                raise ValueError(f"{name} must be {allowed}, got {value_dtype}")
         values = values.detach()
         scale = history = None
         if recipe.quantizer.keeps_scale:
             history = values.new_zeros(recipe.amax_history_len, dtype=torch.float32)
             encoded = values.float() if recipe.direct else values.to(dtype).float()
             scale = scale_from_amax_reference(amax_reference(encoded, recipe), recipe.code_max)
-        made = quantize_reference(values, recipe, dtype, scale)
+        quantized = quantize_reference(values, recipe, dtype, scale)
         if history is not None:
-            history[:1] = made.amax
-        weight = cls(made.codes, made.scale_inv, scale, history, recipe, dtype, requires_grad)
+            history[:1] = quantized.amax
+        weight = cls(
+            quantized.codes, quantized.scale_inv, scale, history, recipe, dtype, requires_grad
+        )
         weight._initial.append(values)
         return weight
 
@@ -155,8 +157,8 @@ class Float8Weight(Tensor):
 
     def made_of(self) -> tuple[Tensor | None, ...]:
         """The tensors behind it, as they are now; in about a microsecond."""
-        found: tuple[Tensor | None, ...] = READ_TENSORS(self)
-        return found
+        tensors: tuple[Tensor | None, ...] = READ_TENSORS(self)
+        return tensors
 
     # --- values
 
@@ -187,21 +189,21 @@ class Float8Weight(Tensor):
                 f"values must have shape {tuple(self.shape)} and a floating dtype, got shape "
                 f"{tuple(values.shape)} and {values.dtype}"
             )
-        own = values.to(self.device)
-        made = quantize_reference(own, self.recipe, dtype or self.dtype, self.scale)
-        pairs = [(self.data8, made.codes), (self.scale_inv, made.scale_inv)]
+        local_values = values.to(self.device)
+        quantized = quantize_reference(local_values, self.recipe, dtype or self.dtype, self.scale)
+        pairs = [(self.data8, quantized.codes), (self.scale_inv, quantized.scale_inv)]
         if self.latest_amax is not None:
-            pairs.append((self.latest_amax, torch.maximum(self.latest_amax, made.amax)))
+            pairs.append((self.latest_amax, torch.maximum(self.latest_amax, quantized.amax)))
         overwrite(pairs, self.values_changed)
         return self
 
     def values_changed(self) -> None:
-        """For whoever has written codes: autograd and the initial value are told, nothing waits."""
+        """Tells autograd and the initial value that codes were written; nothing waits."""
         self.codes_changed()
         torch.autograd.graph.increment_version(self)
 
     def codes_changed(self) -> None:
-        """Codes were written, of which autograd is told elsewhere."""
+        """Drops the initial value, as codes were written; autograd is told elsewhere."""
         self._initial.clear()
 
     def high_precision_initial_value(self) -> Tensor | None:
@@ -213,20 +215,20 @@ class Float8Weight(Tensor):
         return self._initial[0] if self._initial else None
 
     def drop_high_precision_initial_value(self) -> None:
-        """Frees it: there is a master now."""
+        """Frees the initial value: there is a master now."""
         self._initial.clear()
 
     # --- as a tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """What it is made of, by name, without what is None."""
-        found = {name: getattr(self, name) for name in TENSORS}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        """Returns the tensors that it is made of, by name, without those that are None."""
+        members = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in members.items() if tensor is not None}
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Float8Weight:
-        """One made of the tensors that the function gives for its own."""
-        made = {name: function(tensor) for name, tensor in self.tensors().items()}
-        return _put_together(made, self.recipe, self.dtype)
+        """Makes a weight of the tensors that the function gives for its own."""
+        tensors = {name: function(tensor) for name, tensor in self.tensors().items()}
+        return _put_together(tensors, self.recipe, self.dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Float8Recipe, torch.dtype, bool]]:
         return list(self.tensors()), (self.recipe, self.dtype, self.requires_grad)
@@ -234,11 +236,11 @@ class Float8Weight(Tensor):
     @staticmethod
     def __tensor_unflatten__(
         tensors: dict[str, Tensor],
-        kept: tuple[Float8Recipe, torch.dtype, bool],
+        context: tuple[Float8Recipe, torch.dtype, bool],
         size: Sequence[int],
         stride: Sequence[int],
     ) -> Float8Weight:
-        recipe, dtype, requires_grad = kept
+        recipe, dtype, requires_grad = context
         return _put_together(tensors, recipe, dtype, requires_grad)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes what its printer passes
@@ -252,16 +254,25 @@ class Float8Weight(Tensor):
             copied = self._mapped(torch.clone)
             copied._initial = [value.clone() for value in self._initial]
             memo[id(self)] = _finished(copied, self.requires_grad, isinstance(self, _PARAMETER))
-        found: Float8Weight = memo[id(self)]
-        return found
+        copy: Float8Weight = memo[id(self)]
+        return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         is_parameter = isinstance(self, _PARAMETER)
-        kept = {name: getattr(self.recipe, name) for name in self.recipe.__dataclass_fields__}
+        recipe_fields = {
+            name: getattr(self.recipe, name) for name in self.recipe.__dataclass_fields__
+        }
         # plain pickle cannot write fp8 storages
         parts = self.tensors() | {"data8": self.data8.view(torch.uint8)}
-        made = (parts, kept, self.dtype, self.requires_grad, is_parameter, list(self._initial))
-        return _rebuild, made
+        arguments = (
+            parts,
+            recipe_fields,
+            self.dtype,
+            self.requires_grad,
+            is_parameter,
+            list(self._initial),
+        )
+        return _rebuild, arguments
 
     @classmethod
     def __torch_function__(
@@ -302,24 +313,24 @@ def _put_together(
 
 
 def _finished(weight: Float8Weight, requires_grad: bool, is_parameter: bool) -> Float8Weight:
-    made: Any = torch.nn.Parameter(weight, requires_grad) if is_parameter else weight
-    found: Float8Weight = made.requires_grad_(requires_grad)
-    return found
+    tensor: Any = torch.nn.Parameter(weight, requires_grad) if is_parameter else weight
+    new_weight: Float8Weight = tensor.requires_grad_(requires_grad)
+    return new_weight
 
 
 def _rebuild(
     tensors: dict[str, Tensor],
-    kept: dict[str, Any],
+    recipe_fields: dict[str, Any],
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
     initial: Sequence[Tensor] = (),
 ) -> Float8Weight:
-    recipe = Float8Recipe(**kept)
+    recipe = Float8Recipe(**recipe_fields)
     tensors = tensors | {"data8": tensors["data8"].view(recipe.dtype)}
-    made = _put_together(tensors, recipe, dtype)
-    made._initial = list(initial)
-    return _finished(made, requires_grad, is_parameter)
+    weight = _put_together(tensors, recipe, dtype)
+    weight._initial = list(initial)
+    return _finished(weight, requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([_rebuild])  # it runs nothing but the checks of what it makes

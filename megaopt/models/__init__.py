@@ -1,1 +1,1 @@
-"""What works on a whole model."""
+"""Functions that work on a whole model."""

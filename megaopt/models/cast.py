@@ -28,7 +28,7 @@ Keep = Callable[[str, nn.Module], bool] | type[nn.Module] | str | Iterable[type[
 
 SHORT = (torch.bfloat16, torch.float16)
 CAST = (torch.float64, torch.float32, *SHORT)
-"""What is cast; codes of 8 bits are numbers only beside their scales, and stay."""
+"""The dtypes that are cast; codes of 8 bits are numbers only beside their scales, and stay."""
 
 RUNNING: tuple[type[nn.Module], ...] = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -90,14 +90,14 @@ def cast_model(
     """
     one_of("dtype", dtype, SHORT)
     one_of("recast", recast, (True, False))
-    kept = _kept_modules(model, keep)
-    fixed = _tensors_of(model, kept)
+    modules = _kept_modules(model, keep)
+    fixed = _tensors_of(model, modules)
     values = {} if optimizer is None else _values(model, dtype, fixed, optimizer)
-    own: Any = model  # torch's method has no types
-    own._apply(_Cast(dtype, fixed))
+    untyped_model: Any = model  # torch's method has no types
+    untyped_model._apply(_Cast(dtype, fixed))
     if optimizer is not None:
         _make_masters(optimizer, values)
-    for module in _outermost(kept) if recast else ():
+    for module in _outermost(modules) if recast else ():
         compute_in_fp32(module, dtype)
     return model
 
@@ -113,8 +113,8 @@ class _Cast:
         if isinstance(tensor, nn.Parameter):  # the same object again, where it is tied
             return tensor.to(self._dtype)
         # held with what it became, so that no other tensor gets its id
-        made = self._buffers.setdefault(id(tensor), (tensor, tensor.to(self._dtype)))
-        return made[1]
+        pair = self._buffers.setdefault(id(tensor), (tensor, tensor.to(self._dtype)))
+        return pair[1]
 
 
 def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -143,8 +143,8 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
         return chooser
     is_one = isinstance(keep, str) or inspect.isclass(keep)
     entries = (keep,) if is_one else tuple(keep) if isinstance(keep, Iterable) else (keep,)
-    classes = tuple(each for each in entries if inspect.isclass(each))
-    patterns = [each for each in entries if isinstance(each, str)]
+    classes = tuple(entry for entry in entries if inspect.isclass(entry))
+    patterns = [entry for entry in entries if isinstance(entry, str)]
     if len(classes) + len(patterns) != len(entries):
         refuse("keep", "a function, or classes and names of modules", keep)
     names = plain_names(name for name, _ in model.named_modules(remove_duplicate=False))
@@ -160,12 +160,12 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
     )
 
 
-def _tensors_of(model: nn.Module, kept: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
+def _tensors_of(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
     """Parameters, gradients and buffers that stay as they are, by id."""
-    own = [tensor for module in kept.values() for tensor in _direct(module)]
-    own += [param for param in model.parameters() if view_of(param).weight is not None]
-    grads = [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
-    return {id(tensor): tensor for tensor in (*own, *grads)}
+    tensors = [tensor for module in modules.values() for tensor in _direct(module)]
+    tensors += [param for param in model.parameters() if view_of(param).weight is not None]
+    grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return {id(tensor): tensor for tensor in (*tensors, *grads)}
 
 
 def _direct(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -185,10 +185,10 @@ def _values(
     """The fp32 values of the optimizer's parameters that are cast; the tensors of fp32 weights."""
     owned = owned_of(optimizer)
     mine = set(owned.params)
-    found = [param for param in model.parameters() if param in mine]
-    if not found:
+    params = [param for param in model.parameters() if param in mine]
+    if not params:
         raise ValueError("optimizer must have parameters of the model, got one that has none")
-    cast = [p for p in found if id(p) not in fixed and _is_cast(p, dtype)]
+    cast = [p for p in params if id(p) not in fixed and _is_cast(p, dtype)]
     _check_masters(owned, dtype, cast, optimizer.state)
     return {param: _value(optimizer, param) for param in cast}
 
@@ -237,15 +237,15 @@ def _check_masters(
 # --- kept modules among others
 
 
-def _outermost(kept: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Those that others call, once each."""
-    called = {name: m for name, m in kept.items() if not isinstance(m, CONTAINERS)}
+def _outermost(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """Returns the modules that others call, once each."""
+    called = {name: m for name, m in modules.items() if not isinstance(m, CONTAINERS)}
     tops = [n for n in called if not any(n != top and _is_in(n, top) for top in called)]
     return list({id(called[name]): called[name] for name in tops}.values())
 
 
 def compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """From now on the module gets 16-bit inputs as fp32, and gives fp32 outputs as dtype.
+    """Makes a module get 16-bit inputs as fp32, and give fp32 outputs as dtype, from now on.
 
     Args:
         module: its parameters are fp32.

@@ -47,23 +47,23 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
         RuntimeError: a weight was written, and on_external_write is "error".
     """
     owned = owned_of(optimizer)
-    found = model.state_dict(keep_vars=True)
-    places = _places(model, found, owned)
+    state_dict = model.state_dict(keep_vars=True)
+    places = _places(model, state_dict, owned)
     writes = optimizer.stepper.writes
     moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
     external = owned.external_masters()
     owned.homes.wait()
     values: dict[int, torch.Tensor] = {}
-    for name, value in found.items():
+    for name, value in state_dict.items():
         place = places.get(name)
         if place is not None:
             if place not in values:
                 values[place] = _value(optimizer, owned, place, external[place])
-            found[name] = values[place]
+            state_dict[name] = values[place]
         elif isinstance(value, torch.Tensor):
-            found[name] = value.detach()
-    return found
+            state_dict[name] = value.detach()
+    return state_dict
 
 
 def _value(
@@ -81,23 +81,25 @@ def _value(
     return view.wrap(get_unscaled(state, MASTER, formats.master, view))
 
 
-def _places(model: nn.Module, found: Mapping[str, Any], owned: Owned) -> dict[str, int]:
+def _places(model: nn.Module, state_dict: Mapping[str, Any], owned: Owned) -> dict[str, int]:
     """The places among the optimizer's parameters of those that a state dict has, by name.
 
-    But for frozen ones of a kind that nothing steps: they have no fp32 values.
+    Frozen ones of a kind that nothing steps are left out: they have no fp32 values.
     """
     places = {id(param): place for place, param in enumerate(owned.params)}
-    own = {name: places[id(value)] for name, value in found.items() if id(value) in places}
-    wanted = [(n, places[id(p)]) for n, p in model.named_parameters() if id(p) in places]
-    if not wanted:
+    places_by_name = {
+        name: places[id(value)] for name, value in state_dict.items() if id(value) in places
+    }
+    named_places = [(n, places[id(p)]) for n, p in model.named_parameters() if id(p) in places]
+    if not named_places:
         raise ValueError("model must have parameters of the optimizer, got one that has none")
-    missing = [name for name, place in wanted if place not in own.values()]
+    missing = [name for name, place in named_places if place not in places_by_name.values()]
     if missing:
         raise ValueError(
             f"model.state_dict() must have the optimizer's parameters, got none for "
             f"{listed(missing)}: a hook leaves them out, or copies them"
         )
-    return {name: place for name, place in own.items() if not owned.views[place].is_idle}
+    return {name: place for name, place in places_by_name.items() if not owned.views[place].is_idle}
 
 
 # --- set
@@ -135,37 +137,41 @@ def set_fp32_model_state_dict(
     one_of("strict", strict, (True, False))
     if not isinstance(state_dict, Mapping):
         refuse("state_dict", "a dict of tensors by name", state_dict)
-    owned, own = owned_of(optimizer), model.state_dict(keep_vars=True)
-    places = _places(model, own, owned)
-    state_dict = _renamed(state_dict, own)
+    owned, model_dict = owned_of(optimizer), model.state_dict(keep_vars=True)
+    places = _places(model, model_dict, owned)
+    state_dict = _renamed(state_dict, model_dict)
     if strict:
-        _check_names(own, state_dict)
+        _check_names(model_dict, state_dict)
     values = _values_by_place(owned, optimizer.state, places, state_dict)
-    rest = {name: v for name, v in state_dict.items() if name in own and name not in places}
+    rest = {name: v for name, v in state_dict.items() if name in model_dict and name not in places}
     for name, value in rest.items():
-        _check_like(name, value, own[name])
+        _check_like(name, value, model_dict[name])
     model.load_state_dict(rest, strict=False)
     for place, value in values.items():
         set_value(optimizer, owned, owned.views[place], value)
 
 
-def _renamed(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(state_dict: Mapping[str, Any], model_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The values by the model's own names, which differ from those given by parts of wrappers."""
-    plain = plain_names(name for name in given if isinstance(name, str))
-    names = {name: each for each, name in plain_names(own).items()}
-    free = {each for each in own if each not in given}
-    found = {}
-    for name, value in given.items():
+    plain = plain_names(name for name in state_dict if isinstance(name, str))
+    names = {name: model_name for model_name, name in plain_names(model_dict).items()}
+    free = {model_name for model_name in model_dict if model_name not in state_dict}
+    new_dict = {}
+    for name, value in state_dict.items():
         meant = names.get(plain.get(name, name))
-        found[meant if name not in own and meant in free else name] = value
-    return found
+        new_dict[meant if name not in model_dict and meant in free else name] = value
+    return new_dict
 
 
-def _check_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    tensors = {name: id(v) for name, v in own.items() if isinstance(v, torch.Tensor)}
-    known = {tensor for name, tensor in tensors.items() if name in given}
-    missing = [name for name in own if name not in given and tensors.get(name) not in known]
-    unexpected = [name for name in given if name not in own]
+def _check_names(model_dict: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    tensors = {name: id(v) for name, v in model_dict.items() if isinstance(v, torch.Tensor)}
+    tensor_ids = {tensor for name, tensor in tensors.items() if name in state_dict}
+    missing = [
+        name
+        for name in model_dict
+        if name not in state_dict and tensors.get(name) not in tensor_ids
+    ]
+    unexpected = [name for name in state_dict if name not in model_dict]
     if missing or unexpected:
         lacks = f"lacks {listed(missing)}" if missing else ""
         has = f"has {listed(unexpected)}" if unexpected else ""
@@ -176,24 +182,27 @@ def _check_names(own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _values_by_place(
-    owned: Owned, state: Mapping[Any, State], places: Mapping[str, int], given: Mapping[str, Any]
+    owned: Owned,
+    state: Mapping[Any, State],
+    places: Mapping[str, int],
+    state_dict: Mapping[str, Any],
 ) -> dict[int, torch.Tensor]:
     """The value of each of the optimizer's weights; checked, and what it goes into."""
     owned.external_masters()
-    found: dict[int, tuple[str, torch.Tensor]] = {}
+    named_values: dict[int, tuple[str, torch.Tensor]] = {}
     for name, place in places.items():
-        if name not in given:
+        if name not in state_dict:
             continue
-        value = given[name]
+        value = state_dict[name]
         _check_value(name, value, owned, place)
         _check_target(owned, state, place)
-        first, other = found.setdefault(place, (name, value))
-        if not _same_bits(other, value):
+        first, first_value = named_values.setdefault(place, (name, value))
+        if not _same_bits(first_value, value):
             raise ValueError(
                 f"state_dict[{name!r}] must be state_dict[{first!r}], as these names are tied, got "
                 "another"
             )
-    return {place: value for place, (_, value) in found.items()}
+    return {place: value for place, (_, value) in named_values.items()}
 
 
 def _check_value(name: str, value: Any, owned: Owned, place: int) -> None:
@@ -215,31 +224,31 @@ def _check_target(owned: Owned, state: Mapping[Any, State], place: int) -> None:
         raise ValueError(f"{label} must be a whole fp8 weight without columnwise data, got another")
 
 
-def _check_like(name: str, value: Any, own: Any) -> None:
-    if not isinstance(own, torch.Tensor):
+def _check_like(name: str, value: Any, model_value: Any) -> None:
+    if not isinstance(model_value, torch.Tensor):
         return  # extra state: its module knows
-    if not is_dense(value) or value.shape != own.shape:
-        refuse(f"state_dict[{name!r}]", f"a tensor of shape {tuple(own.shape)}", value)
-    check_sharding(value, own, f"state_dict[{name!r}]")
+    if not is_dense(value) or value.shape != model_value.shape:
+        refuse(f"state_dict[{name!r}]", f"a tensor of shape {tuple(model_value.shape)}", value)
+    check_sharding(value, model_value, f"state_dict[{name!r}]")
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other:
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left is right:
         return True
-    one, other = local_of(one).float(), local_of(other).float()
-    return torch.equal(one.view(torch.int32), other.to(one.device).view(torch.int32))
+    left, right = local_of(left).float(), local_of(right).float()
+    return torch.equal(left.view(torch.int32), right.to(left.device).view(torch.int32))
 
 
 def set_value(
     optimizer: FusedOptimizer, owned: Owned, view: ParamView, value: torch.Tensor
 ) -> None:
-    """Weight and master become an fp32 value; value: of the parameter's shape and placements."""
+    """Sets weight and master to an fp32 value, of the parameter's shape and placements."""
     formats = owned.formats(view)
     # joined masters, and none, set the weight themselves
     if formats.master.present and not formats.master.joined:
-        own = local_of(value).to(view.local.device, torch.float32)
+        shard = local_of(value).to(view.local.device, torch.float32)
         if view.weight is not None:
-            view.weight.quantize_(own)
+            view.weight.quantize_(shard)
         else:
-            view.local.copy_(formats.weight.encode_by_hand(own))
+            view.local.copy_(formats.weight.encode_by_hand(shard))
     optimizer.set_scaled_state(view.param, MASTER, value)

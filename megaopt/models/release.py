@@ -1,4 +1,4 @@
-"""Each parameter is stepped as soon as its gradient is there, and the gradient freed.
+"""Steps each parameter as soon as its gradient is there, and frees the gradient.
 
 A parameter has a step of its own: the optimizer's, over a group of this parameter alone, with its
 batches kept from step to step. Numbers, states and masters are the optimizer's own objects.
@@ -33,7 +33,7 @@ from megaopt.step.stepper import NO_GRADIENTS, Stepper
 
 WHILE = "while gradients are released"
 RELEASED: weakref.WeakKeyDictionary[FusedOptimizer, GradientRelease] = weakref.WeakKeyDictionary()
-"""Which optimizers release gradients; an optimizer's copy does not."""
+"""The releases of optimizers that release gradients; an optimizer's copy does not."""
 
 
 def release_gradients(
@@ -96,12 +96,12 @@ class _Spot:
     entry: int | None
     """Its master's place in the caller's list."""
     number: int
-    """For its random bits."""
+    """The parameter's number, for its random bits."""
     name: str
 
 
 class GradientRelease:
-    """What `release_gradients` gives; `remove()` ends it."""
+    """The release of gradients that `release_gradients` begins; `remove()` ends it."""
 
     def __init__(self, params: Iterable[torch.Tensor], optimizer: FusedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
@@ -115,8 +115,8 @@ class GradientRelease:
         """The group's step count at which each parameter was stepped last."""
         self._side = SideStream()
         hook = _hook(weakref.ref(self))
-        given: list[Any] = list(params)  # torch's method has no types
-        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in given]
+        param_list: list[Any] = list(params)  # torch's method has no types
+        self._handles = [param.register_post_accumulate_grad_hook(hook) for param in param_list]
         self._handles.append(optimizer.register_step_pre_hook(_check_step))
         optimizer.stepper.writes.said.add(NO_GRADIENTS)  # they are gone at optimizer.step()
         RELEASED[optimizer] = self
@@ -128,7 +128,7 @@ class GradientRelease:
         return bool(self._handles)
 
     def remove(self) -> None:
-        """From the next backward pass on, gradients stay, and `optimizer.step()` takes them.
+        """Ends the release: from the next backward pass on gradients stay, for `optimizer.step()`.
 
         May be called at any time, also twice: after a backward pass `optimizer.step()` still
         counts it.
@@ -147,7 +147,7 @@ class GradientRelease:
         self._side.join()
 
     def step(self, param: torch.Tensor) -> None:
-        """Steps one parameter, which has its gradient, and frees this."""
+        """Steps one parameter that has its gradient, and frees the gradient."""
         optimizer = self._optimizer()
         if optimizer is None or param.grad is None:
             return
@@ -172,7 +172,7 @@ class GradientRelease:
     def _beside(
         self, optimizer: FusedOptimizer, param: torch.Tensor
     ) -> AbstractContextManager[None]:
-        """States in host memory, which the bus takes its time for, on a stream of their own."""
+        """Puts steps of states in host memory, where the bus takes its time, on a side stream."""
         if param.device.type != "cuda" or optimizer.stepper.homes.of(param) is None:
             return nullcontext()
         return self._side.after(local_of(param.grad))
@@ -204,25 +204,25 @@ class GradientRelease:
         whole, masters = optimizer.stepper, optimizer.master_weights
         if isinstance(masters, (list, tuple)):
             masters = [] if spot.entry is None else [masters[spot.entry]]
-        own = self._alone.get(param)
-        if own is None:
+        stepper = self._alone.get(param)
+        if stepper is None:
             # without replicas: ranks would wait for each parameter's update by itself
-            given = (masters, whole.homes, Replicas(), whole.writes.said)
-            own = Stepper(whole.options, whole.rule, *given)
+            arguments = (masters, whole.homes, Replicas(), whole.writes.said)
+            stepper = Stepper(whole.options, whole.rule, *arguments)
             versions = Versions([param], (), whole.writes.versions, optimizer.state)
-            own.writes.versions = versions
-            own.was_stepped = True  # no step of it asks which states there would be
-            self._alone[param] = own
-        if isinstance(own.masters, list) and isinstance(masters, list):
-            own.masters[:] = masters  # an entry may have been replaced
+            stepper.writes.versions = versions
+            stepper.was_stepped = True  # no step of it asks which states there would be
+            self._alone[param] = stepper
+        if isinstance(stepper.masters, list) and isinstance(masters, list):
+            stepper.masters[:] = masters  # an entry may have been replaced
         group = optimizer.param_groups[spot.group]
         numbers = [spot.number] if whole.options.draws else None
         named = {"param_numbers": numbers, "param_names": [spot.name]}
-        return own, {**group, "params": [param], **named}
+        return stepper, {**group, "params": [param], **named}
 
 
 def _check_step(optimizer: FusedOptimizer, _: Any, arguments: dict[str, Any]) -> None:
-    """Before `optimizer.step()`: raises ValueError for what it is asked for too late."""
+    """Raises ValueError, before `optimizer.step()`, for what it is asked for too late."""
     for name in ("clip_norm", "clip_coefficient"):
         if arguments.get(name) is not None:
             raise ValueError(
@@ -244,22 +244,22 @@ def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], Non
     """The function that autograd calls with a parameter; it keeps nothing alive."""
 
     def step(param: torch.Tensor) -> None:
-        own = release()
-        if own is not None:
-            own.step(param)
+        live_release = release()
+        if live_release is not None:
+            live_release.step(param)
 
     return step
 
 
 def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
-    found, index, entries = {}, 0, owned.master_entries()
+    spots, index, entries = {}, 0, owned.master_entries()
     for number, group in enumerate(owned.groups):
         names = group.get("param_names") or [None] * len(group["params"])
         for place, param in enumerate(group["params"]):
             name = names[place] or f"{place} of group {number}"
-            found[param] = _Spot(number, place, entries.get(index), owned.numbers[index], name)
+            spots[param] = _Spot(number, place, entries.get(index), owned.numbers[index], name)
             index += 1
-    return found
+    return spots
 
 
 def _is_at(groups: list[dict[str, Any]], spot: _Spot, param: torch.Tensor) -> bool:
@@ -283,12 +283,12 @@ def _chosen(chosen: Any, optimizer: FusedOptimizer) -> list[torch.Tensor]:
         params = list(dict.fromkeys(chosen))
         for param in params:
             owned.index(param)
-    found = [param for param in params if param.requires_grad]
-    if not found:
+    trainable_params = [param for param in params if param.requires_grad]
+    if not trainable_params:
         raise ValueError(
             "model_or_params must have parameters of the optimizer that get gradients, got none"
         )
-    return found
+    return trainable_params
 
 
 def _check_wrappers(model: nn.Module) -> None:
@@ -314,21 +314,21 @@ def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
         )
     nonfinite, capturable = optimizer.options.nonfinite, optimizer.options.capturable
     decoupled = optimizer.use_decoupled_grad
-    for name, wanted, value, reason in (
+    for name, allowed, value, reason in (
         ("nonfinite", "propagate", nonfinite, "a step cannot be left out when half of it is done"),
         ("capturable", False, capturable, "the host counts such steps"),
         ("use_decoupled_grad", False, decoupled, "autograd accumulates into p.grad"),
     ):
-        if value != wanted:
-            raise ValueError(f"{name} must be {wanted!r} {WHILE}, got {value!r}: {reason}")
+        if value != allowed:
+            raise ValueError(f"{name} must be {allowed!r} {WHILE}, got {value!r}: {reason}")
 
 
 def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
     owned.check_places()
     written: list[Named] = []
     for view, label in zip(owned.views, owned.labels, strict=True):
-        own = optimizer.state.get(view.param, {})
-        written += written_tensors(view, own, owned.state_names(view), label)
+        param_state = optimizer.state.get(view.param, {})
+        written += written_tensors(view, param_state, owned.state_names(view), label)
     check_memory(written)
 
 
@@ -341,7 +341,7 @@ class SideStream:
 
     @contextmanager
     def after(self, grad: torch.Tensor) -> Iterator[None]:
-        """Within it, work goes to the side stream, behind all that the device was given so far.
+        """Sends the work within it to the side stream, behind all that the device was given so far.
 
         grad: what that work reads; its memory is not used again before.
         """
@@ -358,7 +358,7 @@ class SideStream:
             self._await()
 
     def join(self) -> None:
-        """The current streams wait for what was stepped on the side."""
+        """Makes the current streams wait for what was stepped on the side."""
         self._is_awaited = False
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)

@@ -1,4 +1,4 @@
-"""What a user gives, checked: a refusal names it, says what is allowed, and shows what it is."""
+"""Checks of what a user gives: a refusal names a value, says what is allowed, and shows it."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def shown(value: object) -> str:
 
 def listed(names: Iterable[object]) -> str:
     """The first names in a row; what is no text as `shown` shows it."""
-    found = [name if isinstance(name, str) else shown(name) for name in names]
-    return ", ".join(found[:MOST]) + (", ..." if len(found) > MOST else "")
+    texts = [name if isinstance(name, str) else shown(name) for name in names]
+    return ", ".join(texts[:MOST]) + (", ..." if len(texts) > MOST else "")
 
 
 def same(value: object, allowed: object) -> bool:
-    """Whether it is the allowed value, and of its type: 1 is not True, and an array is no text."""
+    """Checks that a value is the allowed one, of its type: 1 is not True, an array is no text."""
     return value is allowed or (isinstance(value, type(allowed)) and value == allowed)
 
 
 def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raises ValueError unless the value is one of those allowed."""
     allowed = list(allowed)
-    if not any(same(value, each) for each in allowed):
+    if not any(same(value, choice) for choice in allowed):
         several = "one of " if len(allowed) > 1 else ""
         refuse(name, several + ", ".join(map(str, allowed)), value)
 
 
 class Range(NamedTuple):
-    """Which numbers are allowed, in words and as a function of the fp64."""
+    """The numbers that are allowed, in words and as a function of the fp64."""
 
     allowed: str
     holds: Callable[[float], bool]
@@ -98,10 +98,10 @@ def number(name: str, value: Any, allowed: Range) -> float:
 
     A tensor that requires a gradient is refused, as the step gives it none.
     """
-    found = _float_of(value)
-    if found is None or not allowed.holds(found):
+    as_float = _float_of(value)
+    if as_float is None or not allowed.holds(as_float):
         refuse(name, allowed.allowed, value)
-    return found
+    return as_float
 
 
 def _float_of(value: Any) -> float | None:
@@ -120,7 +120,7 @@ def _float_of(value: Any) -> float | None:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether it is a tensor with a shape and elements in memory: not sparse, not nested."""
+    """Checks for a tensor with a shape and elements in memory: not sparse, not nested."""
     if not isinstance(value, torch.Tensor):
         return False
     return value.layout == torch.strided and not value.is_nested

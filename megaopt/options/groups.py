@@ -25,20 +25,20 @@ class States(defaultdict[torch.Tensor, Any]):
 
 
 def entries_of(name: str, values: Any) -> Any:
-    """What torch takes as parameters, in a list of its own; groups are copied.
+    """Returns what torch takes as parameters, in a new list; groups are copied.
 
     Raises TypeError where torch would fail without a message.
     """
     if isinstance(values, (torch.Tensor, set)):
         return values  # torch takes or refuses it
-    wanted = f"{name} must be tensors, (name, tensor) pairs or groups"
+    requirement = f"{name} must be tensors, (name, tensor) pairs or groups"
     if isinstance(values, torch.nn.Module) and not isinstance(values, torch.nn.ParameterList):
-        raise TypeError(f"{wanted}, got a {type(values).__name__}: pass its parameters()")
+        raise TypeError(f"{requirement}, got a {type(values).__name__}: pass its parameters()")
     try:
-        each = iter(values)
+        iterator = iter(values)
     except TypeError:
-        raise TypeError(f"{wanted}, got {shown(values)}") from None
-    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in each]
+        raise TypeError(f"{requirement}, got {shown(values)}") from None
+    entries = [dict(entry) if isinstance(entry, dict) else entry for entry in iterator]
     for index, entry in enumerate(entries):
         if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):
             raise TypeError(
@@ -118,31 +118,31 @@ SHORT = 3
 def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a key of torch's groups that asks for another optimizer."""
     one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
-    own = getattr(options, "adam_w_mode", None)
-    decoupled = group.get("decoupled_weight_decay", own)  # of torch's AdamW
-    if own is not None and not same(decoupled, own):
-        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {own}", decoupled)
+    adam_w_mode = getattr(options, "adam_w_mode", None)
+    decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
+    if adam_w_mode is not None and not same(decoupled, adam_w_mode):
+        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {adam_w_mode}", decoupled)
 
 
-def hints_of(given: Mapping[str, Any], options: Options, where: str) -> dict[str, str]:
+def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str, str]:
     """Finds what to warn of in a new group: a message by each key that may be a mistake.
 
     Other libraries keep their own keys in groups (Megatron's wd_mult, SAM's rho, a scheduler's
     initial_lr): unknown keys are kept, and nothing is said of them unless they are like one of the
     optimizer's, which is not there itself, or those of another optimizer of this package.
 
-    given: the group as the user made it, without what the optimizer's defaults add.
+    group: the group as the user made it, without what the optimizer's defaults add.
     """
     names = options.names_but_step
-    own = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
+    keys = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
     hints = {}
-    for name, value in given.items():
-        if name in own or hasattr(options, str(name)):
+    for name, value in group.items():
+        if name in keys or hasattr(options, str(name)):
             continue
-        idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), own), ""
-        if idle is None and meant is not None and meant not in given:
+        idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), keys), ""
+        if idle is None and meant is not None and meant not in group:
             reason = f"did you mean {meant!r}?"
-        elif idle is not None and not any(same(value, each) for each in idle):
+        elif idle is not None and not any(same(value, idle_value) for idle_value in idle):
             reason = "it asks for another optimizer of this package;"
         if reason:
             hints[name] = (
@@ -152,24 +152,24 @@ def hints_of(given: Mapping[str, Any], options: Options, where: str) -> dict[str
     return hints
 
 
-def _meant(name: str, own: Collection[str]) -> str | None:
-    """Which of the optimizer's keys another one may be a misspelling of."""
+def _meant(name: str, keys: Collection[str]) -> str | None:
+    """Returns the optimizer's key that another key may be a misspelling of; None for no such."""
     if name in OTHERS:
         return None
     meant = MISNAMED.get(name)
-    return meant if meant in own else next((key for key in own if _is_slip(name, key)), None)
+    return meant if meant in keys else next((key for key in keys if _is_slip(name, key)), None)
 
 
-def _is_slip(name: str, known: str) -> bool:
+def _is_slip(name: str, key: str) -> bool:
     """Whether a name is another but for case, hyphens, underscores and one edit.
 
     An edit is a letter missing, too many, or another, or letters in another order. Most pairs of
     short names are one edit apart: there a letter may be missing, doubled, or a last s.
     """
-    name, known = (each.lower().replace("-", "").replace("_", "") for each in (name, known))
-    longer, shorter = (name, known) if len(name) >= len(known) else (known, name)
+    name, key = (word.lower().replace("-", "").replace("_", "") for word in (name, key))
+    longer, shorter = (name, key) if len(name) >= len(key) else (key, name)
     at = len(os.path.commonprefix([longer, shorter]))
     is_one_off = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]
-    if len(known) <= SHORT:
-        is_one_off &= len(name) not in (1, len(known)) and {*name} <= {*known, "s"}
-    return is_one_off or sorted(name) == sorted(known)
+    if len(key) <= SHORT:
+        is_one_off &= len(name) not in (1, len(key)) and {*name} <= {*key, "s"}
+    return is_one_off or sorted(name) == sorted(key)

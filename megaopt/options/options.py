@@ -1,4 +1,4 @@
-"""What an optimizer was asked for, checked."""
+"""The options of an optimizer, and their checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from megaopt.options.choices import (
 from megaopt.options.placement import STATE_DEVICE, Placement, StateDevice, placement_of
 
 SQUARED = "_sq_dtype"
-"""How the options of moments end that are never negative."""
+"""The ending of the options of moments that are never negative."""
 
 BESIDE = "kahan_beside"
 """Key of groups whose weights have compensations, and in a state dict the weights' dtypes: a
@@ -75,14 +75,14 @@ VARIANTS = ("amsgrad", "maximize")
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a group of an optimizer says in numbers, beside its step count."""
+    """The numbers that groups of an optimizer have, beside the step count."""
 
     ranges: Mapping[str, Range]
-    """What each number may be; lr is the first."""
+    """The allowed range of each number; lr is the first."""
     has_betas: bool = False
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
-    """What is True or False."""
+    """The keys whose value is True or False."""
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -92,9 +92,9 @@ class Numbers:
     @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """All keys but the step count's."""
-        lr, *others = self.ranges
+        lr, *rest = self.ranges
         betas = ("betas",) if self.has_betas else ()
-        return (lr, *betas, *others, *self.flags)
+        return (lr, *betas, *rest, *self.flags)
 
 
 class SharedOptions(TypedDict, total=False):
@@ -213,7 +213,7 @@ OF_OPTIMIZERS = {
 """SharedOptions that are no field of Options, with their defaults."""
 
 PEERS_WITH_SCALERS: dict[str, Any] = {"contract": "te", "write_unscaled_grads": True}
-"""What gives FusedAdam the bits of peers whose step takes a GradScaler."""
+"""The options that give FusedAdam the bits of peers whose step takes a GradScaler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +287,11 @@ class Options:
         for name in moments:
             key = getattr(self, name)
             if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
-                one_of(name, key, [each for each in MOMENTS.allowed if _fits(name, MOMENTS[each])])
+                one_of(
+                    name,
+                    key,
+                    [choice for choice in MOMENTS.allowed if _fits(name, MOMENTS[choice])],
+                )
         for name in moments:
             self._check_moment(name)
         check_seed(self.seed)
@@ -365,7 +369,7 @@ class Options:
 
     @property
     def placement(self) -> Placement:
-        """Which parts of states are in host memory."""
+        """The parts of states that are in host memory."""
         return placement_of(self.state_device)
 
     @property
@@ -398,9 +402,9 @@ class Options:
     def _drawing(self) -> list[str]:
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
-        found = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
+        arguments = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
         is_drawn = self.weight_rounding == "stochastic"
-        return [*found, *(["weight_rounding='stochastic'"] if is_drawn else [])]
+        return [*arguments, *(["weight_rounding='stochastic'"] if is_drawn else [])]
 
     @cached_property
     def draws(self) -> bool:
@@ -416,13 +420,13 @@ class Options:
     def of_all(self) -> frozenset[str]:
         """The options, but for VARIANTS, of which a group may name the optimizer's value alone."""
         # torch's groups all name capturable, which moves no number
-        others = {"capturable", "seed", STATE_DEVICE, *VARIANTS}
-        return frozenset({f.name for f in fields(self)} - others)
+        exceptions = {"capturable", "seed", STATE_DEVICE, *VARIANTS}
+        return frozenset({f.name for f in fields(self)} - exceptions)
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
-        """How MATRIX steps a parameter of a group; None: it is stepped elementwise.
+        """Returns how MATRIX steps a parameter of a group; None: it is stepped elementwise.
 
-        Without choices of the rule's own all parameters of two dimensions are such matrices.
+        Where a rule makes no choice of its own, it steps all parameters of two dimensions.
         """
         return Matrix(self.MATRIX) if self.MATRIX and param.dim() == 2 else None
 
@@ -449,36 +453,36 @@ class Options:
         return self.contract
 
     def check_matrix(self, view: Any, where: str, masters: bool) -> None:
-        """For a matrix that goes with options in no way: a subclass raises ValueError.
+        """Raises ValueError, in a subclass, for a matrix that does not go with the options.
 
-        view: its ParamView. masters: weights have such.
+        view: the matrix's ParamView. masters: whether weights have masters.
         """
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
-        """For numbers of a group that do not go together: a subclass raises ValueError."""
+        """Raises ValueError, in a subclass, for numbers of a group that do not go together."""
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
-        """For a group of a state dict that lacks something: a subclass raises ValueError."""
+        """Raises ValueError, in a subclass, for a group of a state dict that lacks something."""
 
     @property
     def group_keys(self) -> dict[str, Any]:
-        """What every group has beside its numbers, at first."""
+        """The entries that every new group has beside its numbers."""
         is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
-        beside = {BESIDE: ""} if is_kahan else {}
+        kahan_mark = {BESIDE: ""} if is_kahan else {}
         drawn = {"seed": self.seed} if self.draws else {}
-        return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **beside}
+        return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **kahan_mark}
 
     @property
     def marks(self) -> dict[str, Any]:
-        """What every group and every state dict names."""
+        """The options that every group and every state dict names, with their values."""
         return {name: getattr(self, name) for name in self.MARKS}
 
     @cached_property
     def format_names(self) -> dict[str, str]:
         """The names of the formats of moments and masters, by slot."""
         names = [name.removesuffix("_dtype") for name in self._moments]
-        found = {name: self.moment_format(name).name for name in names}
-        return {**found, "master": MASTERS[self._master_key].name}
+        names_by_slot = {name: self.moment_format(name).name for name in names}
+        return {**names_by_slot, "master": MASTERS[self._master_key].name}
 
     @property
     def formats_mark(self) -> str:
@@ -488,36 +492,37 @@ class Options:
         return ", ".join(f"{slot}={name}" for slot, name in names.items())
 
     def moment_format(self, moment: str) -> Format:
-        """How a moment is stored: under contract torch fp16 has no scale, as torch keeps it.
+        """Returns a moment's format; under contract torch fp16 has no scale, as torch keeps it.
 
-        One in blocks only where the parameter keeps blocks (megaopt.state.tensors.moment_format).
+        A moment is in blocks only where the parameter keeps blocks
+        (megaopt.state.tensors.moment_format).
         """
         dtype = getattr(self, f"{moment}_dtype")
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
 
-    def weight_format(self, own: Format) -> Format:
-        """How a weight is stored whose format to nearest is `own`."""
+    def weight_format(self, nearest: Format) -> Format:
+        """Returns the format of a weight whose format to nearest is `nearest`."""
         if self.weight_rounding != "stochastic":
-            return own
+            return nearest
         drawn = {
             form.dtype: form for form in (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
         }
-        return drawn.get(own.dtype, own)
+        return drawn.get(nearest.dtype, nearest)
 
     @property
     def _master_key(self) -> torch.dtype | str:
         return torch.int16 if self.store_param_remainders else self.master_weight_dtype
 
     def master_format(
-        self, weight_dtype: torch.dtype, wanted: bool, codes: torch.dtype | None = None
+        self, weight_dtype: torch.dtype, has_master: bool, codes: torch.dtype | None = None
     ) -> Format:
-        """How the master of a weight of this dtype is stored; NONE where it has none.
+        """Returns the format of the master of a weight of this dtype; NONE where it has none.
 
-        codes: the fp8 dtype in which the weight is kept; weight_dtype is what it is to everybody.
+        codes: the fp8 dtype in which the weight is kept; weight_dtype is the one that it shows.
         """
         is_rounded = codes is not None or weight_dtype in (torch.bfloat16, torch.float16)
-        if not wanted or not is_rounded:
+        if not has_master or not is_rounded:
             return NONE
         key = self._master_key
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
@@ -525,10 +530,10 @@ class Options:
 
 @cache
 def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """What each option may be whose type is a bool or a Literal, or None beside these."""
+    """Returns the values of each option whose type is a bool or a Literal, or None beside these."""
     types = get_type_hints(kind)
-    found = {field.name: _choices(types[field.name]) for field in fields(kind)}
-    return {name: choices for name, choices in found.items() if choices}
+    choices_by_name = {field.name: _choices(types[field.name]) for field in fields(kind)}
+    return {name: choices for name, choices in choices_by_name.items() if choices}
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
@@ -548,7 +553,7 @@ def _fits(name: str, form: Format) -> bool:
 
 
 def kinds_of_masters() -> list[torch.dtype | str]:
-    """What master_weight_dtype may be: dtypes, and the names of masters beside their weights."""
+    """Lists values of master_weight_dtype: dtypes, and names of masters beside their weights."""
     joined = [name for name, form in MASTERS.items() if form.joined]
     inner = {form.name for forms in BESIDE_WEIGHTS.values() for form in forms.values()}
     named = [name for name in joined if name not in inner]
@@ -594,10 +599,10 @@ def check_there(group: Mapping[str, Any], names: Iterable[str], where: str) -> N
 def _check_of_all(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a group asks for what is one choice for all groups."""
     for name in filter(options.of_all.__contains__, group):
-        own = getattr(options, name)
-        if not same(group[name], own):
+        value = getattr(options, name)
+        if not same(group[name], value):
             raise ValueError(
-                f"{where}: {name} must be {own!r}, the optimizer's own argument, which holds for "
+                f"{where}: {name} must be {value!r}, the optimizer's own argument, which holds for "
                 f"all groups, got {shown(group[name])}"
             )
 
@@ -618,7 +623,7 @@ PARAM_NUMBER = "a whole number from 0 to 2**32 - 1"
 
 
 def is_param_number(value: Any) -> bool:
-    """Whether it can tell a parameter's random bits from those of others."""
+    """Checks for a number that tells a parameter's random bits from those of others."""
     return type(value) is int and 0 <= value < 2**32
 
 
@@ -638,9 +643,9 @@ def _check_betas(betas: Any, where: str) -> None:
 def check_variant(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a group asks for another variant than the optimizer's."""
     for name in VARIANTS:
-        own = getattr(options, name, False)
-        if group.get(name, own) is not None:
-            one_of(f"{where}: {name}", group.get(name, own), (own,))
+        value = getattr(options, name, False)
+        if group.get(name, value) is not None:
+            one_of(f"{where}: {name}", group.get(name, value), (value,))
 
 
 def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
@@ -677,16 +682,16 @@ def check_weight(
     master = options.master_format(weight.dtype, masters, codes)
     if master.requires_weight in (None, codes or weight.dtype):
         return
-    asked = "store_param_remainders=True"
+    option = "store_param_remainders=True"
     if not options.store_param_remainders:
-        asked = f"master_weight_dtype={options.master_weight_dtype!r}"
+        option = f"master_weight_dtype={options.master_weight_dtype!r}"
     if codes is not None:
         raise ValueError(
             f"{where}: master_weight_dtype of fp8 weights must be torch.float32, torch.float16, "
-            f"'remainder8' or 'remainder8_stochastic', got {asked}: such a master is what its "
+            f"'remainder8' or 'remainder8_stochastic', got {option}: such a master is what its "
             "16-bit weight does not hold"
         )
     raise ValueError(
         f"{where}: dtype must be {master.requires_weight} (whose bits are a master's upper half), "
-        f"or torch.float32, with {asked}, got {weight.dtype}"
+        f"or torch.float32, with {option}, got {weight.dtype}"
     )

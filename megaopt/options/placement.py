@@ -1,4 +1,4 @@
-"""Where states are: beside the weights, or in host memory that the step reads and writes."""
+"""The places of states: beside the weights, or in host memory that the step reads and writes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megaopt.options.checks import refuse
 STATE_DEVICE = "state_device"
 """The option, and the key of a group that says something else than the optimizer."""
 MASTER = "master_param"
-"""Under which name a state has its master."""
+"""The name under which a state has its master."""
 SCALE = "_scale"
-"""How the names of scales end in a parameter's state."""
+"""The ending of the names of scales in a parameter's state."""
 STEP = "step"
-"""What a state calls its parameter's step count, where parameters have their own."""
+"""The name of a parameter's step count in its state, where parameters have their own."""
 
 
 StateDevice = str | torch.device | Mapping[str, Any] | None
@@ -26,7 +26,7 @@ StateDevice = str | torch.device | Mapping[str, Any] | None
 
 @dataclass(frozen=True)
 class Placement:
-    """Which parts of a state are in host memory. Scales never are: a byte for many elements."""
+    """The parts of a state that are in host memory. Scales never are: a byte for many elements."""
 
     moments: bool = False
     masters: bool = False
@@ -45,24 +45,28 @@ def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
     """The placement that state_device asks for; raises ValueError for a value that names none."""
     parts = dict(value if isinstance(value, Mapping) else {"moments": value, "masters": value})
     least = parts.pop("at_least", 0)
-    known = all(isinstance(each, str) and each in ("moments", "masters") for each in parts)
+    are_parts = all(isinstance(part, str) and part in ("moments", "masters") for part in parts)
     is_whole = type(least) is int and least >= 0
-    if not (known and is_whole and all(each is None or _is_cpu(each) for each in parts.values())):
+    if not (
+        are_parts
+        and is_whole
+        and all(device is None or _is_cpu(device) for device in parts.values())
+    ):
         refuse(
             where, "None, 'cpu', or a dict of 'moments' and 'masters' with these, and of "
             "'at_least' with a whole number >= 0", value,
         )  # fmt: skip
-    return Placement(**{name: each is not None for name, each in parts.items()}, at_least=least)
+    return Placement(**{name: device is not None for name, device in parts.items()}, at_least=least)
 
 
 def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | None:
     """Takes state_device out of a new group, as loads would look for it there; None without it."""
     if STATE_DEVICE not in group:
         return None
-    asked = group.pop(STATE_DEVICE)
-    if not options.OFFLOADS and asked is not None:
-        refuse(f"{where}: {STATE_DEVICE}", "None: this optimizer's states are on the card", asked)
-    return placement_of(asked, f"{where}: {STATE_DEVICE}")
+    device = group.pop(STATE_DEVICE)
+    if not options.OFFLOADS and device is not None:
+        refuse(f"{where}: {STATE_DEVICE}", "None: this optimizer's states are on the card", device)
+    return placement_of(device, f"{where}: {STATE_DEVICE}")
 
 
 def _is_cpu(value: object) -> bool:
@@ -73,7 +77,7 @@ def _is_cpu(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Home:
-    """What of a parameter's state is in host memory, and what makes that memory."""
+    """The placement of a parameter's state, and the maker of its host memory."""
 
     placement: Placement
     memory: HostMemory
@@ -98,7 +102,7 @@ class Homes:
         self._memories: dict[torch.device, HostMemory] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and deepcopy: without memory."""
+        """Returns everything but the memory, for pickle and deepcopy."""
         return {"default": self.default, "groups": self.groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,9 +117,9 @@ class Homes:
                 self.groups[param] = placement
 
     def placement(self, param: torch.Tensor) -> Placement:
-        """Which parts of a parameter's state are asked to be in host memory."""
-        found = self.groups.get(param, self.default)
-        return found if param.numel() >= found.at_least else Placement()
+        """Returns which parts of a parameter's state are asked to be in host memory."""
+        group_placement = self.groups.get(param, self.default)
+        return group_placement if param.numel() >= group_placement.at_least else Placement()
 
     def of(self, param: torch.Tensor) -> Home | None:
         """The home of a parameter's state; None where that is beside the weight."""
@@ -127,12 +131,12 @@ class Homes:
         return Home(placement, self._memories[device])
 
     def why_not(self, param: torch.Tensor) -> str | None:
-        """Why a parameter's state cannot be where it was asked to be; None where it can."""
+        """Says why a parameter's state cannot be where it was asked to be; None where it can."""
         if not self.placement(param) or not self.by.serves(param.device):
             return None
         return self.by.why_not(param.device)
 
     def wait(self) -> None:
-        """Before the host reads or writes states: until no kernel does so any more."""
+        """Waits until no kernel reads or writes states any more; the host may then do so."""
         for device in self._memories:
             self.by.wait(device)

@@ -38,14 +38,14 @@ class Replicas:
         self._meshes: dict[Any, Any] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
-        """The same ranks, which meet as before, of the copied parameters."""
-        found = Replicas(self.default)
+        """Copies the parameters; the ranks stay the same, and meet as before."""
+        duplicate = Replicas(self.default)
         pairs = self.groups.items()
-        found.groups = {copy.deepcopy(param, memo): ranks for param, ranks in pairs}
-        return found
+        duplicate.groups = {copy.deepcopy(param, memo): ranks for param, ranks in pairs}
+        return duplicate
 
     def __reduce__(self) -> Any:
-        """For pickle: nobody's, as process groups are of a process."""
+        """Pickles replicas without ranks, as a process group belongs to its process."""
         return Replicas, ()
 
     def put(self, params: Iterable[torch.Tensor], ranks: Any) -> None:

@@ -19,7 +19,7 @@ PIECE = 1 << 20
 
 
 def _pieces(numel: int, first: int, block: int) -> Iterator[tuple[slice, slice]]:
-    """Which elements, and which scales: each piece from one block's beginning to another's."""
+    """Yields elements and their scales; each piece goes from one block's beginning to another's."""
     lead, count = first % block, PIECE // block
     for number in range(0, -(-(numel + lead) // block), count):
         begin, end = number * block - lead, (number + count) * block - lead
@@ -32,9 +32,11 @@ def decoded_blocks(
     """The fp32 values of codes in blocks, of this shape; as megaopt.kernels.step's `decoded`."""
     values = torch.empty(shape, dtype=torch.float32, device=code.device)
     flat, codes, scales = values.view(-1), code.reshape(-1), scale.reshape(-1)
-    for own, blocks in _pieces(flat.numel(), first, form.block):
-        stored = codes[own.start // form.packed : own.stop // form.packed].to(scale.device)
-        flat[own] = decoded(form, stored, scales[blocks], first + own.start)
+    for elements, blocks in _pieces(flat.numel(), first, form.block):
+        stored = codes[elements.start // form.packed : elements.stop // form.packed].to(
+            scale.device
+        )
+        flat[elements] = decoded(form, stored, scales[blocks], first + elements.start)
     return values
 
 
@@ -43,10 +45,10 @@ def encode_blocks(
 ) -> None:
     """Encodes fp32 values into contiguous codes and scales; as megaopt.kernels.step's."""
     flat, codes, scales = value.reshape(-1), code.view(-1), scale.view(-1)
-    for own, blocks in _pieces(flat.numel(), first, form.block):
-        stored = codes[own.start // form.packed : own.stop // form.packed]
-        new, piece = torch.empty_like(stored, device=scale.device), flat[own].to(scale.device)
-        store_blocks(new, scales[blocks], signless(piece, form), form, first + own.start)
+    for elements, blocks in _pieces(flat.numel(), first, form.block):
+        stored = codes[elements.start // form.packed : elements.stop // form.packed]
+        new, piece = torch.empty_like(stored, device=scale.device), flat[elements].to(scale.device)
+        store_blocks(new, scales[blocks], signless(piece, form), form, first + elements.start)
         stored.copy_(new)
 
 
@@ -54,25 +56,25 @@ def decoded_joined(form: Format, weight: torch.Tensor, code: torch.Tensor) -> to
     """The fp32 masters of weights and what is stored beside them, all of one shape."""
     values = torch.empty(code.shape, dtype=torch.float32, device=code.device)
     flat, weights, codes = values.view(-1), weight.reshape(-1), code.reshape(-1)
-    for own, _ in _pieces(flat.numel(), 0, 1):
-        flat[own] = form.decode_reference(weights[own], codes[own].to(weight.device))
+    for elements, _ in _pieces(flat.numel(), 0, 1):
+        flat[elements] = form.decode_reference(weights[elements], codes[elements].to(weight.device))
     return values
 
 
 def encode_joined(
     code: torch.Tensor, value: torch.Tensor, form: Format, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Stores in `code` what a weight does not hold of fp32 masters; what the weight becomes.
+    """Stores in `code` what a weight does not hold of fp32 masters; returns the new weight.
 
-    Of the masters' shape, beside the weight, which stays as it is.
+    The new weight has the masters' shape; the old one stays as it is.
     """
     new = torch.empty(value.shape, dtype=weight.dtype, device=weight.device)
     flat, weights, codes = value.reshape(-1), new.view(-1), code.view(-1)
-    for own, _ in _pieces(flat.numel(), 0, 1):
-        weights[own], codes[own] = form.encode_by_hand(flat[own].to(weight.device))
+    for elements, _ in _pieces(flat.numel(), 0, 1):
+        weights[elements], codes[elements] = form.encode_by_hand(flat[elements].to(weight.device))
     return new
 
 
 def signless(value: torch.Tensor, form: Format) -> torch.Tensor:
-    """With 0 in the place of -0, for which moments without a sign have no code."""
+    """Replaces -0 by 0 where moments have no sign, and so no code for -0."""
     return value + 0.0 if form.unsigned else value

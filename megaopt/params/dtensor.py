@@ -21,12 +21,12 @@ from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, MatrixView, ParamVie
 
 
 def dtensor_class() -> Any:
-    """What isinstance is asked for."""
+    """Returns DTensor, for isinstance; an empty tuple where nobody has imported it."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether it is a torch.distributed.tensor.DTensor."""
+    """Checks for a torch.distributed.tensor.DTensor."""
     return isinstance(value, dtensor_class())
 
 
@@ -51,13 +51,13 @@ def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def same_sharding(value: Any, param: Any) -> bool:
     """Whether two tensors are split alike: plain both, or DTensors of one mesh and placements."""
-    found, wanted = getattr(value, "_spec", None), getattr(param, "_spec", None)
-    if found is wanted:  # of plain tensors none; FSDP2 gives every gradient its parameter's
+    spec, param_spec = getattr(value, "_spec", None), getattr(param, "_spec", None)
+    if spec is param_spec:  # of plain tensors none; FSDP2 gives every gradient its parameter's
         return True
-    if found is None or wanted is None:
+    if spec is None or param_spec is None:
         return False
     names = ("placements", "mesh", "shard_order")  # not every torch has the last
-    return all(getattr(found, n, None) == getattr(wanted, n, None) for n in names)
+    return all(getattr(spec, n, None) == getattr(param_spec, n, None) for n in names)
 
 
 def check_sharding(value: Any, param: Any, where: str) -> None:
@@ -109,7 +109,7 @@ class DTensorView(ParamView):
     def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
         """The mesh, and its dimensions that split the parameter; None if fully replicated."""
         placements = enumerate(self.param.placements)
-        dims = tuple(i for i, each in placements if not each.is_replicate())
+        dims = tuple(i for i, placement in placements if not placement.is_replicate())
         return (self.param.device_mesh, dims) if dims else None
 
     @property
@@ -123,11 +123,11 @@ class DTensorView(ParamView):
         """The index of the shard's first element; a shard may hold rows in part."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        own = self.param
+        param = self.param
         _, starts = compute_local_shape_and_global_offset(
-            own.shape, own.device_mesh, own.placements
+            param.shape, param.device_mesh, param.placements
         )
-        sizes = [math.prod(own.shape[dim + 1 :]) for dim in range(own.dim())]
+        sizes = [math.prod(param.shape[dim + 1 :]) for dim in range(param.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
     def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -143,13 +143,13 @@ class DTensorView(ParamView):
         """
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-        param, found = self.param, []
-        for own in coordinates:
+        param, shard_boxes = self.param, []
+        for coordinate in coordinates:
             sizes, starts = _compute_local_shape_and_global_offset(
-                torch.Size(shape), param.device_mesh.shape, list(own), param.placements
+                torch.Size(shape), param.device_mesh.shape, list(coordinate), param.placements
             )
-            found.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
-        return found
+            shard_boxes.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
+        return shard_boxes
 
     def place(self, number: int) -> Place:
         """The place of the shard's elements in the parameter.
@@ -158,30 +158,33 @@ class DTensorView(ParamView):
         """
         return self._placed(number, self.first_element, self.local.shape, self.param.shape)
 
-    def _placed(self, number: int, first: int, shape: Sequence[int], own: Sequence[int]) -> Place:
-        """The place of a shard of this shape in a tensor of another that is split as it is."""
+    def _placed(
+        self, number: int, first: int, shape: Sequence[int], whole_shape: Sequence[int]
+    ) -> Place:
+        """The place of a shard of this shape in a tensor that is split as the parameter is."""
         if not math.prod(shape):
             return Place(number)
-        found = place_of_box(number, first, shape, own)
-        if found is None:
+        place = place_of_box(number, first, shape, whole_shape)
+        if place is None:
             raise ValueError(
-                f"placements {tuple(self.param.placements)} of shape {tuple(own)} must split at "
-                "most one dimension behind the first where elements are known by their places"
+                f"placements {tuple(self.param.placements)} of shape {tuple(whole_shape)} must "
+                "split at most one dimension behind the first where elements are known by their "
+                "places"
             )
-        return found
+        return place
 
     def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
         """The scales of a shard's blocks as a DTensor, split as the parameter is."""
-        own, shape = self.param, self.local.shape
+        param, shape = self.param, self.local.shape
         if len(shape) == 1:  # shards of one size
-            return self._reshaped(local, (local.numel() * (own.numel() // shape.numel()),))
+            return self._reshaped(local, (local.numel() * (param.numel() // shape.numel()),))
         block = shape[1:].numel() // local.shape[1]
-        return self._reshaped(local, (own.shape[0], own.shape[1:].numel() // block))
+        return self._reshaped(local, (param.shape[0], param.shape[1:].numel() // block))
 
     @property
     def counted(self) -> list[torch.Tensor]:
         """The DTensor and its shard, which counts writes to to_local()."""
-        return [own for own in (self.param, self.local) if not own.is_inference()]
+        return [tensor for tensor in (self.param, self.local) if not tensor.is_inference()]
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of the parameter's mesh and placements, with the shard's memory.
@@ -189,35 +192,37 @@ class DTensorView(ParamView):
         The class is called as FSDP2 calls it: DTensor.from_local moves what it gets to the mesh's
         kind of device, and shards that FSDP2 offloads lie on the CPU.
         """
-        own, shape = self.param, self.local.shape
+        param, shape = self.param, self.local.shape
         if local.shape == shape:
-            return self._wrapped(local, own._spec.tensor_meta._replace(dtype=local.dtype))
+            return self._wrapped(local, param._spec.tensor_meta._replace(dtype=local.dtype))
         # packed codes; columns are split between whole blocks
         together = shape[-1] // local.shape[-1]
-        return self._reshaped(local, (*own.shape[:-1], own.shape[-1] // together))
+        return self._reshaped(local, (*param.shape[:-1], param.shape[-1] // together))
 
     def _reshaped(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """A DTensor of this shape, dense, split as the parameter is."""
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         meta = self.param._spec.tensor_meta
-        own = {"shape": torch.Size(shape), "stride": stride, "dtype": local.dtype}
-        return self._wrapped(local, meta._replace(**own))
+        facts = {"shape": torch.Size(shape), "stride": stride, "dtype": local.dtype}
+        return self._wrapped(local, meta._replace(**facts))
 
     def _wrapped(self, local: torch.Tensor, meta: Any) -> torch.Tensor:
         spec = replace(self.param._spec, tensor_meta=meta)
-        made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
-        return made
+        dtensor: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
+        return dtensor
 
-    def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
-        """A state of DTensors; `known` ones, whose shards may be in it, stay these objects."""
-        objects = {id(local_of(value)): value for value in known if isinstance(value, torch.Tensor)}
-        made = {}
+    def wrap_state(self, state: Mapping[str, Any], originals: Sequence[Any] = ()) -> dict[str, Any]:
+        """A state of DTensors; `originals`, whose shards may be in it, stay these objects."""
+        objects = {
+            id(local_of(value)): value for value in originals if isinstance(value, torch.Tensor)
+        }
+        new_state = {}
         for name, value in state.items():
             is_tensor = isinstance(value, torch.Tensor) and name != STEP
-            made[name] = objects.get(id(value), value)
+            new_state[name] = objects.get(id(value), value)
             if is_tensor and id(value) not in objects:
-                made[name] = self.wrap_named(name, value)
-        return made
+                new_state[name] = self.wrap_named(name, value)
+        return new_state
 
     def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The DTensor of a shard of the state tensor of this name."""
@@ -273,7 +278,7 @@ class DTensorView(ParamView):
 
 
 def shard_box(value: Any) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Where a DTensor's shard begins in each dimension of the whole, and its shape; else None."""
+    """Returns where a DTensor's shard begins in each dimension, and its shape; else None."""
     if not is_dtensor(value):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -285,7 +290,7 @@ def shard_box(value: Any) -> tuple[Sequence[int], Sequence[int]] | None:
 
 
 def shard_place(value: Any) -> Place | None:
-    """Where a DTensor's shard lies in the whole; None for anything else.
+    """Returns the place of a DTensor's shard in the whole; None for anything else.
 
     Raises ValueError as DTensorView.place does.
     """
@@ -297,13 +302,13 @@ class MatrixDTensorView(MatrixView, DTensorView):
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """What the rule keeps: of the whole matrix, where that comes together."""
+        """The shapes of what the rule keeps: of the whole matrix, where that comes together."""
         is_whole = self.matrix.rule.meets == WHOLE
         return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
 
     @property
     def _low_box(self) -> tuple[tuple[int, int], ...]:
-        """Where the shard of the moments lies in all of them."""
+        """The first index and the one behind the last of the moments' shard, by dimension."""
         here = self.param.device_mesh.get_coordinate()
         return self.boxes([here], self.matrix.low_shape(self.whole_shape))[0]
 
@@ -324,13 +329,15 @@ class MatrixDTensorView(MatrixView, DTensorView):
 
     def state_place(self, name: str, number: int) -> Place:
         """The place of the shard's elements in the whole state tensor of this name."""
-        own = self.state_shape(name), self.whole_state_shape(name)
-        return self._placed(number, self.first_of(name), *own)
+        shapes = self.state_shape(name), self.whole_state_shape(name)
+        return self._placed(number, self.first_of(name), *shapes)
 
     def _wrap_low(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of a shard of the moments, of packed codes or of scales, with its memory."""
-        (rows, columns), (_, own) = self.matrix.low_shape(self.whole_shape), self.low_shape
-        return self._reshaped(local, (rows, columns * local.shape[1] // own if own else columns))
+        (rows, columns), (_, width) = self.matrix.low_shape(self.whole_shape), self.low_shape
+        return self._reshaped(
+            local, (rows, columns * local.shape[1] // width if width else columns)
+        )
 
     def _check_blocks(self, where: str, name: str, form: Format) -> None:
         """Also where ranks would exchange parts of blocks: each matrix goes to its owner alone."""
@@ -343,7 +350,7 @@ class MatrixDTensorView(MatrixView, DTensorView):
         return self.matrix.low_shape(self.whole_shape) == self.whole_shape
 
     def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """What is kept as DTensors that every rank has whole; others as of the parameter."""
+        """Wraps what is kept as DTensors that every rank has whole; others as the parameter."""
         if name in self.kept:
             return self.replicated(local)
         is_low = name != MASTER and not self._keeps_shape
@@ -353,8 +360,10 @@ class MatrixDTensorView(MatrixView, DTensorView):
         """A DTensor on the parameter's mesh that every rank has whole."""
         from torch.distributed.tensor import Replicate
 
-        own = self.param._spec
-        meta = own.tensor_meta._replace(shape=local.shape, stride=local.stride(), dtype=local.dtype)
-        spec = type(own)(own.mesh, (Replicate(),) * own.mesh.ndim, meta)
-        made: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
-        return made
+        param_spec = self.param._spec
+        meta = param_spec.tensor_meta._replace(
+            shape=local.shape, stride=local.stride(), dtype=local.dtype
+        )
+        spec = type(param_spec)(param_spec.mesh, (Replicate(),) * param_spec.mesh.ndim, meta)
+        dtensor: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
+        return dtensor

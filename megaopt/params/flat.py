@@ -26,12 +26,12 @@ PARTS = "megaopt_parts"
 
 
 class FlatParts(NamedTuple):
-    """Which rank has which elements of a parameter: on each those that follow each other."""
+    """The elements of a parameter that each rank has: a run without gaps."""
 
     mesh: Any
     """The ranks, a DeviceMesh of one dimension."""
     ends: Sequence[tuple[int, int]]
-    """For each its first element of the parameter, and the one behind its last."""
+    """The first element of the parameter on each rank, and the one behind the last."""
 
 
 class FlatMatrixView(MatrixView):
@@ -42,8 +42,8 @@ class FlatMatrixView(MatrixView):
 
     @property
     def _parts(self) -> FlatParts:
-        own: FlatParts = getattr(self.param, PARTS)
-        return own
+        parts: FlatParts = getattr(self.param, PARTS)
+        return parts
 
     @property
     def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
@@ -78,7 +78,7 @@ class FlatMatrixView(MatrixView):
         return (end - begin,)
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
-        """That of this rank's part: the optimizer's user sees no other."""
+        """The shape of this rank's part: the optimizer's user sees no other."""
         return self.state_shape(name)
 
     def first_of(self, name: str) -> int:
@@ -91,7 +91,7 @@ class FlatMatrixView(MatrixView):
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """What the rule keeps, of the whole matrix."""
+        """The shapes of what the rule keeps, of the whole matrix."""
         return self.matrix.kept(self.whole_shape)
 
 
@@ -104,13 +104,13 @@ def is_flat_part(param: torch.Tensor) -> bool:
 
 
 def check_not_flattened(
-    groups: Sequence[Mapping[str, Any]], given: Container[int], options: Options
+    groups: Sequence[Mapping[str, Any]], param_ids: Container[int], options: Options
 ) -> None:
     """Raises ValueError where others put flat tensors in the place of matrices.
 
-    So do optimizers around this one (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
-    flat tensor does not say what it was. given: id() of each parameter that the optimizer was
-    given.
+    Optimizers around this one do that (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
+    flat tensor does not say what it was. param_ids: id() of each parameter that the optimizer was
+    made with.
     """
     key, off = options.MATRIX_OFF
     for index, group in enumerate(groups):
@@ -118,7 +118,7 @@ def check_not_flattened(
         is_flat = bool(params) and all(
             param.dim() == 1 and not hasattr(param, PARTS) for param in params
         )
-        if is_flat and value is not off and not any(id(param) in given for param in params):
+        if is_flat and value is not off and not any(id(param) in param_ids for param in params):
             refuse(
                 f"group {index}: {key}", f"{off} beside tensors of one dimension that were put in "
                 f"the place of the parameters given: each may be a {FLAT}", value,

@@ -32,8 +32,8 @@ class Float8View(ParamView):
     def codes(self) -> torch.Tensor:
         """The codes of its elements, flat, a view of the weight's."""
         start = self.first_element
-        found: torch.Tensor = self.weight.data8.view(-1)[start : start + self.param.numel()]
-        return found
+        elements: torch.Tensor = self.weight.data8.view(-1)[start : start + self.param.numel()]
+        return elements
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -81,11 +81,11 @@ class Float8View(ParamView):
         if formats.cast is None or not formats.cast.exact:
             return self.part_of(self.weight.dequantize())
         weight = self.weight
-        own = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
-        return self.part_of(own)
+        values = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
+        return self.part_of(values)
 
     def scale_inv(self) -> torch.Tensor:
-        """What the code of each of its elements is multiplied by, fp32, of its shape."""
+        """Returns the factor of the code of each element, fp32, of the parameter's shape."""
         weight = self.weight
         inverse = weight.recipe.quantizer.value_reference(weight.scale_inv)
         whole = torch.ones(weight.shape, dtype=torch.float32, device=weight.data8.device)
@@ -93,20 +93,20 @@ class Float8View(ParamView):
 
     def joined_value(self, form: Format, code: torch.Tensor) -> torch.Tensor:
         """The fp32 values of codes with what is stored beside them."""
-        own = self.codes.view(self.param.shape)
-        return canonical_reference(decoded_joined(form, own, code) * self.scale_inv())
+        codes = self.codes.view(self.param.shape)
+        return canonical_reference(decoded_joined(form, codes, code) * self.scale_inv())
 
     def join(self, form: Format, value: torch.Tensor, code: torch.Tensor) -> torch.Tensor | None:
         """Stores in `code` what brings the codes, which stay, nearest to fp32 values; None."""
         scaled = value * (1.0 / self.scale_inv())
-        own = self.codes.view(self.param.shape)
-        code.copy_(remainder_of(own, scaled))
+        codes = self.codes.view(self.param.shape)
+        code.copy_(remainder_of(codes, scaled))
         return None
 
     def round_as_pairs(self, value: torch.Tensor) -> None:
-        """Codes of fp32 values become those that a step stores with a remainder beside each.
+        """Sets codes of fp32 values to those that a step stores with a remainder beside each.
 
-        To nearest in two roundings, ties away from zero, where the weight's own are to even.
+        They are nearest, in two roundings, ties away from zero; the weight's own are to even.
         """
         code, _ = encode_pair_reference(value * (1.0 / self.scale_inv()))
         self.codes.copy_(code.view(-1))
@@ -119,8 +119,8 @@ class Float8View(ParamView):
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its elements of a tensor of the whole weight's shape, as fp32."""
         start = self.first_element
-        own = whole.flatten()[start : start + self.param.numel()]
-        return own.view(self.param.shape).float()
+        part = whole.flatten()[start : start + self.param.numel()]
+        return part.view(self.param.shape).float()
 
     def _check_kind(
         self, where: str, options: Options, moments: tuple[str, ...], masters: bool
@@ -161,7 +161,7 @@ class Float8ShardView(Float8View):
 
     @property
     def first_element(self) -> int:
-        """Where its part of the weight starts."""
+        """The first element of this part in the weight."""
         return int(self.param.start)
 
     @property
@@ -186,9 +186,9 @@ class Float8ShardView(Float8View):
         param, whole = self.param, self.weight.numel()
         if param.numel() == whole or self.group is not None:
             return
-        found = "its group has no other" if dist.is_initialized() else "there is no process group"
+        reason = "its group has no other" if dist.is_initialized() else "there is no process group"
         raise ValueError(
             f"{where}: an fp8 weight must be whole, or have a group of the ranks that hold the "
             f"rest, on torch.distributed, got elements {param.start} to "
-            f"{param.start + param.numel()} of {whole} where {found}"
+            f"{param.start + param.numel()} of {whole} where {reason}"
         )

@@ -12,19 +12,19 @@ IN_FRONT = "module"
 
 
 def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name without the parts of wrappers; as it is where two would become one.
+    """Returns each name without the parts of wrappers; as it is where two would become one.
 
     Args:
         names: of all parameters of a model, or of an optimizer.
     """
-    found = {name: _plain(name) for name in names}
-    counts = Counter(found.values())
-    return {name: own if counts[own] == 1 else name for name, own in found.items()}
+    plain_by_name = {name: _plain(name) for name in names}
+    counts = Counter(plain_by_name.values())
+    return {name: plain if counts[plain] == 1 else name for name, plain in plain_by_name.items()}
 
 
 def _plain(name: str) -> str:
     *modules, last = name.split(".")
-    kept = [part for part in modules if part not in ANYWHERE]
-    while kept and kept[0] == IN_FRONT:
-        kept = kept[1:]
-    return ".".join((*kept, last))
+    parts = [part for part in modules if part not in ANYWHERE]
+    while parts and parts[0] == IN_FRONT:
+        parts = parts[1:]
+    return ".".join((*parts, last))

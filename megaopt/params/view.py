@@ -48,18 +48,18 @@ class ParamView:
     is_sharded = False
     """It is a DTensor, and so is its state."""
     matrix: Matrix | None = None
-    """Which rule steps it as a whole matrix, and how; None: it is stepped elementwise."""
+    """The rule that steps it as a whole matrix, and how; None: it is stepped elementwise."""
     home: Home | None = None
-    """Where its state is in host memory; None: all of it is beside the weight."""
+    """The home of its state in host memory; None: all of it is beside the weight."""
 
     def __init__(self, param: Any) -> None:
         self.param = param
 
     @property
     def local(self) -> torch.Tensor:
-        """What this rank steps: of a DTensor its shard, otherwise the parameter."""
-        own: torch.Tensor = self.param
-        return own
+        """The tensor that this rank steps: of a DTensor its shard, otherwise the parameter."""
+        param: torch.Tensor = self.param
+        return param
 
     @property
     def is_strange(self) -> bool:
@@ -70,7 +70,7 @@ class ParamView:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is frozen, and of a kind that nothing steps: codes of int8, say.
+        """The parameter is frozen, and of a kind that nothing steps: codes of int8, say.
 
         A tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says.
         """
@@ -174,16 +174,19 @@ class ParamView:
         return number
 
     def place(self, number: int) -> Place:
-        """Where `local` lies in the whole parameter, for random bits; number: the parameter's."""
+        """Returns the place of `local` in the whole parameter, for random bits.
+
+        number: the parameter's.
+        """
         return Place(number, self.first_element)
 
     def state_place(self, name: str, number: int) -> Place:
-        """Where its tensor of the state of this name lies in the whole one."""
+        """Returns the place of this rank's state tensor of this name in the whole one."""
         return self.place(number)
 
     @property
     def sharding(self) -> tuple[object, ...] | None:
-        """How a DTensor is split, as ranks compare it; None for other kinds."""
+        """The split of a DTensor, as ranks compare it; None for other kinds."""
         return None
 
     @property
@@ -194,7 +197,7 @@ class ParamView:
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """What parameters of one batch have in common beside device and formats."""
+        """The facts that parameters of one batch share, beside device and formats."""
         return (self.split,)
 
     @property
@@ -207,8 +210,8 @@ class ParamView:
         """A tensor of this rank as the parameter is: of a DTensor a DTensor."""
         return local
 
-    def wrap_state(self, state: Mapping[str, Any], known: Sequence[Any] = ()) -> dict[str, Any]:
-        """A state of this rank's tensors as the parameter is; `known` objects stay themselves."""
+    def wrap_state(self, state: Mapping[str, Any], originals: Sequence[Any] = ()) -> dict[str, Any]:
+        """A state of this rank's tensors as the parameter is; `originals` stay these objects."""
         return dict(state)
 
     def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
@@ -248,7 +251,7 @@ class ParamView:
         """Raises ValueError for a part whose other parts no rank is known to hold."""
 
     def cast(self, direct: bool | None = None) -> Cast | None:
-        """How new values become fp8 codes; None where the weight is no fp8.
+        """Returns the cast of new values to fp8 codes; None where the weight is not fp8.
 
         direct: takes the place of the recipe's own `direct`; None leaves it.
         """
@@ -256,13 +259,13 @@ class ParamView:
 
     @property
     def extent(self) -> Extent:
-        """Which elements of an fp8 weight it holds."""
+        """The elements of an fp8 weight that it holds."""
         raise TypeError("only fp8 weights have an extent")
 
     def value(self, formats: Formats) -> torch.Tensor:
         """The fp32 value of the weight's codes, of `local`'s shape."""
-        found: torch.Tensor = formats.weight.decode_reference(self.local.detach())
-        return found
+        values: torch.Tensor = formats.weight.decode_reference(self.local.detach())
+        return values
 
     def initial_value(self, formats: Formats) -> torch.Tensor:
         """The fp32 value that a master starts from, of `local`'s shape."""
@@ -273,7 +276,7 @@ class ParamView:
         return decoded_joined(form, self.local.detach(), code)
 
     def join(self, form: Format, value: torch.Tensor, code: torch.Tensor) -> torch.Tensor | None:
-        """Stores in `code` what a weight does not hold of fp32 values; what the weight becomes.
+        """Stores in `code` what a weight does not hold of fp32 values; returns the new weight.
 
         None where the weight has to stay, and `code` gets what brings it nearest.
         """
@@ -310,7 +313,7 @@ class MatrixView(ParamView):
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """What the rule keeps."""
+        """The shapes of what the rule keeps."""
         return self.matrix.kept(self.local.shape)
 
     def keeps_blocks(self, form: Format) -> bool:
@@ -348,7 +351,7 @@ class ReplicatedView(MatrixView):
 
     @property
     def sharding(self) -> tuple[object, ...]:
-        """How many ranks have copies; not which, as other dimensions of parallelism have others."""
+        """The count of ranks with copies; not which, as other dimensions of parallelism differ."""
         assert self.split is not None
         return "replicas", self.split[0].size()
 
@@ -359,7 +362,7 @@ class ReplicatedView(MatrixView):
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> list[tuple[tuple[int, int], ...]]:
-        """What ranks at places of the mesh have: all of a tensor of this shape."""
+        """Returns what ranks at places of the mesh have: all of a tensor of this shape."""
         return [tuple((0, size) for size in shape)] * len(coordinates)
 
     def _check_kind(

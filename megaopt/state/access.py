@@ -32,23 +32,23 @@ def unscaled(
     """See FusedOptimizer.get_unscaled_state."""
     owned.homes.wait()
     view = owned.view(param)
-    own: State = state.get(param, {})
-    if name.endswith(SCALE) and name in own:
-        scale: torch.Tensor = own[name]
+    param_state: State = state.get(param, {})
+    if name.endswith(SCALE) and name in param_state:
+        scale: torch.Tensor = param_state[name]
         return scale
     formats = owned.formats(view)
     form = formats.by_slot[_slot(owned, view, name)]
     if name == MASTER and not form.present:
-        wide = widened(view.local, locals_of(own))  # as the next step takes it
+        wide = widened(view.local, locals_of(param_state))  # as the next step takes it
         value = view.value(formats) if wide is None else wide
-    elif own.get(name) is None:
+    elif param_state.get(name) is None:
         label = owned.labels[owned.index(view.param)]
         raise ValueError(f"{label}: state {name!r} must be there, got none: {_made_by(owned)}")
     else:
-        value = get_unscaled(locals_of(own), name, form, view)
-    known = [each for each in own.values() if local_of(each) is value]
-    found: torch.Tensor = known[0] if known else view.wrap_state({name: value})[name]
-    return found
+        value = get_unscaled(locals_of(param_state), name, form, view)
+    originals = [entry for entry in param_state.values() if local_of(entry) is value]
+    tensor: torch.Tensor = originals[0] if originals else view.wrap_state({name: value})[name]
+    return tensor
 
 
 def _made_by(owned: Owned) -> str:
@@ -60,10 +60,10 @@ def _made_by(owned: Owned) -> str:
 
 def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:
     """See FusedOptimizer.set_scaled_state."""
-    own, local = state.get(view.param, {}), view.local
+    param_state, local = state.get(view.param, {}), view.local
     owned.homes.wait()
-    if any(same(name, each) for each in own if each.endswith(SCALE)):
-        _store(state, view, own, {name: _one_number(value, name, local)})
+    if any(same(name, key) for key in param_state if key.endswith(SCALE)):
+        _store(state, view, param_state, {name: _one_number(value, name, local)})
         return
     formats, slot = owned.formats(view), _slot(owned, view, name)
     _check_value(value, view, name)
@@ -74,16 +74,16 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
         return
     if name == MASTER and formats.master.joined and view.weight is not None:
         _set_codes(owned, view, value)
-    if name == MASTER and own.get(MASTER) is None and owned.has_external_masters:
-        own = {**own, MASTER: owned.external_masters()[owned.index(view.param)]}
-    _store(state, view, own, *encoded(name, value, formats.by_slot[slot], view))
+    if name == MASTER and param_state.get(MASTER) is None and owned.has_external_masters:
+        param_state = {**param_state, MASTER: owned.external_masters()[owned.index(view.param)]}
+    _store(state, view, param_state, *encoded(name, value, formats.by_slot[slot], view))
 
 
 def _store(
-    state: Any, view: ParamView, own: State, new: State, weight: torch.Tensor | None = None
+    state: Any, view: ParamView, param_state: State, new: State, weight: torch.Tensor | None = None
 ) -> None:
     """Writes new tensors over those of a state, or adds them, and the weight: all or none."""
-    stored, pairs = locals_of(own), []
+    stored, pairs = locals_of(param_state), []
     if weight is not None:
         check_writable(view.local, "the parameter")
         pairs.append((view.local, weight.to(view.local.device)))
@@ -91,15 +91,15 @@ def _store(
         if stored.get(name) is None:
             stored[name] = view.keep(name, tensor)
         else:
-            wanted = (tensor.dtype, tuple(tensor.shape), view.state_device(name))
-            _check_like(stored[name], wanted, f"state {name!r}")
-            pairs.append((stored[name], tensor.to(wanted[2])))
-    completed = view.wrap_state(stored, list(own.values()))
+            kind = (tensor.dtype, tuple(tensor.shape), view.state_device(name))
+            _check_like(stored[name], kind, f"state {name!r}")
+            pairs.append((stored[name], tensor.to(kind[2])))
+    completed = view.wrap_state(stored, list(param_state.values()))
     overwrite(pairs, lambda: state[view.param].update(completed))
 
 
 def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) -> None:
-    """The weight becomes an fp32 value of its shard's shape, where that is no master's."""
+    """Sets a weight without a master to an fp32 value of its shard's shape."""
     if view.weight is None:
         check_writable(view.local, "the parameter")
         code = owned.formats(view).weight.encode_by_hand(value).clone()
@@ -110,7 +110,7 @@ def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) 
 
 
 def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
-    """A whole fp8 weight becomes an fp32 value; raises ValueError for a rank's part of one."""
+    """Sets a whole fp8 weight to an fp32 value; raises ValueError for a rank's part of one."""
     if view.extent.shared:
         raise ValueError(
             f"{owned.labels[owned.index(view.param)]}: {MASTER!r} must be of a whole weight, or of "
@@ -125,7 +125,7 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
 
 
 def _is_real(value: torch.Tensor) -> bool:
-    """Whether it has elements to read, and none is complex."""
+    """Checks that a tensor has elements to read, and none is complex."""
     return is_dense(value) and not value.is_meta and not value.is_complex()
 
 
@@ -147,20 +147,20 @@ def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
         refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
 
 
-def check_master(own: State, form: Format, view: ParamView, label: str) -> None:
+def check_master(param_state: State, form: Format, view: ParamView, label: str) -> None:
     """Raises ValueError where a state has a master that a value in this format cannot go into."""
-    stored = locals_of(own)
+    stored = locals_of(param_state)
     kinds = {MASTER: (form.dtype, view.local.shape), MASTER + SCALE: (torch.float32, (1,))}
     for name, (dtype, shape) in kinds.items():
         if dtype is not None and stored.get(name) is not None:
-            wanted = (dtype, tuple(shape), view.state_device(name))
-            _check_like(stored[name], wanted, f"{label}: state {name!r}")
+            kind = (dtype, tuple(shape), view.state_device(name))
+            _check_like(stored[name], kind, f"{label}: state {name!r}")
 
 
 def _check_like(
-    own: Any, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
+    tensor: Any, kind: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
 ) -> None:
     """Raises ValueError unless a state's tensor takes content of this dtype and shape there."""
-    if not is_dense(own) or (own.dtype, tuple(own.shape), own.device) != wanted:
-        refuse(where, f"{wanted[0]} of shape {wanted[1]} on {wanted[2]}", own)
-    check_writable(own, where)
+    if not is_dense(tensor) or (tensor.dtype, tuple(tensor.shape), tensor.device) != kind:
+        refuse(where, f"{kind[0]} of shape {kind[1]} on {kind[2]}", tensor)
+    check_writable(tensor, where)

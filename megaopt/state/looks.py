@@ -1,4 +1,4 @@
-"""What tensors of a list, and an optimizer's groups and states, are: one call looks at all."""
+"""Looks at the tensors of a list, and at an optimizer's groups and states, in one call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megaopt.state.watch import is_worth_building, same_objects
 Tensors = Sequence[torch.Tensor | None]
 VERSION, VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
 KIND: list[Any] = [torch.Tensor.numel, *map(operator.attrgetter, ("dtype", "device", "layout"))]
-"""What makes tensors alike; fact by fact, as one call for each tensor takes longer."""
+"""The facts that make tensors alike; one by one, as one call for each tensor takes longer."""
 NOTHING = torch.empty(0)
 MISSING = "no such attribute"
 
 
 class Looked(NamedTuple):
-    """What a look at tensors found."""
+    """The findings of a look at tensors."""
 
     addresses: numpy.ndarray | None
     """int64 [n], where each tensor's elements lie, one behind the other, as their bits are; None
@@ -42,7 +42,7 @@ class Looks:
     """
 
     def __init__(self, tensors: Tensors) -> None:
-        self._absent = [each is None for each in tensors]
+        self._absent = [tensor is None for tensor in tensors]
         self._kind = _kind(tensors)
         self._is_worth_building = is_worth_building(_there(tensors))
         self._addresses = numpy.zeros(len(tensors), numpy.int64)
@@ -57,33 +57,35 @@ class Looks:
             if self._module is None:
                 return self._look(tensors)
             numels, *rest, _ = self._kind
-            own = [None if no else numel for no, numel in zip(self._absent, numels, strict=True)]
-            self._native = self._module.Kinds(own, *rest)
-        own = tensors if type(tensors) is list else [*tensors]
-        found = self._module.look_at(self._native, own, self._addresses, self._versions)
-        return None if found is None else self._looked(*found)
+            sizes = [None if no else numel for no, numel in zip(self._absent, numels, strict=True)]
+            self._native = self._module.Kinds(sizes, *rest)
+        tensor_list = tensors if type(tensors) is list else [*tensors]
+        facts = self._module.look_at(self._native, tensor_list, self._addresses, self._versions)
+        return None if facts is None else self._looked(*facts)
 
     def _looked(self, in_order: bool, moved: list[int], written: list[int]) -> Looked:
         return Looked(self._addresses if in_order else None, moved, written)
 
     def _look(self, tensors: Tensors) -> Looked | None:
         """The extension's twin."""
-        if [each is None for each in tensors] != self._absent or _kind(tensors) != self._kind:
+        if [tensor is None for tensor in tensors] != self._absent or _kind(tensors) != self._kind:
             return None
-        own = _there(tensors)
-        in_order = all(map(torch.Tensor.is_contiguous, own))
-        in_order = in_order and not any(each.is_neg() or each._is_zerotensor() for each in own)
-        addresses = list(map(torch.Tensor.data_ptr, own))
+        all_tensors = _there(tensors)
+        in_order = all(map(torch.Tensor.is_contiguous, all_tensors))
+        in_order = in_order and not any(
+            tensor.is_neg() or tensor._is_zerotensor() for tensor in all_tensors
+        )
+        addresses = list(map(torch.Tensor.data_ptr, all_tensors))
         try:
-            versions = list(map(VERSION, own))
+            versions = list(map(VERSION, all_tensors))
         except RuntimeError:  # tensors of inference mode have none
-            versions = [0 if each.is_inference() else each._version for each in own]
+            versions = [0 if tensor.is_inference() else tensor._version for tensor in all_tensors]
         moved, written = _noted(self._addresses, addresses), _noted(self._versions, versions)
         return self._looked(in_order, moved, written)
 
 
 def _there(tensors: Tensors) -> list[torch.Tensor]:
-    return [NOTHING if each is None else each for each in tensors]
+    return [NOTHING if tensor is None else tensor for tensor in tensors]
 
 
 def _kind(tensors: Tensors) -> tuple[list[Any], ...]:
@@ -94,7 +96,7 @@ def _noted(row: numpy.ndarray, now: list[int]) -> list[int]:
     """Notes numbers in an int64 row; the places of those that are others."""
     before = row.tolist()
     row[:] = now
-    return [] if now == before else [i for i, each in enumerate(now) if each != before[i]]
+    return [] if now == before else [i for i, number in enumerate(now) if number != before[i]]
 
 
 def same_params(
@@ -104,8 +106,8 @@ def same_params(
     module = native.get(is_worth_building=False)
     if module is not None:
         return bool(module.same_params(groups, params, sizes))
-    found = [group["params"] for group in groups]
-    return [*map(len, found)] == sizes and same_objects([*itertools.chain(*found)], params)
+    lists = [group["params"] for group in groups]
+    return [*map(len, lists)] == sizes and same_objects([*itertools.chain(*lists)], params)
 
 
 class Marks:
@@ -147,14 +149,14 @@ class SameStates:
     def __init__(self, state: Mapping[Any, Any]) -> None:
         self._keys, self._entries = (*state.keys(),), (*state.values(),)
         self.has_dicts = isinstance(state, dict) and all(type(e) is dict for e in self._entries)
-        """Whether it is a dict of dicts; otherwise it cannot be told."""
+        """The state is a dict of dicts; otherwise it cannot be told."""
         self.values = self._now() if self.has_dicts else ()
 
     def _now(self) -> tuple[Any, ...]:
         return (*itertools.chain.from_iterable(map(VALUES, self._entries)),)
 
     def are(self, state: Mapping[Any, Any]) -> bool:
-        """Whether they are the same."""
+        """Checks that a state is the same."""
         module = native.get(is_worth_building=False)
         if module is not None and isinstance(state, dict):
             return bool(module.same_states(state, self._keys, self._entries, self.values))

@@ -45,18 +45,18 @@ def check_master_weights(
         )
     chosen = places_of(masters, views, options)
     if chosen is None:
-        kept = sum(_has_master(view, options) for view in views)
+        count = sum(_has_master(view, options) for view in views)
         raise ValueError(
             f"master_weights must have one entry for each of the {len(views)} parameters, or for "
-            f"each of the {kept} that are not fp32, in group order, got {len(masters)} entries"
+            f"each of the {count} that are not fp32, in group order, got {len(masters)} entries"
         )
-    own = []
+    entries = []
     for index, (master, place) in enumerate(zip(masters, chosen, strict=True)):
         where = f"master_weights[{index}] for {labels[place]}"
         _check_master(master, views[place], where, options)
         if master is not None:
-            own.append(Named(where, "the master", local_of(master)))
-    check_memory(own)
+            entries.append(Named(where, "the master", local_of(master)))
+    check_memory(entries)
 
 
 def _has_master(view: ParamView, options: Options) -> bool:
@@ -69,18 +69,18 @@ def places_of(
     """The parameter's place that each entry is for; None where the list fits in neither way."""
     if len(masters) == len(views):
         return list(range(len(views)))
-    kept = [place for place, view in enumerate(views) if _has_master(view, options)]
-    return kept if len(masters) == len(kept) else None
+    places = [place for place, view in enumerate(views) if _has_master(view, options)]
+    return places if len(masters) == len(places) else None
 
 
 def of_each(
     masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
 ) -> list[torch.Tensor | None]:
     """The master of each parameter, of a list that was checked; None for fp32 weights."""
-    found: list[torch.Tensor | None] = [None] * len(views)
+    param_masters: list[torch.Tensor | None] = [None] * len(views)
     for place, master in zip(places_of(masters, views, options) or (), masters, strict=True):
-        found[place] = master if _has_master(views[place], options) else None
-    return found
+        param_masters[place] = master if _has_master(views[place], options) else None
+    return param_masters
 
 
 def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: str) -> None:
@@ -121,11 +121,11 @@ def _check_master(
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
         refuse(where, f"a tensor of dtype {dtype}", master)
-    own = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
+    facts = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
     for name in ("shape", "dtype", "device", "layout"):
-        wanted = own.get(name, getattr(param, name))
-        if getattr(master, name) != wanted:
-            raise ValueError(f"{where}: {name} must be {wanted}, got {getattr(master, name)}")
+        fact = facts.get(name, getattr(param, name))
+        if getattr(master, name) != fact:
+            raise ValueError(f"{where}: {name} must be {fact}, got {getattr(master, name)}")
     check_sharding(master, param, where)
     check_writable(local_of(master), where)
     if view.home is not None and MASTER in view.home.placement:
@@ -147,8 +147,8 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     view = view_of(tensor)
     with torch.no_grad():
         shape, dtype = tuple(view.local.shape), view.local.dtype
-        made = HostMemory(torch.device(device)).empty(shape, dtype)
-        return view.wrap(made.copy_(view.local.detach()))
+        memory = HostMemory(torch.device(device)).empty(shape, dtype)
+        return view.wrap(memory.copy_(view.local.detach()))
 
 
 def is_own_master(master: object, param: torch.Tensor) -> bool:

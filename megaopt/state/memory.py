@@ -49,17 +49,17 @@ def check_memory(tensors: Sequence[Named]) -> None:
     On a GPU such a step would be a race. Costs a sort of the addresses; only tensors whose ranges
     of addresses meet are looked at element by element.
     """
-    for own in tensors:
-        check_writable(own.tensor, str(own))
-    used = [own for own in tensors if own.tensor.numel()]
+    for entry in tensors:
+        check_writable(entry.tensor, str(entry))
+    used = [entry for entry in tensors if entry.tensor.numel()]
     for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
         on_device = list(group)
         for cluster in _clusters(on_device):
             _check_elements([on_device[index] for index in cluster])
 
 
-def _device(own: Named) -> str:
-    return str(own.tensor.device)
+def _device(entry: Named) -> str:
+    return str(entry.tensor.device)
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -71,38 +71,38 @@ def _end(tensor: torch.Tensor) -> int:
 
 def _clusters(tensors: Sequence[Named]) -> list[list[int]]:
     """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
-    begins = numpy.array([own.tensor.data_ptr() for own in tensors], dtype=numpy.int64)
-    ends = numpy.array([_end(own.tensor) for own in tensors], dtype=numpy.int64)
+    begins = numpy.array([entry.tensor.data_ptr() for entry in tensors], dtype=numpy.int64)
+    ends = numpy.array([_end(entry.tensor) for entry in tensors], dtype=numpy.int64)
     order = numpy.argsort(begins, kind="stable")
     reached = numpy.maximum.accumulate(ends[order])
     starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
-    found = [part.tolist() for part in numpy.split(order, starts)]
-    return [part for part in found if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
+    parts = [part.tolist() for part in numpy.split(order, starts)]
+    return [part for part in parts if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
 
 
 def _check_elements(tensors: Sequence[Named]) -> None:
     """Marks every element's memory; raises where it is marked already."""
-    base = min(own.tensor.data_ptr() for own in tensors)
-    unit = math.gcd(*(own.tensor.element_size() for own in tensors))
-    size = (max(_end(own.tensor) for own in tensors) - base) // unit
+    base = min(entry.tensor.data_ptr() for entry in tensors)
+    unit = math.gcd(*(entry.tensor.element_size() for entry in tensors))
+    size = (max(_end(entry.tensor) for entry in tensors) - base) // unit
     owners = numpy.full(size, -1, dtype=numpy.int64)
-    for index, own in enumerate(tensors):
-        units = _units(own.tensor, base, unit)
-        other = int(owners[units].max())
-        if other >= 0:
+    for index, entry in enumerate(tensors):
+        units = _units(entry.tensor, base, unit)
+        owner = int(owners[units].max())
+        if owner >= 0:
             raise ValueError(
-                f"{own} must have memory of its own, got memory shared with {tensors[other]}"
+                f"{entry} must have memory of its own, got memory shared with {tensors[owner]}"
             )
         if len(numpy.unique(units)) != len(units):
             raise ValueError(
-                f"{own} must have memory of its own for each element, got strides "
-                f"{own.tensor.stride()} of shape {tuple(own.tensor.shape)}"
+                f"{entry} must have memory of its own for each element, got strides "
+                f"{entry.tensor.stride()} of shape {tuple(entry.tensor.shape)}"
             )
         owners[units] = index
 
 
 def _units(tensor: torch.Tensor, base: int, unit: int) -> numpy.ndarray:
-    """Which units of memory the elements take, counted from the base."""
+    """Returns the units of memory that the elements take, counted from the base."""
     width = tensor.element_size() // unit
     places = numpy.array([(tensor.data_ptr() - base) // unit])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -30,7 +30,7 @@ class Numbers:
         self._names = (*options.names_but_step, *options.MARKS, *options.OF_ALL)
         self._seen: list[list[Any]] = []
         self._sizes: list[int] = []
-        """How many keys each group had."""
+        """The number of keys of each group."""
         self._given: list[Any] = []
         """The groups' param_numbers."""
         self._is_given = False
@@ -75,7 +75,7 @@ class Numbers:
         seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
         self._given = given_numbers(groups)
-        self._is_given = any(each is not None for each in self._given)
+        self._is_given = any(numbers is not None for numbers in self._given)
         self._seen, self._sizes = (seen if is_fixed else []), [*map(len, groups)]
         return self.made(groups)
 
@@ -87,13 +87,13 @@ def _is_fixed(value: Any) -> bool:
 
 
 def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Each group's param_numbers, None where it has none, in lists that no group can edit."""
-    given = [group.get("param_numbers") for group in groups]
-    return [list(each) if isinstance(each, (list, tuple)) else each for each in given]
+    """Returns each group's param_numbers, or None, in lists that no group can edit."""
+    lists = [group.get("param_numbers") for group in groups]
+    return [list(numbers) if isinstance(numbers, (list, tuple)) else numbers for numbers in lists]
 
 
 def chosen(groups: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
-    """What groups say under the keys that choose how matrices are stepped."""
+    """Returns groups' values of the keys that choose how matrices are stepped."""
     return [[group.get(name) for name in names] for group in groups] if names else []
 
 
@@ -110,13 +110,13 @@ def on_device(group: Mapping[str, Any], device: torch.device, where: str) -> dic
     Also where inference mode is on: later steps and schedules write them. The group
     stays as it is. Raises ValueError for numbers out of range.
     """
-    made = {}
+    tensors = {}
     for name, dtype in DTYPES.items():
         if not _fits(group[name], name, device) or group[name].is_inference():
             value = number(f"{where}: {name}", group[name], RANGES[name])
             with torch.inference_mode(False):
-                made[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
-    return made
+                tensors[name] = torch.full(SHAPES[name], value, dtype=dtype, device=device)
+    return tensors
 
 
 def check_device_numbers(group: Mapping[str, Any], device: torch.device, where: str) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer was given, as it is now: groups, options, rule, masters; and its checks."""
+"""The groups, options, rule and masters of an optimizer, as they are now; and their checks."""
 
 from __future__ import annotations
 
@@ -74,20 +74,20 @@ class Owned:
     @cached_property
     def _lists(self) -> list[Any]:
         """The parameters of each group; ValueError where somebody put something else there."""
-        found = [group.get("params") for group in self.groups]
-        for index, own in enumerate(found):
-            if not isinstance(own, (list, tuple)):
-                refuse(f"group {index}: params", "a list of tensors", own)
-        return found
+        lists = [group.get("params") for group in self.groups]
+        for index, params in enumerate(lists):
+            if not isinstance(params, (list, tuple)):
+                refuse(f"group {index}: params", "a list of tensors", params)
+        return lists
 
     @cached_property
     def params(self) -> list[torch.Tensor]:
         """All parameters; ValueError where somebody put something else into a group."""
-        found = [param for own in self._lists for param in own]
-        for place, param in enumerate(found):
+        all_params = [param for group_params in self._lists for param in group_params]
+        for place, param in enumerate(all_params):
             if not isinstance(param, torch.Tensor):
                 refuse(self.labels[place], "a tensor", param)
-        return found
+        return all_params
 
     def checked(self) -> Owned:
         """Itself; ValueError where somebody put something else than parameters into a group."""
@@ -124,24 +124,24 @@ class Owned:
         An error is on its way: what it may be about, a group's values, keeps no parameter from
         having the view that other ranks have.
         """
-        found = []
+        views = []
         for index, group in enumerate(self.groups):
             for param in _tensors_of(group):
                 try:
-                    found.append(self._view(param, index))
+                    views.append(self._view(param, index))
                 except Exception:
                     with contextlib.suppress(Exception):
-                        found.append(self._usual_view(param))
-        return [view for view in found if view.split is not None or view.group is not None]
+                        views.append(self._usual_view(param))
+        return [view for view in views if view.split is not None or view.group is not None]
 
     @property
     def usual_views(self) -> list[ParamView]:
         """The views of all parameters whatever groups say; what is no parameter is passed over."""
-        found = []
-        for param in (each for group in self.groups for each in _tensors_of(group)):
+        views = []
+        for param in (tensor for group in self.groups for tensor in _tensors_of(group)):
             with contextlib.suppress(Exception):
-                found.append(self._usual_view(param))
-        return found
+                views.append(self._usual_view(param))
+        return views
 
     def settings(self) -> list[object]:
         """The groups' numbers, how many parameters each has, and the options.
@@ -176,16 +176,16 @@ class Owned:
     @cached_property
     def group_numbers(self) -> list[int]:
         """The group of each parameter."""
-        return [index for index, own in enumerate(self._lists) for _ in own]
+        return [index for index, params in enumerate(self._lists) for _ in params]
 
     @cached_property
     def labels(self) -> list[str]:
-        """What errors call each parameter."""
+        """The names of the parameters in errors."""
         counts = map(len, self._lists)
         return [self.label(group, i) for group, count in enumerate(counts) for i in range(count)]
 
     def label(self, group: int, index: int) -> str:
-        """What errors call a parameter of a group."""
+        """Returns the name of a parameter of a group in errors."""
         names: Any = self.groups[group].get("param_names")
         count = len(self.groups[group]["params"])
         is_named = isinstance(names, (list, tuple)) and len(names) == count
@@ -193,8 +193,8 @@ class Owned:
 
     def index(self, param: Any) -> int:
         """A parameter's place; raises ValueError for another tensor."""
-        for index, own in enumerate(self.params):
-            if own is param:
+        for index, owned_param in enumerate(self.params):
+            if owned_param is param:
                 return index
         refuse("param", "a parameter of this optimizer", param)
 
@@ -222,8 +222,8 @@ class Owned:
     @property
     def wants_masters(self) -> bool:
         """Whether weights that are not fp32 have masters."""
-        asked = self.masters is not None and self.masters is not False
-        return self.options.dtype is not None or asked
+        is_set = self.masters is not None and self.masters is not False
+        return self.options.dtype is not None or is_set
 
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
@@ -297,8 +297,8 @@ class Owned:
         for place in places:
             view = self.views[place]
             if view.home is not None:
-                own, memory = state.get(view.param, {}), view.home.memory
-                size = host_bytes(view, own, self.formats(view), self.has_external_masters)
+                param_state, memory = state.get(view.param, {}), view.home.memory
+                size = host_bytes(view, param_state, self.formats(view), self.has_external_masters)
                 sizes[memory] = sizes.get(memory, 0) + size
         with contextlib.ExitStack() as stack:
             for memory, size in sizes.items():
@@ -310,15 +310,15 @@ class Owned:
         places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
         with self.room({}, places):
             for view in map(self.views.__getitem__, places):
-                own = state[view.param]
+                param_state = state[view.param]
                 new = {
                     name: view.keep(name, local_of(value))
-                    for name, value in own.items()
+                    for name, value in param_state.items()
                     if isinstance(value, torch.Tensor) and view.is_apart(name)
                     if name in self.state_names(view)
                     if name != MASTER or not self.has_external_masters
                 }
-                own.update(view.wrap_state(new))
+                param_state.update(view.wrap_state(new))
 
     # --- random bits
 
@@ -327,15 +327,15 @@ class Owned:
         """The number of each parameter, for its random bits: its group's, or that of its view."""
         for index, group in enumerate(self.groups):
             check_param_numbers(group, f"group {index}")
-        given = [each for group in self.groups for each in self._given_numbers(group)]
-        pairs = enumerate(zip(self.views, given, strict=True))
-        return [view.number(i) if own is None else own for i, (view, own) in pairs]
+        param_numbers = [number for group in self.groups for number in self._given_numbers(group)]
+        pairs = enumerate(zip(self.views, param_numbers, strict=True))
+        return [view.number(i) if number is None else number for i, (view, number) in pairs]
 
     def _given_numbers(self, group: Group) -> list[int | None]:
         return group.get("param_numbers") or [None] * len(group["params"])
 
     def place(self, index: int) -> Place:
-        """Where a parameter's local elements lie among all, for its random bits."""
+        """Returns the place of a parameter's local elements among all, for its random bits."""
         return self.views[index].place(self.numbers[index])
 
     def check_places(self) -> None:
@@ -356,12 +356,12 @@ class Owned:
                 seen.setdefault(place.number, []).append(part)
         for number, parts in seen.items():
             parts.sort()
-            for (_, end, one), (start, _, other) in itertools.pairwise(parts):
+            for (_, end, left_label), (start, _, right_label) in itertools.pairwise(parts):
                 if start <= end:
                     raise ValueError(
-                        f"{other}: number {number}, by which random bits are drawn, must be its "
-                        f"own, got that of {one}, at elements that both have; param_numbers of a "
-                        "group sets others"
+                        f"{right_label}: number {number}, by which random bits are drawn, must be "
+                        f"its own, got that of {left_label}, at elements that both have; "
+                        "param_numbers of a group sets others"
                     )
 
     # --- devices
@@ -369,7 +369,7 @@ class Owned:
     @cached_property
     def device(self) -> torch.device:
         """The device of the first parameter; the CPU without parameters."""
-        first = next((own[0] for own in self._lists if own), None)
+        first = next((params[0] for params in self._lists if params), None)
         if not (first is None or isinstance(first, torch.Tensor)):
             return self.params[0].device  # which says what is wrong
         return torch.device("cpu") if first is None else first.device
@@ -398,13 +398,13 @@ class Owned:
             if self.options.capturable:
                 check_device_numbers(group, device, where)
                 if steps.setdefault(id(group["step"]), index) != index:
-                    other = steps[id(group["step"])]
-                    refuse(f"{where}: step", f"another tensor than group {other}'s", group["step"])
+                    first = steps[id(group["step"])]
+                    refuse(f"{where}: step", f"another tensor than group {first}'s", group["step"])
                 group = {**group, "lr": 0.0, "step": 0}  # these are not waited for
             check_group(group, self.options, where)
 
     def device_numbers(self, groups: Sequence[Mapping[str, Any]]) -> list[Group]:
-        """What capturable=True puts on the device in each group; the groups stay as they are."""
+        """Makes what capturable=True puts on the device, by group; the groups stay as they are."""
         self.check_one_device()
         return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
 
@@ -443,20 +443,24 @@ class Owned:
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:
             return
-        asked = "contract" if contract.needs_gpu else "backend"
+        option = "contract" if contract.needs_gpu else "backend"
         everywhere = "backend='reference'"
         if contract.needs_gpu:
             everywhere = "megaopt.FusedAdam with contract='ieee'"
         raise RuntimeError(
-            f"{asked}={getattr(self.options, asked)!r} does not work for {label} on "
+            f"{option}={getattr(self.options, option)!r} does not work for {label} on "
             f"{param.device}: {reason}; {everywhere} works everywhere"
         )
 
 
 def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
     """The parameters of a group; none where there is no list of them."""
-    own = group.get("params")
-    return [p for p in own if isinstance(p, torch.Tensor)] if isinstance(own, (list, tuple)) else []
+    params = group.get("params")
+    return (
+        [p for p in params if isinstance(p, torch.Tensor)]
+        if isinstance(params, (list, tuple))
+        else []
+    )
 
 
 def _plain(value: Any) -> object:
@@ -473,8 +477,8 @@ def _plain(value: Any) -> object:
 
 
 def owned_of(optimizer: Any) -> Owned:
-    """What an optimizer owns; raises ValueError for one that is not of this package."""
-    own = getattr(optimizer, "_owned", None)
-    if not isinstance(own, Owned):
+    """Returns what an optimizer owns; raises ValueError for one of another package."""
+    owned = getattr(optimizer, "_owned", None)
+    if not isinstance(owned, Owned):
         refuse("optimizer", "an optimizer of megaopt", optimizer)
-    return own
+    return owned

@@ -30,14 +30,14 @@ from megaopt.state.watch import is_plain_class
 SCALE_ERROR = 2.0**-22
 
 Spot = tuple[int, torch.dtype, torch.Size]
-"""Where a weight lies, its dtype, and its shape."""
+"""The address of a weight, its dtype, and its shape."""
 States = Mapping[Any, Mapping[str, Any]]
 
 
 class Versions:
     """The version counters of the parameters that a step writes, as they were after the last one.
 
-    And where the weights lay, and which masters they were compared with.
+    It also has where the weights lay, and which masters they were compared with.
 
     Args:
         params: all parameters of the optimizer.
@@ -57,9 +57,9 @@ class Versions:
         self._params, self._stepped = params, list(stepped)
         self._known = {} if before is None else before._noted()
         views = [view_of(param) for param in params]
-        own = [(tensor, place) for place in self._stepped for tensor in views[place].counted]
-        self._tensors = [tensor for tensor, _ in own]
-        self._places = [place for _, place in own]
+        pairs = [(tensor, place) for place in self._stepped for tensor in views[place].counted]
+        self._tensors = [tensor for tensor, _ in pairs]
+        self._places = [place for _, place in pairs]
         everything = [tensor for view in views for tensor in view.counted]
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
         row = [self._known[tensor] for tensor in self._tensors]
@@ -78,19 +78,19 @@ class Versions:
         """Parameters that have to be compared with their masters, whatever was written."""
 
     def _all_unmatched(self, params: Iterable[torch.Tensor], state: States) -> set[torch.Tensor]:
-        """Those of the parameters that have a master, and were not compared with it.
+        """Returns the parameters that have a master, and were not compared with it.
 
         Another master in the state of the same parameter is the user's own, and counts as it is.
         """
         masters = ((param, master()) for param, master in self._compared.items())
         owners = {id(master): param for param, master in masters if master is not None}
-        found = set()
+        unmatched_params = set()
         for param in params:
             master = state.get(param, {}).get(MASTER)
             is_known = param in self._compared and owners.get(id(master), param) is param
             if param in self._unmatched or not (master is None or is_known):
-                found.add(param)
-        return found
+                unmatched_params.add(param)
+        return unmatched_params
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
@@ -107,8 +107,10 @@ class Versions:
         """
         places = {self._places[index] for index in written}
         if elsewhere:
-            own = {place: self._params[place] for place in self._stepped}
-            places |= {i for i in own if own[i] in self._unmatched or self._is_replaced(own[i])}
+            params = {place: self._params[place] for place in self._stepped}
+            places |= {
+                i for i in params if params[i] in self._unmatched or self._is_replaced(params[i])
+            }
         return sorted(places)
 
     def moved_anywhere(self, params: Sequence[torch.Tensor], state: States) -> list[int]:
@@ -128,28 +130,28 @@ class Versions:
         return bool(now and before and now != before and now[1] == before[1])
 
     def arrived(self, state: States) -> None:
-        """Masters go with the stepped weights where these lie now."""
+        """Notes that masters go with the stepped weights where these lie now."""
         params = [self._params[place] for place in self._stepped]
         self._spots.update({param: _spot(view_of(param)) for param in params})
         self.match(params, state)
 
     def match(self, params: Iterable[torch.Tensor], state: States) -> None:
-        """The masters in the states of these parameters are those of their weights."""
-        own = list(params)
-        masters = {param: state.get(param, {}).get(MASTER) for param in own}
+        """Notes that the masters in these parameters' states are those of their weights."""
+        param_list = list(params)
+        masters = {param: state.get(param, {}).get(MASTER) for param in param_list}
         self._compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
-        self._unmatched.difference_update(own)
+        self._unmatched.difference_update(param_list)
 
     def had_master(self, param: torch.Tensor) -> bool:
         """Whether a weight was ever compared with a master."""
         return param in self._compared
 
     def forget(self, param: torch.Tensor) -> None:
-        """The weight may have been written."""
+        """Notes that a weight may have been written."""
         self._unmatched.add(param)
 
     def note(self, param: torch.Tensor, state: States) -> None:
-        """Weight and master are as they should be now, whatever was written."""
+        """Notes that weight and master are as they should be now, whatever was written."""
         view = view_of(param)
         self._spots[param] = _spot(view)
         self.match([param], state)
@@ -160,12 +162,12 @@ class Versions:
 
 
 def _spot(view: ParamView) -> Spot | None:
-    """Where a weight lies; None where nobody says what writes it."""
+    """Returns the spot of a weight; None where nobody says what writes it."""
     if not view.counted:
         return None
-    own = view.codes
-    is_memory = is_plain_class(type(own)) and own.layout == torch.strided
-    return (own.data_ptr(), own.dtype, own.shape) if is_memory else None
+    codes = view.codes
+    is_memory = is_plain_class(type(codes)) and codes.layout == torch.strided
+    return (codes.data_ptr(), codes.dtype, codes.shape) if is_memory else None
 
 
 # --- which elements were written
@@ -183,9 +185,9 @@ def _neighbours(code: torch.Tensor) -> list[torch.Tensor]:
     order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
     infinity = 0x7C00
     moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
-    patterns = [torch.where(each < 0, -each | 0x8000, each) for each in moved]
-    found = [each.to(torch.int16).view(torch.float16) for each in patterns]
-    return [torch.where(code.isnan(), code, each) for each in found]
+    patterns = [torch.where(shift < 0, -shift | 0x8000, shift) for shift in moved]
+    numbers = [pattern.to(torch.int16).view(torch.float16) for pattern in patterns]
+    return [torch.where(code.isnan(), code, number) for number in numbers]
 
 
 def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats) -> Any:
@@ -200,13 +202,13 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
 
 
 def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
-    """The same of fp8 codes under the scales that they have now."""
+    """The same for fp8 codes under the scales that they have now."""
     assert form.cast is not None
     recipe, scale = form.cast.recipe, 1 / view.scale_inv()
     rounding = form.cast.rounding
     rounded = rounding.decode_reference(rounding.encode_reference(value))
     scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
-    codes = [recipe.format.encode_reference(rounded * each) for each in scales]
+    codes = [recipe.format.encode_reference(rounded * factor) for factor in scales]
     return [recipe.format.decode_reference(code) for code in codes]
 
 
@@ -216,7 +218,7 @@ def _unscaled_codes(view: ParamView) -> torch.Tensor:
 
 
 def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
-    """bool, the weight's shape: where the weight is not a cast of its master any more.
+    """Returns where a weight is no cast of its master any more: bool, of the weight's shape.
 
     What lies beside its weight has no value of its own: the master moves with the weight, and only
     a weight that no value together with this code gives (0 with a negative remainder, say, which
@@ -224,11 +226,11 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
     """
     weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
     if formats.master.joined:
-        own = weight.detach() if view.weight is None else view.codes.view(master.shape)
-        return ~_belongs(own, master, formats.master)
+        code = weight.detach() if view.weight is None else view.codes.view(master.shape)
+        return ~_belongs(code, master, formats.master)
     if formats.cast is None:
-        own = formats.weight.decode_reference(weight.detach())
-        return ~_is_between(own, *_plain_casts(master, scale, formats))
+        values = formats.weight.decode_reference(weight.detach())
+        return ~_is_between(values, *_plain_casts(master, scale, formats))
     value = formats.master.decode_reference(master, scale)
     return ~_is_between(_unscaled_codes(view), *_float8_casts(value, view, formats))
 
@@ -251,39 +253,39 @@ def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torc
         Whether there was any, a bool tensor of shape () on the weight's device.
     """
     written = written_elements(view, state, formats)
-    master, found, own = state[MASTER], written.any(), view.value(formats)
+    master, is_written, weight_value = state[MASTER], written.any(), view.value(formats)
     if formats.master.joined and view.weight is not None:
         master.masked_fill_(written, 0)
     elif formats.master.joined:
-        master.copy_(torch.where(written, formats.master.encode_by_hand(own)[1], master))
+        master.copy_(torch.where(written, formats.master.encode_by_hand(weight_value)[1], master))
     elif not formats.master.scaled:
-        master.copy_(torch.where(written, own, master))
-    elif own.numel() and bool(found):
+        master.copy_(torch.where(written, weight_value, master))
+    elif weight_value.numel() and bool(is_written):
         scale = state[MASTER + SCALE]
-        value = torch.where(written, own, formats.master.decode_reference(master, scale))
+        value = torch.where(written, weight_value, formats.master.decode_reference(master, scale))
         store_scaled(master, scale, value, formats.master)
-    return found
+    return is_written
 
 
 def refreshed(
     view: ParamView, state: Mapping[str, Any], formats: Formats, only_look: bool = False
 ) -> torch.Tensor | bool:
-    """Gives one parameter's master the written values; whether any element had been written.
+    """Gives one parameter's master the written values; tells whether any had been written.
 
     only_look: the master stays as it is.
     """
-    known = isinstance(state.get(MASTER), torch.Tensor)
-    if not (known and formats.master.present):
+    has_master = isinstance(state.get(MASTER), torch.Tensor)
+    if not (has_master and formats.master.present):
         return False
-    own = state[MASTER]
-    master = own.to(view.local.device)  # from host memory
+    stored_master = state[MASTER]
+    master = stored_master.to(view.local.device)  # from host memory
     state = {**state, MASTER: master}
     if only_look:
         return written_elements(view, state, formats).any()
-    found = refresh(view, state, formats)
-    if master is not own:
-        own.copy_(master, non_blocking=True)  # before whatever the device does next
-    return found
+    is_written = refresh(view, state, formats)
+    if master is not stored_master:
+        stored_master.copy_(master, non_blocking=True)  # before whatever the device does next
+    return is_written
 
 
 # --- a model that became fp32
@@ -296,13 +298,13 @@ def commit(state: Any, completed: Mapping[torch.Tensor, State]) -> None:
         state: the optimizer's.
         completed: by parameter.
     """
-    own = {param: view_of(param).local for param in completed}
-    values = {p: widened(own[p], locals_of(state.get(p, {}))) for p in completed}
-    for param, made in completed.items():
+    weights = {param: view_of(param).local for param in completed}
+    values = {p: widened(weights[p], locals_of(state.get(p, {}))) for p in completed}
+    for param, new_state in completed.items():
         value = values[param]
-        if made.get(MASTER) is None and value is not None:
-            own[param].copy_(value)
-        state[param].update(made)
+        if new_state.get(MASTER) is None and value is not None:
+            weights[param].copy_(value)
+        state[param].update(new_state)
 
 
 def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | None:
@@ -317,11 +319,11 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
     value, master = weight.detach(), master.to(weight.device)
     form = MASTERS[master.dtype]
     if form.joined:
-        for each in MASTERS.values():
-            if each.joined and each.dtype == master.dtype and not each.draws:
-                upper = weight.detach().to(each.requires_weight)
-                fits = (upper == weight) & _belongs(upper, master, each)
-                value = torch.where(fits, each.decode_reference(upper, master), value)
+        for joined_form in MASTERS.values():
+            if joined_form.joined and joined_form.dtype == master.dtype and not joined_form.draws:
+                upper = weight.detach().to(joined_form.requires_weight)
+                fits = (upper == weight) & _belongs(upper, master, joined_form)
+                value = torch.where(fits, joined_form.decode_reference(upper, master), value)
         return value
     scale = state.get(MASTER + SCALE)
     for dtype in (torch.float16, torch.bfloat16):

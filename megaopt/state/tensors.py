@@ -27,7 +27,7 @@ State = dict[str, Any]
 
 
 def state_name(slot: str) -> str:
-    """Under which name a parameter's state holds the tensor of a slot: moments under their own."""
+    """Returns the name of a slot's tensor in a parameter's state; moments have their own."""
     return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
 
 
@@ -44,15 +44,17 @@ def formats_of(
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
     if not master.present:
         weight = options.weight_format(weight)
-    kept = tuple(moment_format(view, options, moment.name) for moment in moments)
+    moment_formats = tuple(moment_format(view, options, moment.name) for moment in moments)
     if cast is not None:
         exact = weight.draws or master.joined
-        cast = replace(cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, kept))
+        cast = replace(
+            cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, moment_formats)
+        )
     return Formats(
         GRADS[grad_dtype],
         weight,
         master,
-        kept,
+        moment_formats,
         tuple(moment.name for moment in moments),
         cast,
         # of fp32 it is no other kernel
@@ -74,7 +76,7 @@ def _rows_hold_blocks(view: ParamView, cast: Cast, moments: tuple[Format, ...]) 
 
 
 def moment_format(view: ParamView, options: Options, moment: str) -> Format:
-    """How a parameter's moment is stored."""
+    """Returns the format of a parameter's moment."""
     form = options.moment_format(moment)
     return form if not form.block or view.keeps_blocks(form) else MOMENTS[torch.float32]
 
@@ -134,15 +136,18 @@ def clear_moments(state: State, view: ParamView, formats: Formats) -> None:
 
 
 def host_bytes(view: ParamView, state: State, formats: Formats, is_external: bool) -> int:
-    """How much host memory `complete` takes for a parameter; is_external: has its master."""
+    """Returns the bytes of host memory that `complete` takes for a parameter.
+
+    is_external: its master is the caller's.
+    """
     if view.home is None:
         return 0
     names = {state_name(slot): slot for slot in formats.state_slots}
-    made = [name for name in names if name in view.home.placement and state.get(name) is None]
-    if is_external and MASTER in made:
-        made.remove(MASTER)
-    sizes = [math.prod(shape_of(names[n], formats, view)) for n in made]
-    dtypes = [formats.dtype(names[n]) for n in made]
+    new_names = [name for name in names if name in view.home.placement and state.get(name) is None]
+    if is_external and MASTER in new_names:
+        new_names.remove(MASTER)
+    sizes = [math.prod(shape_of(names[n], formats, view)) for n in new_names]
+    dtypes = [formats.dtype(names[n]) for n in new_names]
     return sum(padded(n * dtype.itemsize) for n, dtype in zip(sizes, dtypes, strict=True))
 
 
@@ -195,23 +200,23 @@ def _scale_shape(form: Format, view: ParamView) -> tuple[int, ...]:
 
 
 def completed_state(
-    view: ParamView, own: State, formats: Formats, external: torch.Tensor | None, label: str
+    view: ParamView, old_state: State, formats: Formats, external: torch.Tensor | None, label: str
 ) -> State:
-    """What a parameter's state becomes; the state itself stays as it is.
+    """Returns what a parameter's state becomes; the state itself stays as it is.
 
     Raises ValueError where a tensor of it is not what the formats ask for.
     """
     names = {slot: state_name(slot) for slot in formats.state_slots}
     for name in names.values():
-        check_sharding(own.get(name), view.param, f"{label}: state {name!r}")
-    if external is not None and own.get(MASTER) is None:
+        check_sharding(old_state.get(name), view.param, f"{label}: state {name!r}")
+    if external is not None and old_state.get(MASTER) is None:
         check_cast(view, external, formats, label)
-    state = locals_of(own)
+    state = locals_of(old_state)
     # a step within inference mode makes no such tensors
     with torch.inference_mode(False), torch.no_grad():
         complete(state, view, formats, local_of(external))
     check_state(state, formats, view, names, label)
-    return view.wrap_state(state, [*own.values(), external])
+    return view.wrap_state(state, [*old_state.values(), external])
 
 
 def written_tensors(view: ParamView, state: State, names: Iterable[str], where: str) -> list[Named]:
@@ -223,8 +228,8 @@ def written_tensors(view: ParamView, state: State, names: Iterable[str], where: 
         "weight": view.codes,
         **{f"state {name!r}": local_of(state[name]) for name in names if name in state},
     }
-    own = tensors.items()
-    return [Named(where, name, t) for name, t in own if isinstance(t, torch.Tensor)]
+    pairs = tensors.items()
+    return [Named(where, name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
 
 
 def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:
@@ -240,26 +245,26 @@ def check_state(
     """Raises ValueError where a state tensor is not what the formats ask for."""
     for slot in formats.state_slots:
         name, label = names[slot], f"{where}: state {names[slot]!r}"
-        wanted = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
-        check_state_tensor(state[name], wanted, label)
+        kind = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
+        check_state_tensor(state[name], kind, label)
         if view.home is not None and name in view.home.placement:
             view.home.check(state[name], label)
     for name in view.kept.keys() & state.keys():
-        wanted = (torch.float32, view.kept[name], view.local.device)
-        check_state_tensor(state[name], wanted, f"{where}: state {name!r}")
+        kind = (torch.float32, view.kept[name], view.local.device)
+        check_state_tensor(state[name], kind, f"{where}: state {name!r}")
 
 
 def check_state_tensor(
-    tensor: object, wanted: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
+    tensor: object, kind: tuple[torch.dtype, tuple[int, ...], torch.device], where: str
 ) -> None:
     """Raises ValueError unless it is a tensor of this dtype and shape on this device."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{where} is {tensor!r}; allowed: a torch.Tensor")
-    found = (tensor.dtype, tuple(tensor.shape), tensor.device)
-    if found != wanted:
+    tensor_kind = (tensor.dtype, tuple(tensor.shape), tensor.device)
+    if tensor_kind != kind:
         raise ValueError(
-            f"{where} is {found[0]} of shape {found[1]} on {found[2]}; "
-            f"allowed: {wanted[0]} of shape {wanted[1]} on {wanted[2]}"
+            f"{where} is {tensor_kind[0]} of shape {tensor_kind[1]} on {tensor_kind[2]}; "
+            f"allowed: {kind[0]} of shape {kind[1]} on {kind[2]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What tensors were when last looked at: they move, and may turn into others, from step to step."""
+"""Notes what tensors were at the last look: they move, and may become others, from step to step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Guards:
     positions: list[int]
     """Places of the batch's parameters among all."""
     names: list[str]
-    """Which tensors of a parameter's state take part."""
+    """The names of the tensors of a parameter's state that take part."""
     dtypes: list[torch.dtype]
     """The dtypes of the gradients, of the weights, and of each of the state's tensors."""
     scales: list[list[torch.Size] | None]
-    """For each of these the shapes of scales or packed codes, by parameter; None: it has its
+    """The shapes of scales or packed codes, by dtype and parameter; None: a tensor has its
     parameter's shape."""
     shapes: list[torch.Size]
     """The shape of each parameter."""
@@ -52,22 +52,22 @@ class Guards:
 
 
 Shards = list[list[torch.Tensor]]
-"""For each dtype of a batch's guards what is stepped: of DTensors their shards."""
+"""The tensors that are stepped, by dtype of a batch's guards: of DTensors their shards."""
 
 
 class Seen(NamedTuple):
-    """What a look found where everything fits."""
+    """The findings of a look where everything fits."""
 
     moved: list[bool]
-    """For each batch whether an address is not the one of the last look."""
+    """Whether an address of each batch is not the one of the last look."""
     elsewhere: bool
     """Whether the address of a weight is another."""
     written: list[int]
-    """Which of the counted tensors have another version than the one that was noted."""
+    """The places of the counted tensors whose version is not the one that was noted."""
     grads: Grads
     """To hold until they have been read: a property may have made them for this step alone."""
     shards: Sequence[Shards | None]
-    """For each batch with DTensors, None for others; to hold as long."""
+    """The shards of each batch with DTensors, None for others; to hold as long."""
 
 
 class Gradients(Sequence[Any]):
@@ -93,9 +93,9 @@ class Watch:
 
     params: tuple[torch.Tensor, ...]
     sizes: list[int]
-    """How many of the parameters each group has."""
+    """The number of parameters of each group."""
     states: tuple[Mapping[str, Any] | None, ...]
-    """Each parameter's state, None for those that had no gradient."""
+    """The state of each parameter, None for those that had no gradient."""
     keys: tuple[object, ...]
     """The keys of the optimizer's whole state, in its order."""
     values: tuple[object, ...]
@@ -122,7 +122,7 @@ class Watch:
         self.module = self.find() if self._is_plain else None
         if self.module is not None:
             fields = [vars(guards).values() for guards in self.batches]
-            self._guards = [self.module.Guards(*each) for each in fields]
+            self._guards = [self.module.Guards(*values) for values in fields]
 
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
@@ -148,16 +148,16 @@ class Watch:
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
                 sharding = (dtensor_class(), same_sharding, waited) if self._is_sharded else ()
-                found = self.module.look(self._guards, *was, *now, sharding)
+                facts = self.module.look(self._guards, *was, *now, sharding)
         except (RuntimeError, TypeError, KeyError):
             return None  # a nested tensor has no shape, a group no list of parameters
-        if found is None:
+        if facts is None:
             return None
-        moved, elsewhere, written, grads, shards = found
+        moved, elsewhere, written, grads, shards = facts
         return Seen(moved, elsewhere, written, self._gradients if grads is None else grads, shards)
 
     def count_up(self) -> None:
-        """After a step: counts all versions up, which kernels do not, and notes them."""
+        """Counts all versions up after a step, which kernels do not, and notes them."""
         if self.module is not None:
             self.module.count_versions_up(self.counted, self.noted)
             return
@@ -179,36 +179,36 @@ class Watch:
         if [grad is None for grad in grads] != [state is None for state in self.states]:
             return None
         moved, elsewhere = [], False
-        found, shards = [], []
+        batch_slots, shards = [], []
         for guards in self.batches:
             states: list[Any] = [self.states[place] for place in guards.positions]
-            own: list[list[Any]]
-            own = [[of[place] for place in guards.positions] for of in (grads, self.params)]
-            own += [[state.get(name) for state in states] for name in guards.names]
-            shards.append(shards_of(own) if guards.sharded else None)
+            slots: list[list[Any]]
+            slots = [[of[place] for place in guards.positions] for of in (grads, self.params)]
+            slots += [[state.get(name) for state in states] for name in guards.names]
+            shards.append(shards_of(slots) if guards.sharded else None)
             if guards.sharded:
                 if shards[-1] is None:
                     return None
-                own = shards[-1]
-            if not fit(guards, own):
+                slots = shards[-1]
+            if not fit(guards, slots):
                 return None
-            found.append(own)
-        for guards, own in zip(self.batches, found, strict=True):
+            batch_slots.append(slots)
+        for guards, slots in zip(self.batches, batch_slots, strict=True):
             has_moved = False
-            for slot, (row, tensors) in enumerate(zip(guards.addresses, own, strict=False)):
+            for slot, (row, tensors) in enumerate(zip(guards.addresses, slots, strict=False)):
                 now = list(map(torch.Tensor.data_ptr, tensors))
                 if now != row.tolist():
                     row[:], has_moved = now, True
                     elsewhere |= slot == WEIGHT
             moved.append(has_moved)
         noted = enumerate(zip(self.counted, self.noted.tolist(), strict=True))
-        written = [place for place, (each, version) in noted if each._version != version]
+        written = [place for place, (tensor, version) in noted if tensor._version != version]
         return Seen(moved, elsewhere, written, grads, shards)
 
 
-def same_objects(some: Collection[object], others: Collection[object]) -> bool:
+def same_objects(first: Collection[object], second: Collection[object]) -> bool:
     """Whether two collections hold the very same objects in one order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
@@ -223,7 +223,7 @@ def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
         return None
     if not all(map(same_sharding, slots[GRAD], slots[WEIGHT])):
         return None
-    found = []
+    shard_slots = []
     for tensors in slots:
         pairs = zip(tensors, wrapped, strict=True)
         shards = [tensor._local_tensor if is_wrapped else tensor for tensor, is_wrapped in pairs]
@@ -231,12 +231,12 @@ def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
             shards = [*map(waited, shards)]
             if not {*map(type, itertools.compress(shards, wrapped))} <= PLAIN:
                 return None
-        found.append(shards)
-    return found
+        shard_slots.append(shards)
+    return shard_slots
 
 
 def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
-    """Whether all tensors of a batch are what is guards."""
+    """Checks that all tensors of a batch are as its guards say."""
     columns = zip(slots, guards.dtypes, guards.scales, guards.devices, strict=True)
     for slot, (tensors, dtype, scales, device) in enumerate(columns):
         for kind in {*map(type, tensors)}:
@@ -245,7 +245,7 @@ def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
             if not issubclass(kind, torch.Tensor) or not (slot == WEIGHT or is_plain_class(kind)):
                 return False
         # the elements are not what the memory says: negation is pending, or all are 0
-        if slot == GRAD and any(each.is_neg() or each._is_zerotensor() for each in tensors):
+        if slot == GRAD and any(grad.is_neg() or grad._is_zerotensor() for grad in tensors):
             return False
         shapes = guards.shapes if scales is None else scales
         if [tensor.shape for tensor in tensors] != shapes:
@@ -259,8 +259,8 @@ def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
 
 def is_plain_class(kind: type) -> bool:
     """Whether tensors of this class have memory of their own; wrappers have not."""
-    own: Any = kind
-    return own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    tensor_class: Any = kind
+    return tensor_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def is_worth_building(params: Sequence[torch.Tensor]) -> bool:
@@ -270,7 +270,7 @@ def is_worth_building(params: Sequence[torch.Tensor]) -> bool:
 
 
 def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:
-    """Each parameter's gradient, from .decoupled_grad or .grad."""
+    """Returns each parameter's gradient, from .decoupled_grad or .grad."""
     if decoupled:
         return [getattr(param, "decoupled_grad", None) for param in params]
     return [param.grad for param in params]

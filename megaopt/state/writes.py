@@ -24,12 +24,12 @@ class ExternalWrites:
     """Notices weights that were written between steps, and warns once of what that means.
 
     Args:
-        said: the warnings that were given, to share with others.
+        warning_keys: keys of the warnings that were given, to share with others.
     """
 
-    def __init__(self, said: set[str] | None = None) -> None:
+    def __init__(self, warning_keys: set[str] | None = None) -> None:
         self.versions = Versions([])
-        self.said: set[str] = set() if said is None else said
+        self.said: set[str] = set() if warning_keys is None else warning_keys
         self.unstepped: set[int] = set()
         """Ids of parameters whose masters were made here: until a step is counted, they follow."""
 
@@ -39,15 +39,15 @@ class ExternalWrites:
         state: Mapping[Any, Any],
         written: Iterable[int] = (),
     ) -> None:
-        """Weights and masters are as they should be now, but at the places of written ones."""
-        own = list(params)
-        self.versions = Versions(own)
-        self.versions.match(own, state)
+        """Notes that weights and masters are as they should be, but for those at `written`."""
+        param_list = list(params)
+        self.versions = Versions(param_list)
+        self.versions.match(param_list, state)
         for place in written:
-            self.versions.forget(own[place])
+            self.versions.forget(param_list[place])
 
     def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
-        """From now on looks at the parameters at these places, which steps write."""
+        """Watches, from now on, the parameters at these places, which steps write."""
         self.versions = Versions(owned.params, places, self.versions, state)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
@@ -62,26 +62,28 @@ class ExternalWrites:
             return
         for place in places:
             view, label = owned.views[place], owned.labels[place]
-            own = locals_of(state.get(view.param, {}))
-            if own.get(MASTER) is None:
+            param_state = locals_of(state.get(view.param, {}))
+            if param_state.get(MASTER) is None:
                 continue
             if id(view.param) in self.unstepped and not owned.options.capturable:
-                count: Any = own.get(STEP)
+                count: Any = param_state.get(STEP)
                 if count is None:
                     count = owned.groups[owned.group_numbers[place]][STEP]
                 if not int(count):
                     with torch.no_grad():
-                        refreshed(view, own, owned.formats(view))
+                        refreshed(view, param_state, owned.formats(view))
                     continue
             with torch.no_grad():
-                found = refreshed(view, own, owned.formats(view), only_look=policy == "error")
-            if policy == "error" and bool(found):
+                is_written = refreshed(
+                    view, param_state, owned.formats(view), only_look=policy == "error"
+                )
+            if policy == "error" and bool(is_written):
                 raise RuntimeError(
                     f"{label} must not be written between steps with "
                     "on_external_write='error', got elements that are no cast of their master; "
                     "refresh_masters() takes them over"
                 )
-            if not ("written" in self.said or owned.options.capturable) and bool(found):
+            if not ("written" in self.said or owned.options.capturable) and bool(is_written):
                 self.said.add("written")
                 warn_caller(
                     f"{label} was written outside the optimizer: its master takes the "
@@ -90,7 +92,7 @@ class ExternalWrites:
                 )
 
     def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
-        """Once, where states were deleted with their masters, and new ones are made."""
+        """Warns once where states were deleted with their masters, and new ones are made."""
         lost = [param for param in params if self.versions.had_master(param)]
         if lost and "lost masters" not in self.said:
             self.said.add("lost masters")
@@ -102,10 +104,10 @@ class ExternalWrites:
             )
 
     def warn_without_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
-        """Once, where nobody said whether 16-bit weights are to have masters."""
-        asked = owned.options.dtype is not None or owned.masters is not None
+        """Warns once where nobody said whether 16-bit weights are to have masters."""
+        is_chosen = owned.options.dtype is not None or owned.masters is not None
         drawn = owned.options.weight_rounding == "stochastic"  # then no update is lost
-        if asked or drawn or "no masters" in self.said:
+        if is_chosen or drawn or "no masters" in self.said:
             return
         labels = dict(zip(owned.params, owned.labels, strict=True))
         short = [labels[p] for p in params if p.dtype in (torch.bfloat16, torch.float16)]

@@ -153,7 +153,7 @@ def _batch(pair: Pair, step: int) -> Blame | None:
 
 
 def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
-    """Checks the batches of all ranks together; those of one model's ranks may count once or each."""
+    """Checks the batches of all ranks together; ranks of one model may count once or each."""
     wholes = [
         {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})} for batches in (a, b)
     ]
@@ -221,7 +221,7 @@ def _call(call: int) -> str:
 def _first_rows(
     pair: Pair, step: int, quantity: str, order: Mapping[str, int], backward: bool = False
 ) -> tuple[tuple[int, str], tuple[Key, ...]] | None:
-    """Returns the first call that differs with its module, and all modules that differ, in order."""
+    """Returns the first call that differs and its module, and all modules that differ, in order."""
     a, b = pair.rows(step, quantity)
     first: dict[str, int] = {}
     for rank, name in pair.differing(a, b):

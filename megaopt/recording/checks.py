@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megaopt.recording.printable import printable
 
 DEEPEST = 8
-"""How far lists and dicts may be nested: a value of a group in a golden step is the deepest."""
+"""The depth to which lists and dicts may be nested: a group's value in a golden step is deepest."""
 LARGEST = 2**63 - 1
 """The largest count, and the most elements of a tensor."""
 MOST_RANKS = 2**20

@@ -167,7 +167,7 @@ class Comparison:
     def exceeds_noise(self) -> bool:
         """Whether B parts from A before repeats do, or lies farther off in more than half of all.
 
-        Were B a repeat too, of four runs alike it would be the farthest once in four.
+        If B were a repeat too, it would be the farthest of four runs alike once in four.
         """
         if self.blame and (self.repeats_part is None or self.blame.step < self.repeats_part):
             return True

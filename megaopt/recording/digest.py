@@ -21,7 +21,7 @@ from megaopt.state.looks import Looks
 def digest(
     tensor: torch.Tensor, start: int = 0, whole: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The digest of a tensor, or of a shard at its place in a whole one.
+    """Returns the digest of a tensor, or of a shard at its place in a whole one.
 
     Equal bits at equal places have equal digests, on every device. Digests of shards, however a
     tensor is cut, add up to the whole tensor's, modulo `2**64` in each lane. A change of one
@@ -51,7 +51,7 @@ def digest_many(
     starts: Sequence[int] | None = None,
     wholes: Sequence[Sequence[int] | None] | None = None,
 ) -> torch.Tensor:
-    """The digests of a list of tensors on one device, in one launch on a GPU.
+    """Returns the digests of a list of tensors on one device, in one launch on a GPU.
 
     Args:
         tensors: as `digest` takes them.
@@ -115,7 +115,7 @@ class Digester:
     def __call__(
         self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
     ) -> torch.Tensor:
-        """The digests of tensors of the shapes and dtypes that the digester was made for.
+        """Returns the digests of tensors of the shapes and dtypes that the digester was made for.
 
         Args:
             tensors: of these shapes and dtypes.

@@ -30,7 +30,7 @@ class Sample:
     new: Mapping[str, Rounded]
     """After the step, likewise; within their format's rounding of what the step computed."""
     grad: Rounded
-    """What the optimizer reads, without a loss scale, and clipped."""
+    """The gradient that the optimizer reads, without a loss scale, and clipped."""
     options: Mapping[str, Any]
     """The group's options in Python numbers, over the optimizer's, over the law's."""
     step: int | None
@@ -39,7 +39,7 @@ class Sample:
     """The arithmetic's."""
 
     def number(self, name: str, place: int | None = None) -> Rounded:
-        """An option, 0 where there is none, as the step has it: rounded once.
+        """Returns an option, 0 where there is none, as the step has it: rounded once.
 
         place: of a number in a pair, as of betas.
         """
@@ -58,7 +58,7 @@ class Sample:
         return exact(float(value), single if is_single else self.precision).again(1)
 
     def beside(self, number: Rounded) -> Rounded:
-        """A number that the step computed, as an operation with a tensor takes it.
+        """Returns a number that the step computed, as an operation with a tensor takes it.
 
         A capturable step has it on the device, in a tensor of no dimension, and rounds it to the
         tensors' dtype.
@@ -66,7 +66,7 @@ class Sample:
         return number.stored(self.precision) if self.options.get("capturable") else number
 
     def factor(self, name: str) -> Rounded:
-        """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
+        """Returns an option that torch's `add` takes as alpha, which a CPU rounds to the dtype."""
         return self.number(name).stored(self.precision)
 
     @cached_property
@@ -87,7 +87,7 @@ Update = Callable[[Sample], NewValues]
 
 
 def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
-    """The exponential average, beta * average + (1 - beta) * value, in all ways it is written.
+    """Computes the exponential average, beta * average + (1 - beta) * value, in all its ways.
 
     The ways are this formula; torch's lerp, on both sides of a weight of 0.5; two fused
     multiply-adds, as nvcc makes torch's kernels; and the square's factors in any order, which is
@@ -103,7 +103,7 @@ def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
 
 
 def decayed(sample: Sample, param: Rounded) -> Rounded:
-    """The parameter after decoupled weight decay.
+    """Returns the parameter after decoupled weight decay.
 
     torch multiplies by a rounded 1 - lr * weight_decay, which is one rounding more than the
     subtraction; it is rounded to fp32 where lr is a tensor.
@@ -116,7 +116,7 @@ def decayed(sample: Sample, param: Rounded) -> Rounded:
 
 
 def is_decoupled(options: Mapping[str, Any]) -> bool:
-    """Whether weight decay leaves the gradient alone, by torch's or TransformerEngine's option."""
+    """Returns whether decay leaves the gradient alone, by torch's or TransformerEngine's option."""
     return bool(options.get("decoupled_weight_decay", options.get("adam_w_mode")))
 
 
@@ -126,20 +126,20 @@ def is_coupled(sample: Sample) -> bool:
 
 
 def with_decay(sample: Sample) -> Rounded:
-    """The gradient, with L2 decay where that is the law."""
+    """Returns the gradient, with L2 decay where that is the law."""
     if not is_coupled(sample):
         return sample.descent
     return sample.descent + sample.old[PARAM] * sample.factor("weight_decay")
 
 
 def base(sample: Sample) -> Rounded:
-    """The parameter that a step is taken from."""
+    """Returns the parameter that a step is taken from."""
     param = sample.old[PARAM]
     return param if is_coupled(sample) else decayed(sample, param)
 
 
 def moments(sample: Sample, grad: Rounded, *names: str) -> NewValues:
-    """The averages of the gradient, of its square ..., as far as the old ones are known."""
+    """Averages the gradient, its square ..., as far as the old averages are known."""
     values = (grad, grad * grad)
     return {
         name: mixed(sample.old[name], values[index], sample.number("betas", index))
@@ -149,14 +149,14 @@ def moments(sample: Sample, grad: Rounded, *names: str) -> NewValues:
 
 
 def correction(sample: Sample, index: int) -> Rounded:
-    """1 - beta ** step."""
+    """Computes 1 - beta ** step."""
     if not sample.options.get("bias_correction", True):
         return sample.constant(1.0)
     return -(sample.number("betas", index).power(sample.count) - 1.0)
 
 
 def denominator(sample: Sample, square: Rounded) -> Rounded:
-    """Adam's: the root of the corrected square, and eps."""
+    """Computes Adam's denominator: the root of the corrected square, and eps."""
     eps, over = sample.number("eps"), correction(sample, 1)
     where = sample.options.get("eps_is", "")
     if where == "inside":
@@ -167,7 +167,7 @@ def denominator(sample: Sample, square: Rounded) -> Rounded:
 
 
 def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
-    """Adam's step, without weight decay; a capturable one folds the size in as torch's loops do."""
+    """Computes Adam's step without weight decay; if capturable, with torch's ways to fold sizes."""
     lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
     size = lr / over1
     if not sample.options.get("capturable") or "eps_is" in sample.options:
@@ -181,7 +181,7 @@ def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
 
 
 def adam(sample: Sample, unrounded: bool = False) -> NewValues:
-    """Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
+    """Steps as Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
 
     unrounded: the weight is computed from the new moments before these are made codes.
     """
@@ -215,7 +215,7 @@ def as_adamw(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nadam(sample: Sample) -> NewValues:
-    """NAdam (Dozat 2016) as torch has it, with its product of momenta."""
+    """Steps as torch's NAdam (Dozat 2016), with its product of momenta."""
     grad = with_decay(sample)
     values = moments(sample, grad, "exp_avg", "exp_avg_sq")
     lr, beta1 = sample.number("lr"), sample.number("betas", 0)
@@ -251,7 +251,7 @@ def _momentum(sample: Sample, beta1: Rounded, step: int) -> Rounded:
 
 
 def sgd(sample: Sample) -> NewValues:
-    """SGD with momentum, dampening, Nesterov's: torch's. The buffer starts as the gradient."""
+    """Steps as torch's SGD with momentum, dampening, Nesterov; the buffer starts as gradient."""
     grad, values = with_decay(sample), NewValues()
     if sample.options.get("momentum"):
         values = _buffered(sample, grad, sample.number("momentum"))
@@ -276,7 +276,7 @@ def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> NewValues:
 
 
 def lion(sample: Sample) -> NewValues:
-    """Lion (Chen et al. 2023): each element moves by lr, as the sign of an average says."""
+    """Steps as Lion (Chen et al. 2023): each element moves by lr, by the sign of an average."""
     old = sample.old["exp_avg"]
     direction = mixed(old, sample.descent, sample.number("betas", 0)).sign()
     average = mixed(old, sample.descent, sample.number("betas", 1))
@@ -285,7 +285,7 @@ def lion(sample: Sample) -> NewValues:
 
 
 def adafactor(sample: Sample) -> NewValues:
-    """Adafactor (Shazeer & Stern 2018) as torch has it, as far as samples say.
+    """Steps as torch's Adafactor (Shazeer & Stern 2018), as far as samples say.
 
     Norms of the whole tensor scale its update. So a vector's update is checked up to one positive
     factor; a matrix's statistics are of rows and columns, and its update is checked for its sign
@@ -308,7 +308,7 @@ def _eps1(sample: Sample) -> float:
 
 
 def _along(param: Rounded, direction: Rounded, new: Rounded, is_one: bool) -> Rounded:
-    """The parameter after a step >= 0 along a direction, of the size that explains `new` best.
+    """Returns the parameter after a step >= 0 along a direction; the size explains `new` best.
 
     is_one: all elements share one size; else each has its own. A size is an interval for each
     element; where these have none in common the error says nothing, and the difference shows.
@@ -402,7 +402,7 @@ class Evidence:
     """The recording's numbers beside a sample, for explanations."""
 
     rates: tuple[tuple[str, float], ...] = ()
-    """Other learning rates, and whose they are."""
+    """Learning rates other than the group's, each behind a label of its origin."""
     count: int | None = None
     """The step count that the optimizer itself says it has."""
 

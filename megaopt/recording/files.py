@@ -226,8 +226,8 @@ class Summed(NamedTuple):
     """Elements that no rank has recorded."""
     replicas: tuple[tuple[int, ...], ...]
     """Ranks that hold the same part and differ in it, each group alike; empty where all agree."""
-    others: tuple[Digest, ...] = ()
-    """The digests of these groups."""
+    group_digests: tuple[Digest, ...] = ()
+    """The digests of the groups in `replicas`, in their order."""
 
 
 Key = tuple[str, str]

@@ -13,11 +13,11 @@ from megaopt.recording.pair import Pair, floats, is_after, shown, value_of
 BEGIN = ("start", "outside write", "between")
 """Kinds of blame that precede a step."""
 NOT_NUMBERS = ("foreach", "fused", "capturable", "differentiable", "backend", "single")
-"""Options that say how a step is made, not which."""
+"""Options that choose how a step is computed, not its numbers."""
 
 
 class Blame(NamedTuple):
-    """Who is to blame for what differs first."""
+    """The blame for the first difference."""
 
     step: int
     kind: str
@@ -29,38 +29,38 @@ class Blame(NamedTuple):
     text: str
     """A sentence."""
     tensors: tuple[Key, ...] = ()
-    """All of the step's that differ in what is to blame, in that order."""
+    """All tensors of the step that differ in what is to blame, in that order."""
     unrecorded: tuple[str, ...] = ()
-    """What could be to blame instead, and is not in both recordings."""
+    """Quantities that could be to blame instead, and are not in both recordings, in words."""
 
 
 def first_blame(pair: Pair) -> Blame | None:
-    """Who is to blame for the first step that differs; None where none does."""
+    """Returns the blame for the first step that differs; None where none does."""
     for step in pair.steps:
         if pair.is_alike(step):
             continue
-        found = next(filter(None, (check(pair, step) for check in CHECKS)), None)
-        if found is not None:
-            if found.kind not in BEGIN:
-                found = _begin_by_samples(pair, step) or found
-            return found._replace(unrecorded=tuple(_unrecorded(pair, found)))
+        blame = next(filter(None, (check(pair, step) for check in CHECKS)), None)
+        if blame is not None:
+            if blame.kind not in BEGIN:
+                blame = _begin_by_samples(pair, step) or blame
+            return blame._replace(unrecorded=tuple(_unrecorded(pair, blame)))
     return _length(pair)
 
 
-def _unrecorded(pair: Pair, found: Blame) -> Iterator[str]:
-    """What precedes in the order of blame, and is not in both recordings."""
-    step = found.step
+def _unrecorded(pair: Pair, blame: Blame) -> Iterator[str]:
+    """Yields what precedes a blame in the order of blame, and is not in both recordings."""
+    step = blame.step
     if step - 1 not in pair.steps and step != pair.steps[0]:
         yield f"steps {max(s for s in pair.steps if s < step) + 1} to {step - 1}"
-    elif found.kind == "between":
+    elif blame.kind == "between":
         yield f"what step {step - 1} left"
     inputs = pair.records("grad", step) and _knows_before(pair, step)
-    if found.kind in BEGIN or (found.kind == "optimizer" and inputs):
+    if blame.kind in BEGIN or (blame.kind == "optimizer" and inputs):
         return
-    for quantity, name, known in PRECEDING:
-        if quantity == found.quantity:
+    for quantity, name, is_recorded in PRECEDING:
+        if quantity == blame.quantity:
             return
-        if not known(pair, step):
+        if not is_recorded(pair, step):
             yield name
 
 
@@ -74,15 +74,15 @@ def _length(pair: Pair) -> Blame | None:
 
 
 def _and_options(pair: Pair, step: int) -> str:
-    found = [str(each) for each in pair.options(step)]
-    return f"; {'; '.join(found)}" if found else ""
+    texts = [str(difference) for difference in pair.options(step)]
+    return f"; {'; '.join(texts)}" if texts else ""
 
 
-# ---- the order of blame: each looks at one step
+# ---- the order of blame: each check looks at one step
 
 
 def _begin(pair: Pair, step: int) -> Blame | None:
-    """What changed before the step."""
+    """Checks weights and state before the step."""
     before = [side.before(step) for side in pair.both]
     keys = pair.ordered(pair.differing(*before))
     left = [side.after(step - 1) for side in pair.both]
@@ -90,7 +90,7 @@ def _begin(pair: Pair, step: int) -> Blame | None:
 
 
 def _begin_by_samples(pair: Pair, step: int) -> Blame | None:
-    """The same by samples: there are some of old weights where there is no digest of them."""
+    """Checks the same by samples: old weights without a digest may have some."""
     before = [side.old_samples(step) for side in pair.both]
     keys = pair.ordered(pair.differing(*before))
     left = [side.new_samples(step - 1) for side in pair.both]
@@ -104,7 +104,7 @@ def _begin_with(
     before: Sequence[Mapping[Key, Any]],
     left: Sequence[Mapping[Key, Any]],
 ) -> Blame:
-    """Blame for what differs before a step, beside what the step before left."""
+    """Blames what differs before a step; compares it with what the step before left."""
     key, (name, quantity) = keys[0], keys[0]
     written = [
         letter
@@ -125,12 +125,12 @@ def _begin_with(
 
 
 def _data(pair: Pair, step: int) -> Blame | None:
-    """The batch; where a generator had parted by then, that."""
-    found = _batch(pair, step)
-    steps = (each for each in pair.steps if found and each <= step)
-    parted = next(filter(None, (_random_state(pair, each) for each in steps)), None)
+    """Checks the batch; blames a generator instead that differs by then."""
+    blame = _batch(pair, step)
+    steps = (earlier_step for earlier_step in pair.steps if blame and earlier_step <= step)
+    parted = next(filter(None, (_random_state(pair, earlier_step) for earlier_step in steps)), None)
     if parted is None:
-        return found
+        return blame
     too = "too: one may have made the other differ" if parted.step == step else f"at step {step}"
     return parted._replace(text=f"{parted.text}; the batch differs {too}")
 
@@ -145,28 +145,35 @@ def _batch(pair: Pair, step: int) -> Blame | None:
         return None
     rank = next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y)
     where = f" on rank {rank}" if len(a) > 1 else ""
-    mine, theirs = (len(each[rank] or ()) if len(each) > rank else 0 for each in (a, b))
-    calls = f" ({mine} calls of the model, and {theirs})" if mine != theirs else ""
+    count_a, count_b = (
+        len(batches[rank] or ()) if len(batches) > rank else 0 for batches in (a, b)
+    )
+    calls = f" ({count_a} calls of the model, and {count_b})" if count_a != count_b else ""
     return Blame(step, "data", "batch", "batch", f"the batch differs{where}{calls}")
 
 
 def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
-    """The batches of all ranks together; those of one model's ranks may count once or each."""
-    wholes = [{_sum_of(each), _sum_of({tuple(batch or ()) for batch in each})} for each in (a, b)]
+    """Checks the batches of all ranks together; ranks of one model may count once or each."""
+    wholes = [
+        {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})} for batches in (a, b)
+    ]
     if wholes[0] & wholes[1]:
         return None
     return Blame(step, "data", "batch", "batch", "the batch of all ranks together differs")
 
 
 def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
-    """The digest of a whole global batch, whatever its parts."""
-    digests = [int(each, 16) for batch in batches for each in batch or ()]
-    low, high = sum(each % LANES for each in digests), sum(each // LANES for each in digests)
+    """Returns the digest of a whole global batch, whatever its parts."""
+    digests = [int(digest, 16) for batch in batches for digest in batch or ()]
+    low, high = (
+        sum(digest % LANES for digest in digests),
+        sum(digest // LANES for digest in digests),
+    )
     return low % LANES, high % LANES
 
 
 def _random_state(pair: Pair, step: int) -> Blame | None:
-    """Generators that differ and are drawn from: one that nobody reads has no part in a run."""
+    """Checks generators that are drawn from: one that nobody reads has no part in a run."""
     drawn = pair.drawn(step)
     for rank, name in pair.generators_apart(step):
         if name in drawn:
@@ -177,17 +184,17 @@ def _random_state(pair: Pair, step: int) -> Blame | None:
 
 
 def _forward(pair: Pair, step: int) -> Blame | None:
-    """What the model computed; where a random state explains it, that."""
-    found = _outputs(pair, step)
-    return found and (_random_state(pair, step) or found)
+    """Checks the model's outputs; blames a random state instead that explains them."""
+    blame = _outputs(pair, step)
+    return blame and (_random_state(pair, step) or blame)
 
 
 def _outputs(pair: Pair, step: int) -> Blame | None:
-    found = _first_rows(pair, step, "forward", pair.modules(step))
-    if found:
-        (call, name), keys = found
+    first_rows = _first_rows(pair, step, "forward", pair.modules(step))
+    if first_rows:
+        (call, name), keys = first_rows
         order = pair.modules(step)
-        ahead = [each for each in order if order[each] < order.get(name, 0)]
+        ahead = [module for module in order if order[module] < order.get(name, 0)]
         before = f"; that of {ahead[-1]} before it is equal" if ahead else ""
         text = f"the output of {name} is the first that differs{_call(call)}{before}"
         return Blame(step, "forward", name, "forward", text, keys)
@@ -214,7 +221,7 @@ def _call(call: int) -> str:
 def _first_rows(
     pair: Pair, step: int, quantity: str, order: Mapping[str, int], backward: bool = False
 ) -> tuple[tuple[int, str], tuple[Key, ...]] | None:
-    """The first call that differs and its module, and all modules that do, in order."""
+    """Returns the first call that differs and its module, and all modules that differ, in order."""
     a, b = pair.rows(step, quantity)
     first: dict[str, int] = {}
     for rank, name in pair.differing(a, b):
@@ -230,20 +237,20 @@ def _first_rows(
 
 def _backward(pair: Pair, step: int) -> Blame | None:
     order = pair.modules(step)
-    found = _first_rows(pair, step, "backward", order, backward=True)
-    if found:
-        (call, name), keys = found
-        behind = [each for each in order if order[each] > order.get(name, 0)]
+    first_rows = _first_rows(pair, step, "backward", order, backward=True)
+    if first_rows:
+        (call, name), keys = first_rows
+        behind = [module for module in order if order[module] > order.get(name, 0)]
         where = behind[0] if behind else "loss"
         which = f"the backward of {where}" if behind else f"what follows {name}"
         text = (
             f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
         )
         return Blame(step, "backward", where, "backward", text, keys)
-    found = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
-    if not found:
+    first_rows = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
+    if not first_rows:
         return None
-    (_, name), keys = found
+    (_, name), keys = first_rows
     text = f"the gradient of {name} differs before any reduction"
     return Blame(step, "backward", name, "local grad", text, keys)
 
@@ -252,7 +259,7 @@ def _gradient(pair: Pair, step: int) -> Blame | None:
     keys = pair.ordered(pair.tensors(step, lambda quantity: quantity == "grad"), backward=True)
     norms = [side.scalars(step, "grad_norm") for side in pair.both]
     if not pair.alike_layout:
-        norms = [list(dict.fromkeys(each)) for each in norms]
+        norms = [list(dict.fromkeys(rank_norms)) for rank_norms in norms]
     same_norm = norms[0] == norms[1]
     if not keys:
         if same_norm or not pair.says("grad_norm", step):
@@ -262,9 +269,9 @@ def _gradient(pair: Pair, step: int) -> Blame | None:
     name = keys[0][0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
     apart = [
-        f"{letter}'s ranks {_groups(each)}"
-        for letter, each in (("A", a), ("B", b))
-        if each and each.replicas
+        f"{letter}'s ranks {_groups(summed)}"
+        for letter, summed in (("A", a), ("B", b))
+        if summed and summed.replicas
     ]
     recorded = pair.records("local grad", step) and pair.alike_layout
     norm_is_known = same_norm and pair.says("grad_norm", step)
@@ -297,13 +304,13 @@ def _optimizer(pair: Pair, step: int) -> Blame | None:
     options = pair.options(step)
     if not keys:
         # a number of the law that differs shows in no tensor where none is recorded
-        unlike = [each for each in options if not each.name.startswith(NOT_NUMBERS)]
+        unlike = [option for option in options if not option.name.startswith(NOT_NUMBERS)]
         if pair.records("weight", step) or not unlike:
             return None
         return Blame(step, "optimizer", str(unlike[0].name), "options", "; ".join(map(str, unlike)))
     name, quantity = keys[0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
-    apart = [each for each in (a, b) if each and each.replicas]
+    apart = [summed for summed in (a, b) if summed and summed.replicas]
     if apart:
         text = f"{quantity} of {name} is different on ranks {_groups(apart[0])} of one run"
     else:
@@ -313,33 +320,37 @@ def _optimizer(pair: Pair, step: int) -> Blame | None:
 
 
 def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
-    """What of a tensor's step is known to be equal.
+    """Returns the inputs of a tensor's step that are known to be equal, in words.
 
-    What was not looked at before the step is told as the last one left it: `p.data` may have been
-    written since, and of that samples alone are seen.
+    Quantities that nobody looked at before the step are told as the last one left them: `p.data`
+    may have been written since, and samples alone show that.
     """
     rows, sampled = [side.digests(step) for side in pair.both], _sampled_before(pair, step, name)
     values = pair.a.values_at(step)
-    known = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
+    quantities = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
     looked_at = [
         q
-        for q in known
-        if all((name, f"old {q}") in each for each in rows)
+        for q in quantities
+        if all((name, f"old {q}") in digests for digests in rows)
         or (q in sampled and sampled[q] == math.prod(values[name, f"old {q}"].shape))
     ]
-    left = [quantity for quantity in known if quantity not in looked_at]
-    found = ["gradient"] if pair.records("grad", step) else []
-    found += [f"old {quantity}" for quantity in looked_at]
+    left = [quantity for quantity in quantities if quantity not in looked_at]
+    inputs = ["gradient"] if pair.records("grad", step) else []
+    inputs += [f"old {quantity}" for quantity in looked_at]
     if left:
-        parts = [f"{sampled[each]} sampled elements of {each}" for each in left if each in sampled]
+        parts = [
+            f"{sampled[unseen_quantity]} sampled elements of {unseen_quantity}"
+            for unseen_quantity in left
+            if unseen_quantity in sampled
+        ]
         seen = f"looked at since: {', '.join(parts)}; " if parts else "not looked at since; "
         unseen = f"a write to .data {'elsewhere ' if parts else ''}is not seen"
-        found.append(f"{' and '.join(left)} as step {step - 1} left them ({seen}{unseen})")
-    return found
+        inputs.append(f"{' and '.join(left)} as step {step - 1} left them ({seen}{unseen})")
+    return inputs
 
 
 def _sampled_before(pair: Pair, step: int, name: str) -> dict[str, int]:
-    """How many elements of a tensor both have looked at before the step, by quantity."""
+    """Returns by quantity how many elements of a tensor both runs looked at before the step."""
     a, b = (side.old_samples(step) for side in pair.both)
     return {q: (a[n, q][0] & b[n, q][0]).bit_count() for n, q in a if n == name and (n, q) in b}
 
@@ -366,4 +377,4 @@ PRECEDING: tuple[tuple[str, str, Callable[[Pair, int], bool]], ...] = (
     ("local grad", "the ranks' own gradients", _knows_own_gradients),
     ("grad", "the gradient", lambda pair, step: pair.records("grad", step)),
 )
-"""What precedes in the order of blame, in words, and whether both have recorded it."""
+"""The order of blame: quantity, words, and a function that says whether both have recorded it."""

@@ -1,7 +1,7 @@
-"""What files say, checked before anybody reads it: each value is of its kind, or refused in words.
+"""Checks of files before anybody reads them: each value is of its kind, or refused in words.
 
-Recordings and golden values come from anywhere. What is wrong in one is a RecordingError, which
-names the place, the key, what it must be and what it is.
+Recordings and golden values come from anywhere. A wrong value raises RecordingError, which names
+the place, the key, what it must be and what it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megaopt.recording.printable import printable
 
 DEEPEST = 8
-"""How far lists and dicts may be nested: a value of a group in a golden step is the deepest."""
+"""The depth to which lists and dicts may be nested: a group's value in a golden step is deepest."""
 LARGEST = 2**63 - 1
 """The largest count, and the most elements of a tensor."""
 MOST_RANKS = 2**20
@@ -33,23 +33,23 @@ class RecordingError(ValueError):
 
 
 class Kind(NamedTuple):
-    """What a value may be: in words, and as a function."""
+    """A kind of value, in words and as a function."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
     def or_none(self) -> Kind:
-        """This, or null."""
+        """Returns the kind of these values and null."""
         return Kind(f"{self.allowed} or null", lambda value: value is None or self.holds(value))
 
 
 def is_whole(value: Any, least: int = 0, most: int = LARGEST) -> bool:
-    """Whether it is a whole number in a range."""
+    """Returns whether a value is a whole number in a range."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_float(value: Any) -> bool:
-    """Whether it is a float in hexadecimal."""
+    """Returns whether a value is a float in hexadecimal."""
     if not isinstance(value, str):
         return False
     try:
@@ -60,23 +60,23 @@ def is_float(value: Any) -> bool:
 
 
 def is_digest(value: Any) -> bool:
-    """Whether it is a digest: 32 hex digits."""
+    """Returns whether a value is a digest: 32 hex digits."""
     return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a list of sizes, of a tensor that has at most `LARGEST` elements."""
+    """Returns whether a value is a list of sizes, of a tensor of at most `LARGEST` elements."""
     return list_of(WHOLE).holds(value) and math.prod(max(size, 1) for size in value) <= LARGEST
 
 
 def list_of(kind: Kind) -> Kind:
-    """A list of values of one kind."""
+    """Returns the kind of a list, whose values are of one kind."""
     allowed = f"a list, each {kind.allowed}"
     return Kind(allowed, lambda value: isinstance(value, list) and all(map(kind.holds, value)))
 
 
 def dict_of(kind: Kind) -> Kind:
-    """A dict of values of one kind, whose names JSON makes texts."""
+    """Returns the kind of a dict, whose values are of one kind; JSON makes its names texts."""
     allowed = f"an object, each value {kind.allowed}"
     return Kind(
         allowed, lambda value: isinstance(value, dict) and all(map(kind.holds, value.values()))
@@ -117,7 +117,7 @@ RUN: Kinds = {
     "environment": OBJECT.or_none(),
     "layout": OBJECT.or_none(),
 }
-"""The first line of a manifest; what else it has nobody reads, or is as good as any other."""
+"""Keys of a manifest's first line; nobody reads others, or any value of them will do."""
 OPTIMIZER: Kinds = {
     "class": TEXT,
     "options": OBJECT.or_none(),
@@ -129,7 +129,7 @@ OPTIMIZER: Kinds = {
 LINE: Kinds = {
     "is": Kind("run, optimizer or value", lambda value: value in ("run", "optimizer", "value"))
 }
-"""What each line of a manifest has."""
+"""Keys of each line of a manifest."""
 VALUE: Kinds = {
     "name": TEXT,
     "quantity": TEXT,
@@ -138,7 +138,7 @@ VALUE: Kinds = {
     "place": PLACE.or_none(),
 }
 TENSOR: Kinds = {"data_offsets": OFFSETS, "shape": SHAPE}
-"""What safetensors says of one."""
+"""Keys that safetensors has of a tensor."""
 STEP: Kinds = {"step": COUNT, "source": WHOLE, "rows": WHOLE, "samples": WHOLE}
 SCALARS: Kinds = {
     "losses": list_of(FLOAT).or_none(),
@@ -150,7 +150,7 @@ SCALARS: Kinds = {
     "rng": dict_of(TEXT).or_none(),
     "batch": list_of(DIGEST).or_none(),
 }
-"""What a step's line has beside its place."""
+"""Keys of a step's line beside its place."""
 
 
 def require(condition: bool, name: str, allowed: str, value: Any) -> None:
@@ -160,7 +160,7 @@ def require(condition: bool, name: str, allowed: str, value: Any) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it: short."""
+    """Returns a value as a message shows it: short."""
     begins = value[:SHOWN] if isinstance(value, (str, bytes)) else value
     text = repr(begins)[:SHOWN]
     return text if text == repr(value) else f"{text}..."
@@ -169,7 +169,7 @@ def shown(value: Any) -> str:
 def check(content: Mapping[str, Any], kinds: Kinds, where: str) -> None:
     """Raises RecordingError for the first key whose value is of another kind.
 
-    where: of the dict, as messages have it.
+    where: the dict's place, as messages have it.
     """
     for name, kind in kinds.items():
         require(
@@ -178,9 +178,9 @@ def check(content: Mapping[str, Any], kinds: Kinds, where: str) -> None:
 
 
 def read_json(text: str | bytes, where: str) -> Any:
-    """A JSON text; RecordingError for one that is none, or nested too deeply.
+    """Reads a JSON text; raises RecordingError for one that is none, or nested too deeply.
 
-    where: it stands, as messages have it.
+    where: the text's place, as messages have it.
     """
     try:
         content = json.loads(text)
@@ -192,10 +192,12 @@ def read_json(text: str | bytes, where: str) -> Any:
 
 
 def _depth(content: Any) -> int:
-    """How far lists and dicts are nested, without recursion."""
+    """Returns how deeply lists and dicts are nested, without recursion."""
     depth, level = 0, [content]
     while level and depth <= DEEPEST:
-        found = [each for each in level if isinstance(each, (dict, list))]
-        level = [e for each in found for e in (each.values() if isinstance(each, dict) else each)]
-        depth += bool(found)
+        nested = [value for value in level if isinstance(value, (dict, list))]
+        level = [
+            e for value in nested for e in (value.values() if isinstance(value, dict) else value)
+        ]
+        depth += bool(nested)
     return depth

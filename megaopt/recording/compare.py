@@ -50,7 +50,7 @@ TOLERABLE = (*BY_NATURE, "optimizer")
 
 
 class Growth(NamedTuple):
-    """How much of one quantity differs at a step."""
+    """The part of one quantity that differs at a step."""
 
     step: int
     quantity: str
@@ -64,10 +64,10 @@ class Growth(NamedTuple):
 
 
 class Farthest(NamedTuple):
-    """Where two runs lie farthest apart."""
+    """The place where two runs lie farthest apart."""
 
     relative: float
-    """Norm of the difference over the norm, of sampled elements; of a number its own."""
+    """Norm of the difference over the norm, of sampled elements or of a number."""
     quantity: str
     step: int
 
@@ -111,43 +111,43 @@ class Repeats(NamedTuple):
 
 @dataclass
 class Comparison:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     a: str
     b: str
     tier: str = "bits"
     """"bits", or "close" where products differ by nature."""
     reasons: list[str] = field(default_factory=list)
-    """Why not bits."""
+    """Reasons for a tier other than bits."""
     missing: dict[str, list[str]] = field(default_factory=dict)
-    """What keeps the runs from being compared, by side."""
+    """Tensors, ranks and steps whose lack keeps the runs from being compared, by side."""
     environment: list[Difference] = field(default_factory=list)
     options: list[Difference] = field(default_factory=list)
     """Options of groups that differ at the first step that both have."""
     steps: tuple[int, ...] = ()
     """The first and the last step that were compared, and how many."""
     tensors: int = 0
-    """How many were compared."""
+    """The number of tensors that were compared."""
     quantities: list[str] = field(default_factory=list)
-    """Those of tensors, and of modules, that were compared."""
+    """Quantities of tensors and of modules that were compared."""
     blame: Blame | None = None
     elements: Elements | None = None
     growth: list[Growth] = field(default_factory=list)
     histogram: dict[str, dict[int, int]] = field(default_factory=dict)
-    """How many sampled elements differ by 0 units in the last place (0), by 1 (1), 2-3 (2), 4-7
-    (3) ..., by quantity, at the last step with samples."""
+    """The number of sampled elements that differ by 0 units in the last place (0), by 1 (1), 2-3
+    (2), 4-7 (3) ..., by quantity, at the last step with samples."""
     noise: list[Repeats] = field(default_factory=list)
     repeats_part: int | None = None
     """The first step at which a repeat differs from A."""
     notes: list[str] = field(default_factory=list)
     tolerance: float | None = None
-    """How far apart runs may lie."""
+    """The distance that runs may lie apart."""
     farthest: Farthest | None = None
-    """How far they do, where a tolerance was given."""
+    """The largest distance of the runs, where a tolerance was given."""
 
     @property
     def verdict(self) -> str:
-        """One of "same", "differ", "not comparable"; of what passes, how two runs differ."""
+        """One of "same", "differ", "not comparable"; where a difference passes, its kind."""
         if self.missing:
             return "not comparable"
         if self.blame is None:
@@ -167,11 +167,11 @@ class Comparison:
     def exceeds_noise(self) -> bool:
         """Whether B parts from A before repeats do, or lies farther off in more than half of all.
 
-        Were B a repeat too, of four runs alike it would be the farthest once in four.
+        If B were a repeat too, it would be the farthest of four runs alike once in four.
         """
         if self.blame and (self.repeats_part is None or self.blame.step < self.repeats_part):
             return True
-        return 2 * sum(each.change > each.repeats for each in self.noise) > len(self.noise)
+        return 2 * sum(row.change > row.repeats for row in self.noise) > len(self.noise)
 
     @property
     def line(self) -> str:
@@ -193,12 +193,12 @@ class Comparison:
         return "differ" if self.tier == "bits" else "differ, as may be by nature"
 
     def remarks(self) -> list[str]:
-        """What is to be known beside the verdict, a line each."""
+        """Returns what is to be known beside the verdict, a line each."""
         lines = [] if self.elements is None else [str(self.elements)]
         if self.blame is not None and self.blame.unrecorded:
-            found = self.blame.unrecorded
-            more = "; --level blocks records blocks" if "outputs of blocks" in found else ""
-            lines.append(f"not recorded in both runs: {', '.join(found)}{more}")
+            unrecorded = self.blame.unrecorded
+            more = "; --level blocks records blocks" if "outputs of blocks" in unrecorded else ""
+            lines.append(f"not recorded in both runs: {', '.join(unrecorded)}{more}")
         if self.farthest is not None:
             far, quantity, step = self.farthest
             words = f"farthest apart is {quantity} of step {step}, by {far:.2g} of its norm"
@@ -208,35 +208,35 @@ class Comparison:
         return [*lines, *self.notes, *self._about_names()]
 
     def _about_names(self) -> Iterator[str]:
-        """How tensors get names that meet."""
+        """Tells how tensors get names that meet."""
         if {"A lacks", "B lacks"} <= self.missing.keys():
             yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
-        found = ((name, LOOSE.match(name)) for name in names)
-        unnamed, match = next((each for each in found if each[1]), ("", None))
+        matches = ((name, LOOSE.match(name)) for name in names)
+        unnamed, match = next((pair for pair in matches if pair[1]), ("", None))
         if match is not None:
             group, place = match.groups()
             which = f"parameter {place} of group {group}, of no module whose forward ran"
             yield f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
 
     def report(self) -> list[str]:
-        """The verdict and what belongs to it, a line each."""
+        """Returns the verdict and what belongs to it, a line each."""
         return [self.line, *self.remarks(), *map(str, (*self.environment, *self.options))]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as JSON holds it; docs/diff.md has the schema."""
+        """Returns the comparison as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
         content["blame"] = None if self.blame is None else self.blame._asdict()
         for name in ("elements", "farthest"):
-            found = getattr(self, name)
-            content[name] = None if found is None else _finite(found._asdict())
+            value = getattr(self, name)
+            content[name] = None if value is None else _finite(value._asdict())
         for name in ("environment", "options", "growth", "noise"):
-            content[name] = [_finite(each._asdict()) for each in getattr(self, name)]
+            content[name] = [_finite(entry._asdict()) for entry in getattr(self, name)]
         return content
 
 
 def _finite(content: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: its word."""
+    """Replaces infinity, which JSON lacks, by a word."""
     return {name: "inf" if value == math.inf else value for name, value in content.items()}
 
 
@@ -265,61 +265,65 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
     pair = Pair(Side(a), Side(b, names))
-    found = Comparison(_title(a), _title(b), environment=_environment(a, b))
-    found.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
-    found.missing = pair.missing()
-    if found.missing:
-        return found
+    comparison = Comparison(_title(a), _title(b), environment=_environment(a, b))
+    comparison.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
+    comparison.missing = pair.missing()
+    if comparison.missing:
+        return comparison
     steps = pair.steps
-    found.steps = (steps[0], steps[-1], len(steps))
-    own = [quantity for quantity in OWN if all(pair.rows(steps[0], quantity))]
-    found.tensors = len({name for name, _ in pair.in_both})
-    found.quantities = list(dict.fromkeys([*(quantity for _, quantity in pair.in_both), *own]))
-    found.options = pair.options(steps[0])
-    found.blame = first_blame(pair)
-    found.notes = pair.notes()
-    if found.blame is None:
-        found.notes += pair.quiet_options()
+    comparison.steps = (steps[0], steps[-1], len(steps))
+    rank_quantities = [quantity for quantity in OWN if all(pair.rows(steps[0], quantity))]
+    comparison.tensors = len({name for name, _ in pair.in_both})
+    comparison.quantities = list(
+        dict.fromkeys([*(quantity for _, quantity in pair.in_both), *rank_quantities])
+    )
+    comparison.options = pair.options(steps[0])
+    comparison.blame = first_blame(pair)
+    comparison.notes = pair.notes()
+    if comparison.blame is None:
+        comparison.notes += pair.quiet_options()
     else:
-        known = pair.dtypes(found.blame.step)
-        found.reasons += [reason for reason in known if reason not in found.reasons]
+        dtype_reasons = pair.dtypes(comparison.blame.step)
+        comparison.reasons += [
+            reason for reason in dtype_reasons if reason not in comparison.reasons
+        ]
         try:
-            found.elements = _elements(pair, found.blame)
+            comparison.elements = _elements(pair, comparison.blame)
         except RecordingError as error:  # which is no reason to keep the verdict back
-            found.notes.append(str(error))
-        found.growth = list(_growth(pair, found.blame.step))
-        found.histogram = _histogram(pair)
-        _look_at_repeats(found, a, b, names, noise)
+            comparison.notes.append(str(error))
+        comparison.growth = list(_growth(pair, comparison.blame.step))
+        comparison.histogram = _histogram(pair)
+        _look_at_repeats(comparison, a, b, names, noise)
         if tolerance is not None:
-            found.tolerance = tolerance
-            found.farthest = max(_apart(pair, found.blame.step), default=None)
-    found.tier = _tier(found)
-    return found
+            comparison.tolerance = tolerance
+            comparison.farthest = max(_apart(pair, comparison.blame.step), default=None)
+    comparison.tier = _tier(comparison)
+    return comparison
 
 
-def _tier(found: Comparison) -> str:
-    if found.blame is None or not found.reasons:
+def _tier(comparison: Comparison) -> str:
+    if comparison.blame is None or not comparison.reasons:
         return "bits"
-    by_nature = found.blame.kind in BY_NATURE or "the gradient" in found.blame.unrecorded
+    by_nature = comparison.blame.kind in BY_NATURE or "the gradient" in comparison.blame.unrecorded
     return "close" if by_nature else "bits"
 
 
 def _elements(pair: Pair, blame: Blame) -> Elements | None:
-    """What differs within the tensor that is blamed; None where not both have kept it."""
+    """Returns what differs within the blamed tensor; None where not both runs have kept it."""
     key = blame.where, blame.quantity
     if any(key not in side.values for side in pair.both):
         return None
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
-    kept = [side.kept(blame.step, (name, quantity)) for side in pair.both]
-    (dtype, other), (mine, theirs) = pair.dtypes_of(blame.step, key), kept
+    tensors = [side.kept(blame.step, (name, quantity)) for side in pair.both]
+    (dtype, other_dtype), (tensor_a, tensor_b) = pair.dtypes_of(blame.step, key), tensors
     shape, other_shape = (value.shape for value in pair.values_of(blame.step, key))
-    if mine is None or theirs is None or (dtype, shape) != (other, other_shape):
+    if tensor_a is None or tensor_b is None or (dtype, shape) != (other_dtype, other_shape):
         return None
-    held = mine[1] & theirs[1]
-    unlike = numpy.flatnonzero(held & (mine[0] != theirs[0]))
+    held = tensor_a[1] & tensor_b[1]
+    unlike = numpy.flatnonzero(held & (tensor_a[0] != tensor_b[0]))
     if not len(unlike):
         return None
-    a, b = mine[0][unlike], theirs[0][unlike]
+    a, b = tensor_a[0][unlike], tensor_b[0][unlike]
     first = tuple(map(int, numpy.unravel_index(unlike[0], shape)))
     x, y = (hexadecimal(as_numbers(bits[:1], dtype)[0]) for bits in (a, b))
     apart, ulp = farthest(a, b, dtype)
@@ -329,35 +333,37 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
 def _against_repeats(
     a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
 ) -> Iterator[Repeats]:
-    """Each quantity's difference beside that of repeats, at the steps of which all have samples."""
+    """Yields each quantity's difference beside that of repeats, at steps that all have sampled."""
     repeats, change = [Side(run) for run in (a, *noise)], Side(b, names)
     runs = [*repeats, change]
     common = set.intersection(*(set(side.run.sampled) & set(side.run.steps) for side in runs))
-    own = [Pair(x, y) for x, y in combinations(repeats, 2)]
-    others = [Pair(each, change) for each in repeats]
+    repeat_pairs = [Pair(x, y) for x, y in combinations(repeats, 2)]
+    change_pairs = [Pair(side, change) for side in repeats]
     for step in sorted(common) if noise else ():
-        apart = [pair.distances(step) for pair in own]
-        moved = [pair.distances(step) for pair in others]
+        apart = [pair.distances(step) for pair in repeat_pairs]
+        moved = [pair.distances(step) for pair in change_pairs]
         for quantity in moved[0]:
-            largest = max(each.get(quantity, NEAR).relative for each in apart)
-            least = min(each.get(quantity, NEAR).relative for each in moved)
+            largest = max(distances.get(quantity, NEAR).relative for distances in apart)
+            least = min(distances.get(quantity, NEAR).relative for distances in moved)
             if largest or least:
                 yield Repeats(step, quantity, least, largest)
 
 
 def _look_at_repeats(
-    found: Comparison, a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
+    comparison: Comparison, a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
 ) -> None:
     """Adds what repeats of a say: how far they lie from each other, and where they part."""
-    found.noise = list(_against_repeats(a, b, names, noise))
-    if noise and not found.noise:
-        found.notes.append("repeats say nothing: there is no step of which all runs have samples")
-    for i, each in enumerate(noise):
-        blame = compare(a, each).blame
+    comparison.noise = list(_against_repeats(a, b, names, noise))
+    if noise and not comparison.noise:
+        comparison.notes.append(
+            "repeats say nothing: there is no step of which all runs have samples"
+        )
+    for i, repeat in enumerate(noise):
+        blame = compare(a, repeat).blame
         if blame is not None:
-            found.repeats_part = min(blame.step, found.repeats_part or blame.step)
+            comparison.repeats_part = min(blame.step, comparison.repeats_part or blame.step)
             words = f"repeat {i + 1} of A differs from it: step {blame.step}: {blame.text}"
-            found.reasons.append(words)
+            comparison.reasons.append(words)
 
 
 def _title(run: Run) -> str:
@@ -366,38 +372,40 @@ def _title(run: Run) -> str:
 
 def _environment(a: Run, b: Run) -> list[Difference]:
     chosen = ("environment", "layout", "world", "level", "every")
-    mine, theirs = ({name: run.run.get(name) for name in chosen} for run in (a, b))
-    found = differences(flat(mine) | _words(a), flat(theirs) | _words(b))
-    found += differences(*(_classes(run) for run in (a, b)))
+    settings_a, settings_b = ({name: run.run.get(name) for name in chosen} for run in (a, b))
+    entries = differences(flat(settings_a) | _words(a), flat(settings_b) | _words(b))
+    entries += differences(*(_classes(run) for run in (a, b)))
     short = ("environment.variables.", "environment.")
-    return [each._replace(name=_without(each.name, short)) for each in found]
+    return [entry._replace(name=_without(entry.name, short)) for entry in entries]
 
 
 def _without(name: str, beginnings: Iterable[str]) -> str:
-    return next((name[len(each) :] for each in beginnings if name.startswith(each)), name)
+    return next(
+        (name[len(beginning) :] for beginning in beginnings if name.startswith(beginning)), name
+    )
 
 
 def _words(run: Run) -> dict[str, str]:
-    """The words of a run's command: those behind each option, and those before the first."""
-    found, name = dict[str, str](), "argv"
+    """Returns the words of a run's command: behind each option, and before the first."""
+    words, name = dict[str, str](), "argv"
     for word in run.run.get("argv") or ():
         if word.startswith("-") and word.lstrip("-")[:1].isalpha():
             option, _, word = word.partition("=")
             name = f"argv {option}"
-        found[name] = f"{found.get(name, '')} {word}".strip()
-    return found
+        words[name] = f"{words.get(name, '')} {word}".strip()
+    return words
 
 
 def _classes(run: Run) -> dict[str, Any]:
-    lines = list({line.get("class"): None for line in run.optimizers})
-    return {"optimizer" if i == 0 else f"optimizer {i}": each for i, each in enumerate(lines)}
+    classes = list({line.get("class"): None for line in run.optimizers})
+    return {"optimizer" if i == 0 else f"optimizer {i}": name for i, name in enumerate(classes)}
 
 
 def _reasons(a: Run, b: Run) -> list[str]:
-    """Why products are not to be equal in bits: another card, library or layout."""
-    found = differences(family(a), family(b))
-    found += differences(*(flat({"layout": layout_of(run)}) for run in (a, b)))
-    return [str(each) for each in found]
+    """Returns why products need not be equal in bits: another card, library or layout."""
+    entries = differences(family(a), family(b))
+    entries += differences(*(flat({"layout": layout_of(run)}) for run in (a, b)))
+    return [str(entry) for entry in entries]
 
 
 def _missing_lines(missing: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -407,7 +415,7 @@ def _missing_lines(missing: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 def _growth(pair: Pair, first: int) -> Iterator[Growth]:
-    """What differs of each quantity, at steps from the first that differs."""
+    """Yields what differs of each quantity, at steps from the first that differs."""
     for step in _curve(pair, first):
         yield from _scalars_apart(pair, step)
         for quantity in OWN:
@@ -443,7 +451,7 @@ def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
 
 
 def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
-    """How far the runs lie apart from a step on, in everything that has a distance."""
+    """Yields how far the runs lie apart from a step on, in everything that has a distance."""
     for step in (step for step in pair.steps if step >= first):
         for quantity, length in pair.distances(step).items():
             yield Farthest(length.relative, quantity, step)
@@ -453,7 +461,7 @@ def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
 
 
 def _each_apart(a: Any, b: Any) -> Iterator[float]:
-    """How far numbers lie apart, of themselves; infinitely what is none, or has no partner."""
+    """Yields how far numbers lie apart, over the first; inf for NaN or without a partner."""
     for x, y in zip_longest(floats(a), floats(b), fillvalue=math.nan):
         far = 0.0 if x == y or (x != x and y != y) else abs(y - x) / abs(x) if x else math.inf
         yield far if far == far else math.inf
@@ -467,13 +475,15 @@ def _curve(pair: Pair, first: int) -> list[int]:
 
 
 def _histogram(pair: Pair) -> dict[str, dict[int, int]]:
-    """Units in the last place at the last step of which both have samples."""
+    """Counts units in the last place, by quantity, at the last step that both have sampled."""
     both = set(pair.a.run.sampled) & set(pair.b.run.sampled) & set(pair.steps)
     if not both:
         return {}
-    found = pair.distances(max(both))
-    return {quantity: dict(sorted(each.ulps.items())) for quantity, each in found.items()}
+    distances = pair.distances(max(both))
+    return {
+        quantity: dict(sorted(distance.ulps.items())) for quantity, distance in distances.items()
+    }
 
 
 def _relative(a: Any, b: Any) -> float | None:
-    return median(found) if (found := list(_each_apart(a, b))) else None
+    return median(distances) if (distances := list(_each_apart(a, b))) else None

@@ -21,7 +21,7 @@ from megaopt.state.looks import Looks
 def digest(
     tensor: torch.Tensor, start: int = 0, whole: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """The digest of a tensor, or of a shard at its place in a whole one.
+    """Returns the digest of a tensor, or of a shard at its place in a whole one.
 
     Equal bits at equal places have equal digests, on every device. Digests of shards, however a
     tensor is cut, add up to the whole tensor's, modulo `2**64` in each lane. A change of one
@@ -51,7 +51,7 @@ def digest_many(
     starts: Sequence[int] | None = None,
     wholes: Sequence[Sequence[int] | None] | None = None,
 ) -> torch.Tensor:
-    """The digests of a list of tensors on one device, in one launch on a GPU.
+    """Returns the digests of a list of tensors on one device, in one launch on a GPU.
 
     Args:
         tensors: as `digest` takes them.
@@ -66,26 +66,28 @@ def digest_many(
     """
     starts = [0] * len(tensors) if starts is None else starts
     wholes = [None] * len(tensors) if wholes is None else wholes
-    for name, given in (("starts", starts), ("wholes", wholes)):
-        if len(given) != len(tensors):
-            refuse(name, f"a list of {len(tensors)}, one for each tensor", given)
-    own = enumerate(zip(tensors, starts, wholes, strict=True))
-    places = [place_in(tensor, start, whole, f"tensors[{i}]") for i, (tensor, start, whole) in own]
+    for name, values in (("starts", starts), ("wholes", wholes)):
+        if len(values) != len(tensors):
+            refuse(name, f"a list of {len(tensors)}, one for each tensor", values)
+    entries = enumerate(zip(tensors, starts, wholes, strict=True))
+    places = [
+        place_in(tensor, start, whole, f"tensors[{i}]") for i, (tensor, start, whole) in entries
+    ]
     return of_places(tensors, places)[:, :2]
 
 
 def hexadecimal(lanes: torch.Tensor) -> str:
-    """The 32 digits of a digest, int64 [2]; waits for its device."""
+    """Returns the 32 digits of a digest, int64 [2]; waits for its device."""
     return "".join(f"{lane % 2**64:016x}" for lane in lanes[:2].tolist())
 
 
 def of_places(tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> torch.Tensor:
-    """int64 [n, 3], the digests of tensors at places, and how many elements are not finite."""
+    """Returns int64 [n, 3]: digests of tensors at places, and how many elements are not finite."""
     return Digester(tensors, places)(tensors)
 
 
 class Digester:
-    """The digests of lists of tensors that are alike; what the device needs is kept between calls.
+    """The digests of lists of tensors that are alike; keeps what the device needs between calls.
 
     A call may be captured in a CUDA graph, if one like it went before.
 
@@ -99,43 +101,43 @@ class Digester:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> None:
-        own = [local_of(tensor) for tensor in tensors]
-        for index, (tensor, place) in enumerate(zip(own, places, strict=True)):
+        shards = [local_of(tensor) for tensor in tensors]
+        for index, (tensor, place) in enumerate(zip(shards, places, strict=True)):
             _check(tensor, place, f"tensors[{index}]")
-        devices = list(dict.fromkeys(tensor.device for tensor in own))
+        devices = list(dict.fromkeys(tensor.device for tensor in shards))
         if len(devices) > 1:
             refuse("tensors", "on one device", devices)
         self._are_sharded = any(map(is_dtensor, tensors))
-        launches = bool(own) and default_backend(devices[0]) == "triton"
-        self._looks = Looks(own)
-        self._digests = Digests(own, places, launches)
+        launches = bool(shards) and default_backend(devices[0]) == "triton"
+        self._looks = Looks(shards)
+        self._digests = Digests(shards, places, launches)
 
     def __call__(
         self, tensors: Sequence[torch.Tensor], addresses: numpy.ndarray | None = None
     ) -> torch.Tensor:
-        """The digests of tensors of the shapes and dtypes that the digester was made for.
+        """Returns the digests of tensors of the shapes and dtypes that the digester was made for.
 
         Args:
-            tensors: those.
-            addresses: what `megaopt.state.looks.Looked` has of them, of plain tensors; None: they
+            tensors: of these shapes and dtypes.
+            addresses: of plain tensors, as `megaopt.state.looks.Looked` has them; None: the tensors
                 are looked at here.
 
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
 
-        Raises ValueError for others.
+        Raises ValueError for other tensors.
         """
-        own = [*map(local_of, tensors)] if self._are_sharded else tensors
+        shards = [*map(local_of, tensors)] if self._are_sharded else tensors
         if addresses is None:
-            looked = self._looks.look(own)
+            looked = self._looks.look(shards)
             if looked is None:
                 refuse("tensors", "of the sizes, dtypes and device of those before", tensors)
             addresses = looked.addresses
-        return self._digests(own, addresses)
+        return self._digests(shards, addresses)
 
 
 def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) -> Place:
-    """Where a tensor's elements are in the whole one; ValueError where that has no such place."""
+    """Returns a tensor's place in the whole one; ValueError where the whole has no such place."""
     if type(start) is not int or start < 0:
         refuse("start", "a whole number >= 0", start)
     shard = shard_place(tensor)
@@ -144,16 +146,16 @@ def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) ->
     shape = tuple(tensor.shape)
     if len(whole) != len(shape) or any(s > w for s, w in zip(shape, whole, strict=True)):
         refuse("whole", f"a shape that holds {name} of shape {shape}", whole)
-    found = place_of_box(0, start, shape, whole)
-    if found is None:
+    place = place_of_box(0, start, shape, whole)
+    if place is None:
         refuse("whole", f"cut in at most one dimension behind the first for shape {shape}", whole)
     if tensor.numel() and not _holds(whole, start, shape):
         refuse("start", f"a place in shape {tuple(whole)} that holds {name}", start)
-    return found
+    return place
 
 
 def _holds(whole: Sequence[int], start: int, shape: Sequence[int]) -> bool:
-    """Whether a box that begins at an element ends within the whole in each dimension."""
+    """Returns whether a box that begins at an element ends within the whole in each dimension."""
     for size, extent in zip(reversed(shape), reversed(whole), strict=True):
         start, begin = divmod(start, extent)
         if begin + size > extent:
@@ -162,11 +164,11 @@ def _holds(whole: Sequence[int], start: int, shape: Sequence[int]) -> bool:
 
 
 def _check(tensor: Any, place: Place, name: str) -> None:
-    """Raises ValueError for what has no elements in memory, and places that are too large."""
+    """Raises ValueError for tensors without elements in memory, and places that are too large."""
     if not is_dense(tensor) or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
         refuse(name, "a torch.Tensor with elements in memory of its own", tensor)
     if tensor.is_quantized or (tensor.itemsize not in WHOLE and not tensor.is_complex()):
         refuse(f"{name}.dtype", "one of 1, 2, 4 or 8 bytes, or complex", tensor.dtype)
-    numel, own = count_of(tensor), place_of_codes(tensor, place)
-    if numel and own.last(numel) > LAST_PLACE:
-        refuse(f"{name}'s last place", f"at most {LAST_PLACE}", own.last(numel))
+    numel, code_place = count_of(tensor), place_of_codes(tensor, place)
+    if numel and code_place.last(numel) > LAST_PLACE:
+        refuse(f"{name}'s last place", f"at most {LAST_PLACE}", code_place.last(numel))

@@ -1,4 +1,4 @@
-"""What a run was made with: versions, hardware, source and the variables that decide bits."""
+"""The environment of a run: versions, hardware, source and the variables that decide bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PATIENCE = 60
 
 
 def describe() -> dict[str, Any]:
-    """Versions, hardware, source and settings; None where there is none or it is not known."""
+    """Returns versions, hardware, source and settings; None for what is absent or not known."""
     on_gpu = torch.cuda.is_available()
     return {
         "torch": str(torch.__version__),
@@ -75,7 +75,7 @@ def describe() -> dict[str, Any]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Returns the version of a package; None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -83,7 +83,7 @@ def installed(distribution: str) -> str | None:
 
 
 def driver() -> str | None:
-    """The version of the first card's driver."""
+    """Returns the version of the first card's driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return (output(*query) or "").split("\n")[0].strip() or None
 
@@ -94,7 +94,7 @@ def _nccl() -> str:
 
 
 def processor() -> str | None:
-    """The processor's name."""
+    """Returns the processor's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -105,7 +105,7 @@ def processor() -> str | None:
 
 
 def output(*command: str) -> str | None:
-    """What a command prints; None where it cannot be run, fails or takes too long."""
+    """Returns what a command prints; None where it cannot be run, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -114,5 +114,5 @@ def output(*command: str) -> str | None:
 
 
 def _hash(text: str | None) -> str | None:
-    """The SHA-256 of a text, None without one: where nothing differs from the commit."""
+    """Returns the SHA-256 of a text, None without one: where nothing differs from the commit."""
     return hashlib.sha256(text.encode()).hexdigest() if text else None

@@ -70,16 +70,16 @@ WIDTHS = {
 
 
 class Value(NamedTuple):
-    """What a row is of: one quantity of one tensor, and the part of it that a rank holds."""
+    """The subject of a row: one quantity of one tensor, and the part of it that a rank holds."""
 
     name: str
     """Canonical: of the parameter, or of the module whose output it is."""
     quantity: str
-    """Which: "grad", "weight", "old weight", "master", "exp_avg", "forward", "backward" ..."""
+    """One of "grad", "weight", "old weight", "master", "exp_avg", "forward", "backward" ..."""
     dtype: str
     """The name that torch prints, without "torch."."""
     shape: tuple[int, ...]
-    """The whole tensor's, over all ranks."""
+    """The whole tensor's shape, over all ranks."""
     place: tuple[int, int, int, int] | None = None
     """(first, run, stride, numel): element i < numel of the part is element
     first + i // run * stride + i % run of the whole; with a stride of 0 element first + i. None:
@@ -93,8 +93,8 @@ class Writer:
         folder: of the run.
         rank: of this process.
         run: what is to be known of the run; JSON can hold it.
-        raises: whether what cannot be written, as on a full disk, is an OSError. Else a warning
-            says so, once, and nothing more is written: a training goes on.
+        raises: whether a write that fails, as on a full disk, raises OSError. Else a warning says
+            so, once, and nothing more is written: a training goes on.
 
     Raises FileExistsError where the rank has a recording there already.
     """
@@ -117,21 +117,22 @@ class Writer:
                 " with its own out in each instead"
             ) from None
         self._raises, self.is_stopped = raises, False
-        """Whether nothing more is written, as nothing behind a torn block could be read."""
+        """True once nothing more is written, as nothing behind a torn block could be read."""
         self._numbers: dict[Value, int] = {}
         self._append("manifest.jsonl", _line({"is": "run", "schema": SCHEMA, "rank": rank, **run}))
 
     def optimizer(self, description: Mapping[str, Any]) -> None:
         """Describes an optimizer; the first is source 0 of steps, the next source 1.
 
-        With a "source" of that number one is described anew, as where its parameters get names.
+        A description with a "source" of that number replaces the one before, as where parameters
+        get names.
         """
         self._append("manifest.jsonl", _line({"is": "optimizer", **description}))
 
     def number(self, value: Value) -> int:
-        """The number by which rows name a value; a new value is written to the manifest.
+        """Returns the number by which rows name a value; a new value is written to the manifest.
 
-        A rank's own is one value whatever its shape, which may be another in each step.
+        A value of one rank alone is one value whatever its shape, which may change in each step.
         """
         key = value if value.place is not None else value._replace(shape=())
         if key not in self._numbers:
@@ -188,7 +189,7 @@ class Writer:
 
 
 def hexadecimal(number: float) -> str:
-    """A float as a recording holds it: every bit, and readable."""
+    """Returns a float as a recording holds it: every bit, and readable."""
     return float(number).hex()
 
 
@@ -210,23 +211,23 @@ class Digest(NamedTuple):
     low: int
     high: int
     nonfinite: int | None
-    """How many elements are not finite; None where nobody counted."""
+    """The number of elements that are not finite; None where nobody counted."""
 
     def __str__(self) -> str:
         return f"{self.low:016x}{self.high:016x}"
 
 
 class Summed(NamedTuple):
-    """What all ranks together say of one tensor."""
+    """The digest of one tensor over all ranks."""
 
     digest: Digest
-    """The whole tensor's; where a rank is missing that of what there is."""
+    """The whole tensor's digest; where a rank is missing the digest of what there is."""
     missing: int
     """Elements that no rank has recorded."""
     replicas: tuple[tuple[int, ...], ...]
     """Ranks that hold the same part and differ in it, each group alike; empty where all agree."""
-    others: tuple[Digest, ...] = ()
-    """The digests of these groups."""
+    group_digests: tuple[Digest, ...] = ()
+    """The digests of the groups in `replicas`, in their order."""
 
 
 Key = tuple[str, str]
@@ -260,14 +261,14 @@ class Rank:
         schema = self.run.get("schema")
         require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
         check(self.run, RUN, f"lines of {str(manifest)!r}")
-        own = [without_none(line) for line in lines if line["is"] == "optimizer"]
-        for line in own:
+        optimizer_lines = [without_none(line) for line in lines if line["is"] == "optimizer"]
+        for line in optimizer_lines:
             check(line, OPTIMIZER, f"lines of {str(manifest)!r}")
-        numbered = {line.get("source", index): line for index, line in enumerate(own)}
+        numbered = {line.get("source", index): line for index, line in enumerate(optimizer_lines)}
         self.optimizers = [{"options": {}, **numbered[source]} for source in sorted(numbered)]
         self.descriptions: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        """All that is said of each optimizer, in the order of writing."""
-        for index, line in enumerate(own):
+        """The descriptions of each optimizer, in the order of writing."""
+        for index, line in enumerate(optimizer_lines):
             self.descriptions[line.get("source", index)].append(line)
         self.values = [_value(line, manifest) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -290,28 +291,28 @@ class Rank:
         content: numpy.ndarray[Any, Any],
         grows: bool,
     ) -> Blocks:
-        """The rows of steps' blocks in a file, by step and source; takes their counts from lines.
+        """Returns the rows of steps' blocks in a file, by step and source; pops counts from lines.
 
         grows: whether the run has gone on since the lines were read.
 
         Raises RecordingError for blocks other than the lines count, but for those of one more step,
         whose line a kill may have prevented.
         """
-        found: Blocks = {}
+        rows_by_key: Blocks = {}
         blocks, where = _blocks(content, path), f"blocks of {str(path)!r}"
         for line in steps:
             count, key = line.pop(path.stem), (line["step"], line["source"])
             if count:
-                *told, rows = next(blocks, (0, 0, numpy.empty(0, ROW)))
+                *block_key, rows = next(blocks, (0, 0, numpy.empty(0, ROW)))
                 allowed = f"those that scalars.jsonl counts: {count} rows of step {key[0]}"
-                what = f"{len(rows)} of step {told[0]}" if len(rows) else "no whole block"
-                require((*told, len(rows)) == (*key, count), where, allowed, what)
+                what = f"{len(rows)} of step {block_key[0]}" if len(rows) else "no whole block"
+                require((*block_key, len(rows)) == (*key, count), where, allowed, what)
                 names_known = rows["value"].max() < len(self.values)
                 require(bool(names_known), where, "of values in manifest.jsonl", "others")
-                found[key] = rows
+                rows_by_key[key] = rows
         left = [step for step, *_ in blocks]
         require(grows or len(left) < 2, where, "counted by lines of scalars.jsonl", left)
-        return found
+        return rows_by_key
 
     def _check_samples(self) -> None:
         """Raises RecordingError for samples that are not of the manifest's tensors."""
@@ -321,11 +322,13 @@ class Rank:
         shared = numpy.array([value.place is not None for value in self.values], bool)
         for rows in self._samples.values():
             number, width = rows["value"], rows["width"]
-            known = widths[number]
+            dtype_widths = widths[number]
             most = numpy.minimum(elements[number], numpy.where(width == 8, SAMPLES // 2, SAMPLES))
             beyond = rows["held"] >> numpy.minimum(most, SAMPLES - 1).astype("u8")
             held_fits = (most == SAMPLES) | (beyond == 0)
-            width_fits = numpy.isin(width, (1, 2, 4, 8)) & ((known == 0) | (known == width))
+            width_fits = numpy.isin(width, (1, 2, 4, 8)) & (
+                (dtype_widths == 0) | (dtype_widths == width)
+            )
             if not (held_fits & width_fits & shared[number]).all():
                 where = f"samples in {str(self.folder / 'samples.bin')!r}"
                 raise RecordingError(f"{where} must be of the tensors that the manifest names")
@@ -336,80 +339,82 @@ class Rank:
         return int(self.run["rank"])
 
     def described(self, source: int, step: int) -> list[dict[str, Any]]:
-        """What is said of an optimizer at a step, the last first.
+        """Returns the descriptions of an optimizer at a step, the last first.
 
-        Several lines where it was described anew within the step, and where older versions wrote
-        several, which do not say from which step on they hold.
+        There are several where it was described anew within the step, and where older versions
+        wrote several, which do not say from which step on they hold.
         """
-        found = [line for line in self.descriptions.get(source, ()) if line.get("step", 0) <= step]
-        first = max((line.get("step", 0) for line in found), default=0)
-        return [line for line in reversed(found) if line.get("step", 0) == first]
+        lines = [line for line in self.descriptions.get(source, ()) if line.get("step", 0) <= step]
+        first = max((line.get("step", 0) for line in lines), default=0)
+        return [line for line in reversed(lines) if line.get("step", 0) == first]
 
     def values_at(self, step: int) -> dict[Key, Value]:
-        """What rows and samples of a step are of, with the dtypes and shapes of that step."""
+        """Returns the values of a step's rows and samples, with their dtypes and shapes there."""
         numbers = dict[int, None]()
         for blocks in (self._rows, self._samples):
             for source in sorted(self.scalars.get(step, ())):
                 block = blocks.get((step, source))
                 numbers |= dict.fromkeys([] if block is None else block["value"].tolist())
-        found = (self.values[number] for number in reversed(numbers))
-        return {(value.name, value.quantity): value for value in found}
+        values = (self.values[number] for number in reversed(numbers))
+        return {(value.name, value.quantity): value for value in values}
 
     def rows(self, step: int) -> Iterator[tuple[Value, Digest]]:
-        """The digests of a step, in the order in which they were written."""
-        for value, nonfinite, low, high in self._found(self._rows, step):
+        """Yields the digests of a step, in the order in which they were written."""
+        for value, nonfinite, low, high in self._rows_of(self._rows, step):
             counted = None if nonfinite == NOT_COUNTED else int(nonfinite)
             yield self.values[value], Digest(int(low), int(high), counted)
 
     def samples(
         self, step: int, source: int | None = None
     ) -> Iterator[tuple[Value, int, numpy.ndarray[Any, Any]]]:
-        """Each value's sampled elements: which of them the rank has (a bit each), and their bits.
+        """Yields each value's sampled elements: which the rank has (a bit each), and their bits.
 
         The bits are of the dtype's width, as unsigned integers; 64 elements, 32 of 8 bytes.
-        source: of that optimizer's step alone.
+        source: samples of this optimizer's step alone; None: of all.
         """
-        for value, width, held, words in self._found(self._samples, step, source):
+        for value, width, held, words in self._rows_of(self._samples, step, source):
             yield self.values[value], int(held), words.view("<u8") if width == 8 else words
 
     def kept(self, step: int) -> dict[Key, numpy.ndarray[Any, Any]]:
-        """The bits of whole tensors of a step, flat as in the rank's memory: views of files."""
+        """Returns the bits of a step's whole tensors, flat as in the rank's memory: file views."""
         sources = self.scalars.get(step, ())
         files = (_tensors(path_of_kept(self.folder, step, source)) for source in sources)
-        found = (pair for file in files for pair in file)
-        return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in found}
+        pairs = (pair for file in files for pair in file)
+        return {(key.rpartition("|")[0], key.rpartition("|")[2]): bits for key, bits in pairs}
 
     def places(self, step: int, key: Key) -> list[tuple[int, int, int, int]]:
-        """The places of the pieces of a tensor that the rank has, in the order of its memory."""
-        found = (value.place for value, _ in self.rows(step) if (value.name, value.quantity) == key)
-        return list(dict.fromkeys(place for place in found if place is not None))
+        """Returns the places of the rank's pieces of a tensor, in the order of its memory."""
+        row_places = (
+            value.place for value, _ in self.rows(step) if (value.name, value.quantity) == key
+        )
+        return list(dict.fromkeys(place for place in row_places if place is not None))
 
     @property
     def sampled(self) -> set[int]:
         """The steps of which there are samples."""
         return {step for step, _ in self._samples}
 
-    def alike(self, other: Rank, step: int) -> bool:
-        """Whether a step has the same numbers, rows and values in the same order.
+    def alike(self, peer: Rank, step: int) -> bool:
+        """Returns whether a step has the same numbers, rows and values in the same order.
 
         It is quick, and where it is False the step may still be the same in another order. Samples
         and random states do not count.
         """
-        mine, theirs = (
+        lines, peer_lines = (
             {source: {**line, "rng": None} for source, line in rank.scalars.get(step, {}).items()}
-            for rank in (self, other)
+            for rank in (self, peer)
         )
-        if mine != theirs or self.values != other.values:
+        if lines != peer_lines or self.values != peer.values:
             return False
         return all(
-            numpy.array_equal(self._block(step, source), other._block(step, source))
-            for source in mine
+            numpy.array_equal(self._block(step, source), peer._block(step, source))
+            for source in lines
         )
 
     def _block(self, step: int, source: int) -> numpy.ndarray[Any, Any]:
         return self._rows.get((step, source), numpy.empty(0, ROW))
 
-    def _found(
+    def _rows_of(
         self,
         blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]],
         step: int,
@@ -421,13 +426,13 @@ class Rank:
 
 
 def path_of_kept(folder: Path, step: int, source: int) -> Path:
-    """The file of whole tensors that a rank keeps of a step of one optimizer."""
+    """Returns the file of whole tensors that a rank keeps of a step of one optimizer."""
     name = f"step-{step}" + (f"-{source}" if source else "")
     return folder / "kept" / f"{name}.safetensors"
 
 
 def encodable(name: str) -> str:
-    """A name as files of kept tensors have it: lone surrogates, which UTF-8 lacks, as escapes."""
+    """Returns a name for files of kept tensors: lone surrogates, which UTF-8 lacks, as escapes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -436,7 +441,7 @@ DEFAULTED = ("environment", "options", "steps_as", "source", "losses", "groups",
 
 
 def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line without those of these keys that are null."""
+    """Returns a line without the keys in `DEFAULTED` that are null."""
     nothing = {name for name in DEFAULTED if line.get(name) is None}
     return {name: value for name, value in line.items() if name not in nothing}
 
@@ -444,15 +449,19 @@ def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
 def _value(line: Mapping[str, Any], path: Path) -> Value:
     check(line, VALUE, f"lines of {str(path)!r}")
     place = line.get("place")
-    own = {**line, "shape": tuple(line["shape"]), "place": None if place is None else tuple(place)}
-    value = Value(*(own[name] for name in Value._fields))
+    fields = {
+        **line,
+        "shape": tuple(line["shape"]),
+        "place": None if place is None else tuple(place),
+    }
+    value = Value(*(fields[name] for name in Value._fields))
     fits = value.place is None or end_of(value.place) <= math.prod(value.shape)
     require(fits, f"place in lines of {str(path)!r}", f"within the shape {value.shape}", place)
     return value
 
 
 def end_of(place: tuple[int, int, int, int]) -> int:
-    """The index behind the last element at a place."""
+    """Returns the index behind the last element at a place."""
     first, run, stride, numel = place
     if not numel:
         return 0
@@ -460,14 +469,14 @@ def end_of(place: tuple[int, int, int, int]) -> int:
 
 
 def _content(path: Path) -> numpy.ndarray[Any, Any]:
-    """The bytes of a file: a view of it; RecordingError where there is no regular file."""
+    """Returns the bytes of a file, a view; raises RecordingError where there is no regular file."""
     kind = "a file" if path.is_file() else "another kind of file" if path.exists() else "none"
     require(kind == "a file", f"{str(path)!r}", "a regular file", kind)
     return numpy.memmap(path, "u1", "r") if path.stat().st_size else numpy.empty(0, "u1")
 
 
 def _lines(data: numpy.ndarray[Any, Any], path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file's bytes, as JSON; RecordingError for a line that is none."""
+    """Yields the whole lines of a file's bytes, as JSON; RecordingError for a line that is none."""
     for number, line in enumerate(data.tobytes().split(b"\n")[:-1], 1):
         where = f"line {number} of {str(path)!r}"
         content = read_json(line, where)
@@ -477,7 +486,10 @@ def _lines(data: numpy.ndarray[Any, Any], path: Path) -> Iterator[dict[str, Any]
 
 
 def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
-    """The bits of each tensor in a file of safetensors: a length, JSON of that length, bytes."""
+    """Yields the name and bits of each tensor in a file of safetensors.
+
+    The file has a length, JSON of that length, and bytes.
+    """
     if not path.exists():
         return
     where, data = f"the file of kept tensors {str(path)!r}", _content(path)
@@ -486,13 +498,13 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
     start = 8 + int(data[:8].view("<u8")[0])
     content = read_json(data[8:start].tobytes(), where)
     require(isinstance(content, dict), where, "an object for each tensor", content)
-    for name, each in content.items():
+    for name, entry in content.items():
         if name == "__metadata__":
             continue
-        check(each if isinstance(each, dict) else {}, TENSOR, where)
-        begin, end = each["data_offsets"]
+        check(entry if isinstance(entry, dict) else {}, TENSOR, where)
+        begin, end = entry["data_offsets"]
         require(begin <= end <= size - start, where, f"{start + end} bytes long", size)
-        width = (end - begin) // max(math.prod(each["shape"]), 1)
+        width = (end - begin) // max(math.prod(entry["shape"]), 1)
         if width in (1, 2, 4, 8) and (end - begin) % width == 0:
             yield name, data[start + begin : start + end].view(f"<u{width}")
 
@@ -500,7 +512,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
 def _blocks(
     data: numpy.ndarray[Any, Any], path: Path
 ) -> Iterator[tuple[int, int, numpy.ndarray[Any, Any]]]:
-    """The step, source and rows of each whole block in a file's bytes: views of them.
+    """Yields the step, source and rows of each whole block in a file's bytes: views of them.
 
     Raises RecordingError for bytes that are neither one nor, at the end, the beginning of one.
     """
@@ -538,8 +550,8 @@ class Recording:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
-        found = self.folder.glob("rank-*")
-        self.ranks = sorted((Rank(each) for each in found), key=lambda rank: rank.number)
+        folders = self.folder.glob("rank-*")
+        self.ranks = sorted((Rank(folder) for folder in folders), key=lambda rank: rank.number)
         if not self.ranks:
             raise RecordingError(
                 f"recording must be a folder with rank-0, got {str(self.folder)!r}"
@@ -550,7 +562,7 @@ class Recording:
 
     @property
     def run(self) -> dict[str, Any]:
-        """What the first rank says of the run."""
+        """The first rank's description of the run."""
         return self.ranks[0].run
 
     @cached_property
@@ -561,12 +573,12 @@ class Recording:
     @property
     def absent(self) -> list[int]:
         """The ranks of the run that have no folder."""
-        there = {rank.number for rank in self.ranks}
-        return [number for number in range(self.run.get("world") or 1) if number not in there]
+        numbers = {rank.number for rank in self.ranks}
+        return [number for number in range(self.run.get("world") or 1) if number not in numbers]
 
     @property
     def optimizers(self) -> list[dict[str, Any]]:
-        """What each rank says of its optimizers, a line each, the first rank's first."""
+        """Each rank's descriptions of its optimizers, the first rank's first."""
         return [line for rank in self.ranks for line in rank.optimizers]
 
     @cached_property
@@ -574,38 +586,38 @@ class Recording:
         """The steps of which there are samples, ascending."""
         return sorted({step for rank in self.ranks for step in rank.sampled} & set(self.steps))
 
-    def alike(self, other: Recording, step: int) -> bool:
-        """Whether all ranks have the same numbers and rows of a step; see `alike` of Rank."""
-        pairs = zip(self.ranks, other.ranks, strict=False)
-        return len(self.ranks) == len(other.ranks) and all(a.alike(b, step) for a, b in pairs)
+    def alike(self, recording: Recording, step: int) -> bool:
+        """Returns whether all ranks have the same numbers and rows of a step; see `Rank.alike`."""
+        pairs = zip(self.ranks, recording.ranks, strict=False)
+        return len(self.ranks) == len(recording.ranks) and all(a.alike(b, step) for a, b in pairs)
 
     @cached_property
     def values(self) -> dict[Key, Value]:
         """The values that ranks hold together, by name and quantity, in the order of recording.
 
-        Of tensors whose dtype or shape changes the first one; `values_at` has those of a step.
+        A tensor whose dtype or shape changes has its first value here; `values_at` has a step's.
         """
-        found = dict[Key, Value]()
+        shared_values = dict[Key, Value]()
         for value in (value for rank in self.ranks for value in rank.values):
             if value.place is not None:
-                found.setdefault((value.name, value.quantity), value)
-        return found
+                shared_values.setdefault((value.name, value.quantity), value)
+        return shared_values
 
     def values_at(self, step: int) -> dict[Key, Value]:
-        """The values of a step's rows that ranks hold together, by name and quantity."""
-        found = dict[Key, Value]()
+        """Returns the values of a step's rows that ranks hold together, by name and quantity."""
+        shared_values = dict[Key, Value]()
         for rank in reversed(self.ranks):
-            found |= {k: v for k, v in rank.values_at(step).items() if v.place is not None}
-        return found
+            shared_values |= {k: v for k, v in rank.values_at(step).items() if v.place is not None}
+        return shared_values
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
-        """For each rank, by source, the line of a step."""
+        """Returns for each rank the lines of a step, by source."""
         return [rank.scalars[step] for rank in self.ranks]
 
     def digests(self, step: int) -> dict[Key, Summed]:
-        """What all ranks together say of each tensor after a step.
+        """Sums the digests of each tensor after a step over all ranks.
 
-        Of several tensors of one name, as older versions recorded some, the sum.
+        Several tensors of one name, as older versions recorded some, are summed too.
         """
         parts: dict[Key, dict[Any, dict[int, Digest]]] = defaultdict(lambda: defaultdict(dict))
         values = dict[Key, Value]()
@@ -613,73 +625,80 @@ class Recording:
             for value, digest in rank.rows(step):
                 if value.place is not None:
                     key = value.name, value.quantity
-                    own, values[key] = parts[key][value.place], value
-                    before = own.get(rank.number)
-                    own[rank.number] = digest if before is None else _total([before, digest])
-        return {key: _summed(values[key], found) for key, found in parts.items()}
+                    rank_digests, values[key] = parts[key][value.place], value
+                    before = rank_digests.get(rank.number)
+                    rank_digests[rank.number] = (
+                        digest if before is None else _total([before, digest])
+                    )
+        return {key: _summed(values[key], place_digests) for key, place_digests in parts.items()}
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Digest]]:
-        """What each rank alone says, by rank, name and quantity: several where it ran often."""
-        found: dict[tuple[int, str, str], list[Digest]] = defaultdict(list)
+        """Returns each rank's own digests, by rank, name and quantity: several of several calls."""
+        digests: dict[tuple[int, str, str], list[Digest]] = defaultdict(list)
         for rank in self.ranks:
             for value, digest in rank.rows(step):
                 if value.place is None:
-                    found[rank.number, value.name, value.quantity].append(digest)
-        return found
+                    digests[rank.number, value.name, value.quantity].append(digest)
+        return digests
 
     def kept(
         self, step: int, key: Key
     ) -> tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None:
-        """The bits of a whole tensor that ranks kept of a step, flat, and which of them are there.
+        """Returns the bits of a whole tensor that ranks kept of a step, flat, and which are there.
 
-        None where no rank kept it. A quantity is as after the step, "old weight" as before it.
+        It is None where no rank kept it. A quantity is as after the step, "old weight" as before.
         """
         plain = key[0], key[1].removeprefix("old ")
         value = self.values_at(step).get(plain)
         numel = 0 if value is None else math.prod(value.shape)
-        found: tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None = None
+        tensor: tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None = None
         for rank in self.ranks:
             whole, places, begin = rank.kept(step), rank.places(step, plain), 0
-            own = whole.get((encodable(key[0]), encodable(key[1])))
-            if own is None or len(own) < sum(place[3] for place in places):
+            part = whole.get((encodable(key[0]), encodable(key[1])))
+            if part is None or len(part) < sum(place[3] for place in places):
                 continue
-            width = own.itemsize if value is None else WIDTHS.get(value.dtype, own.itemsize)
-            if own.itemsize != width or (found is not None and found[0].itemsize != width):
+            width = part.itemsize if value is None else WIDTHS.get(value.dtype, part.itemsize)
+            if part.itemsize != width or (tensor is not None and tensor[0].itemsize != width):
                 continue
-            if found is None:
+            if tensor is None:
                 try:
-                    found = numpy.zeros(numel, own.dtype), numpy.zeros(numel, bool)
+                    tensor = numpy.zeros(numel, part.dtype), numpy.zeros(numel, bool)
                 except (MemoryError, ValueError):  # the second of more bytes than there are numbers
                     where = f"shape of {key[1]} of {key[0]} in {str(rank.folder)!r}"
                     raise RecordingError(
                         f"{where} must be that of a tensor for which memory suffices, got"
                         f" {numel} elements"
                     ) from None
-            bits, held = found
+            bits, held = tensor
             for place in places:
                 indices, end = _indices(place), begin + place[3]
-                bits[indices], held[indices], begin = own[begin:end], True, end
-        return found
+                bits[indices], held[indices], begin = part[begin:end], True, end
+        return tensor
 
     def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
-        """The sampled elements of each tensor: which are there (a bit each), and their bits.
+        """Returns each tensor's sampled elements: which are there (a bit each), and their bits.
 
         Places of samples are those of `places_of_samples`.
         """
-        found: dict[Key, tuple[int, numpy.ndarray[Any, Any]]] = {}
+        samples_by_key: dict[Key, tuple[int, numpy.ndarray[Any, Any]]] = {}
         for rank in self.ranks:
             for value, held, bits in rank.samples(step):
                 key = value.name, value.quantity
-                before, known = found.get(key, (0, numpy.zeros_like(bits)))
+                held_before, bits_before = samples_by_key.get(key, (0, numpy.zeros_like(bits)))
                 where = f"samples of {value.quantity} of {value.name} on rank {rank.number}"
-                require(len(bits) == len(known), where, f"{len(known)} as on others", len(bits))
-                own = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
-                found[key] = before | held, numpy.where(own, bits, known)
-        return found
+                require(
+                    len(bits) == len(bits_before),
+                    where,
+                    f"{len(bits_before)} as on others",
+                    len(bits),
+                )
+                mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
+                samples_by_key[key] = held_before | held, numpy.where(mask, bits, bits_before)
+        return samples_by_key
 
 
 def _indices(place: tuple[int, int, int, int]) -> Any:
-    """The indices in the whole tensor of the elements at a place."""
+    """Returns the indices in the whole tensor of the elements at a place."""
     first, run, stride, numel = place
     if not stride:
         return slice(first, first + numel)
@@ -712,12 +731,12 @@ def _alike(ranks: Mapping[int, Digest]) -> dict[Digest, tuple[int, ...]]:
 
 
 def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:
-    """The flat indices of a tensor's sampled elements, ascending; the same in every run.
+    """Returns the flat indices of a tensor's sampled elements, ascending; the same in every run.
 
     Args:
         name: the parameter's canonical name.
         numel: of the whole tensor.
-        width: bytes of an element: 64 elements are sampled, 32 of 8 bytes; of small tensors all.
+        width: bytes of an element. 64 elements are sampled, 32 of 8 bytes, all of small tensors.
     """
     count = SAMPLES // 2 if width == 8 else SAMPLES
     if numel <= count:

@@ -57,38 +57,38 @@ ENTRY: checks.Kinds = {
     "digests": dict_of(dict_of(list_of(checks.DIGEST.or_none()))),
     "norms": dict_of(dict_of(checks.FLOAT)),
 }
-"""What an entry has."""
+"""Keys of an entry."""
 
 
 class Checked(NamedTuple):
-    """What `check` found."""
+    """The result of `check`."""
 
     comparison: Comparison
     line: str
-    """The verdict, and where it is not of this environment's entry, that."""
+    """The verdict; it names the environments where the entry is of another one."""
     is_own: bool
-    """Whether the entry is of the run's environment."""
+    """True if the entry is of the run's environment."""
     drift: list[tuple[str, int, float, float]]
-    """Beside another environment's entry: what, the step, the golden number and the run's."""
+    """Quantity, step, golden number and the run's, where the entry is of another environment."""
 
 
 class _Summary:
-    """What a file of golden values leaves out of a recording."""
+    """The parts of a recording that a file of golden values leaves out."""
 
     sampled: Sequence[int] = ()
     absent: Sequence[int] = ()
     values: Mapping[Key, Value]
 
     def values_at(self, step: int) -> Mapping[Key, Value]:
-        """The same at each step: files have the first shapes alone, and no dtypes."""
+        """Returns the same at each step: files have the first shapes alone, and no dtypes."""
         return self.values
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        """No rows of one rank."""
+        """Returns nothing: files have no rows of one rank."""
         return {}
 
     def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
-        """No elements."""
+        """Returns nothing: files have no elements."""
         return {}
 
 
@@ -108,7 +108,9 @@ class Golden(_Summary):
         self._scalars = dict(_unfolded(entry["steps"]))
         self.steps = sorted(self._scalars)
         shapes = {name: tuple(shape) for name, shape in entry["tensors"].items()}
-        quantities = dict.fromkeys(q for found in self._digests.values() for q in found)
+        quantities = dict.fromkeys(
+            q for step_digests in self._digests.values() for q in step_digests
+        )
         self.values = {(n, q): Value(n, q, "", shapes[n]) for q in quantities for n in shapes}
 
     @property
@@ -117,12 +119,12 @@ class Golden(_Summary):
         return self._names == [TOGETHER]
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
-        """For each rank, by source, the numbers of a step."""
-        found: list[dict[int, dict[str, Any]]] = self._scalars[step]
-        return found
+        """Returns for each rank the numbers of a step, by source."""
+        ranks: list[dict[int, dict[str, Any]]] = self._scalars[step]
+        return ranks
 
     def digests(self, step: int) -> dict[Key, Summed]:
-        """Each tensor's digest, of the steps that have them."""
+        """Returns each tensor's digest, of the steps that have them."""
         return {
             (name, quantity): Summed(Digest(int(text[:16], 16), int(text[16:], 16), None), 0, ())
             for quantity, texts in self._digests.get(str(step), {}).items()
@@ -144,18 +146,18 @@ class _Together(_Summary):
 
     def digests(self, step: int) -> dict[Key, Summed]:
         hashes: dict[str, Any] = {}
-        for (name, quantity), each in sorted(self._recording.digests(step).items()):
-            own = hashes.setdefault(quantity, hashlib.blake2b(digest_size=16))
-            own.update(f"{name} {each.digest}\n".encode("utf-8", "surrogatepass"))
-        found = {q: int(own.hexdigest(), 16) for q, own in hashes.items()}
+        for (name, quantity), summed in sorted(self._recording.digests(step).items()):
+            hasher = hashes.setdefault(quantity, hashlib.blake2b(digest_size=16))
+            hasher.update(f"{name} {summed.digest}\n".encode("utf-8", "surrogatepass"))
+        numbers = {q: int(hasher.hexdigest(), 16) for q, hasher in hashes.items()}
         return {
-            (TOGETHER, q): Summed(Digest(each % 2**64, each >> 64, None), 0, ())
-            for q, each in found.items()
+            (TOGETHER, q): Summed(Digest(number % 2**64, number >> 64, None), 0, ())
+            for q, number in numbers.items()
         }
 
 
 def _whole_steps(recording: Recording) -> list[int]:
-    """A recording's steps; RecordingError where it has none."""
+    """Returns a recording's steps; RecordingError where it has none."""
     if not recording.steps:
         where = str(recording.folder)
         raise RecordingError(
@@ -165,11 +167,15 @@ def _whole_steps(recording: Recording) -> list[int]:
 
 
 def entry_of(recording: Recording) -> dict[str, Any]:
-    """What a file keeps of a recording; RecordingError where that is too much."""
+    """Makes the entry of a recording; raises RecordingError where it is too large."""
     steps = _whole_steps(recording)
-    kept = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
+    digest_steps = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
     together = _Together(recording)
-    for run, chosen in ((recording, kept), (recording, [steps[0], steps[-1]]), (together, kept)):
+    for run, chosen in (
+        (recording, digest_steps),
+        (recording, [steps[0], steps[-1]]),
+        (together, digest_steps),
+    ):
         entry = _entry(recording, run, chosen)
         if len(_text([entry])) <= LARGEST:
             return entry
@@ -179,31 +185,31 @@ def entry_of(recording: Recording) -> dict[str, Any]:
     )
 
 
-def _entry(recording: Recording, run: Any, kept: Sequence[int]) -> dict[str, Any]:
+def _entry(recording: Recording, run: Any, digest_steps: Sequence[int]) -> dict[str, Any]:
     shapes = {name: value.shape for (name, _), value in reversed(run.values.items())}
     order = [name for line in recording.optimizers for name in line.get("order") or ()]
     names = [name for name in dict.fromkeys([*order, *shapes]) if name in shapes]
     return {
         "family": family(recording),
         "because": [],
-        "run": _told({name: recording.run.get(name) for name in RUN}),
+        "run": _without_null({name: recording.run.get(name) for name in RUN}),
         "optimizers": list(dict.fromkeys(line["class"] for line in recording.optimizers)),
         "tensors": {name: shapes[name] for name in names},
         "steps": dict(_folded(recording)),
-        "digests": {str(step): _columns(run.digests(step), names) for step in kept},
-        "norms": {str(step): _norms(recording, step) for step in kept},
+        "digests": {str(step): _columns(run.digests(step), names) for step in digest_steps},
+        "norms": {str(step): _norms(recording, step) for step in digest_steps},
     }
 
 
-def _told(content: Any) -> Any:
-    """Nested dicts without what is None, which a comparison takes for the same as nothing."""
+def _without_null(content: Any) -> Any:
+    """Removes None from nested dicts: a comparison takes it for the same as no key."""
     if not isinstance(content, Mapping):
         return content
-    return {name: _told(each) for name, each in content.items() if each is not None}
+    return {name: _without_null(value) for name, value in content.items() if value is not None}
 
 
 def _columns(digests: Mapping[Key, Summed], names: Sequence[str]) -> dict[str, list[str | None]]:
-    """The digests of each quantity, in the order of names."""
+    """Returns the digests of each quantity, in the order of names."""
     quantities = dict.fromkeys(quantity for _, quantity in digests)
     return {
         q: [str(digests[name, q].digest) if (name, q) in digests else None for name in names]
@@ -217,11 +223,11 @@ def _norms(recording: Recording, step: int) -> dict[str, str]:
         chosen = [i for i in range(held.bit_length()) if held >> i & 1]
         numbers = as_numbers(bits[chosen], values[name, quantity].dtype)
         squares[quantity] = squares.get(quantity, 0.0) + float(numpy.square(numbers).sum())
-    return {quantity: hexadecimal(math.sqrt(each)) for quantity, each in squares.items()}
+    return {quantity: hexadecimal(math.sqrt(square)) for quantity, square in squares.items()}
 
 
 def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The numbers of each step, those alone that the step before has not; None where they end."""
+    """Yields the numbers of each step that the step before has not; None where a number ends."""
     before: dict[str, Any] = {}
     for step in recording.steps:
         ranks = [
@@ -244,12 +250,12 @@ def _by_number(content: Any) -> Any:
     if isinstance(content, list) and content and isinstance(content[0], dict):
         content = dict(enumerate(content))
     if isinstance(content, dict):
-        return {name: _by_number(each) for name, each in content.items()}
+        return {name: _by_number(value) for name, value in content.items()}
     return content
 
 
 def _unfolded(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
-    """What `_folded` folded: for each step the numbers of each rank, by source."""
+    """Undoes `_folded`: yields for each step the numbers of each rank, by source."""
     now: dict[str, Any] = {}
     for step, changes in steps.items():
         now |= changes
@@ -268,13 +274,13 @@ def _line(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(entries: Sequence[Mapping[str, Any]]) -> str:
-    """A file's text, a number a line: what changes is seen in a diff of the file."""
+    """Returns a file's text, a number a line: what changes is seen in a diff of the file."""
     content = {"is": "golden values", "schema": SCHEMA, "entries": entries}
     return json.dumps(content, indent=0) + "\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file; RecordingError for one of something else."""
+    """Reads the entries of a file; raises RecordingError for a file of something else."""
     content = read_json(path.read_bytes(), f"golden values {str(path)!r}")
     if not isinstance(content, dict) or content.get("is") != "golden values":
         raise RecordingError(f"golden values must be a file that make wrote, got {str(path)!r}")
@@ -285,22 +291,24 @@ def read(path: Path) -> list[dict[str, Any]]:
     require(is_list, f"entries of {str(path)!r}", "a list of one at least", entries)
     for entry in entries:
         _check_entry(entry, str(path))
-    found: list[dict[str, Any]] = entries
-    return found
+    checked_entries: list[dict[str, Any]] = entries
+    return checked_entries
 
 
 def _check_entry(entry: Any, where: str) -> None:
     """Raises RecordingError for what is no entry."""
     require(isinstance(entry, dict), f"each entry in {where}", "an object", entry)
     checks.check(entry, ENTRY, where)
-    own = {**checks.RUN, "rank": checks.ANYTHING}
-    checks.check(entry["run"], own, where)
+    kinds = {**checks.RUN, "rank": checks.ANYTHING}
+    checks.check(entry["run"], kinds, where)
     for name in ("steps", "digests", "norms"):
         for step in entry[name]:
             is_step = step.isdecimal() and len(step) < 19 and int(step) >= 1
             require(is_step, f"{name} in {where}", "by step, from 1 on", step)
     count = len(entry["tensors"])
-    for quantity, texts in (pair for found in entry["digests"].values() for pair in found.items()):
+    for quantity, texts in (
+        pair for step_digests in entry["digests"].values() for pair in step_digests.items()
+    ):
         words = f"digests of {quantity!r} in {where}"
         require(len(texts) == count, words, f"of all {count} tensors", len(texts))
     try:
@@ -342,18 +350,18 @@ def update(path: Path, recording: Recording, because: str) -> None:
     """
     if not because.strip():
         raise RecordingError(f"because must be the reason of the change, got {because!r}")
-    entries, entry = read(path), entry_of(recording)
-    old = [each for each in entries if each["family"] == entry["family"]]
+    entries, new_entry = read(path), entry_of(recording)
+    old = [entry for entry in entries if entry["family"] == new_entry["family"]]
     commit = recording.run.get("environment", {}).get("git commit")
     reason = {"commit": commit, "because": because}
-    entry["because"] = [*(line for each in old for line in each["because"]), reason]
-    _write(path, [each for each in entries if each not in old] + [entry])
+    new_entry["because"] = [*(line for entry in old for line in entry["because"]), reason]
+    _write(path, [entry for entry in entries if entry not in old] + [new_entry])
 
 
 def refuse_changes(path: Path, recording: Recording | None = None) -> None:
     """Raises RecordingError where git tells of changes beside the file's: what ran is no commit.
 
-    Those from when the recording was made count too.
+    Changes at the time of the recording count too.
     """
     if recording is not None and recording.run.get("environment", {}).get("diff hash"):
         raise RecordingError("run must be recorded where git has no changes, got one with some")
@@ -369,23 +377,25 @@ def refuse_changes(path: Path, recording: Recording | None = None) -> None:
 
 def check(path: Path, recording: Recording) -> Checked:
     """Holds a recording to the entry of its environment; without one to the nearest."""
-    entries, own = read(path), family(recording)
-    nearest = max(entries, key=lambda e: sum(e["family"].get(k) == own[k] for k in own))
-    is_own = nearest["family"] == own
+    entries, environment = read(path), family(recording)
+    nearest = max(
+        entries, key=lambda e: sum(e["family"].get(k) == environment[k] for k in environment)
+    )
+    is_own = nearest["family"] == environment
     golden = Golden(nearest)
-    found = compare(golden, _Together(recording) if golden.is_together else recording)
+    comparison = compare(golden, _Together(recording) if golden.is_together else recording)
     if is_own:
-        return Checked(found, found.line, True, [])
+        return Checked(comparison, comparison.line, True, [])
     words = [
-        ", ".join(f"{name}: {shown(each)}" for name, each in one.items() if each is not None)
-        for one in (own, nearest["family"])
+        ", ".join(f"{name}: {shown(value)}" for name, value in one.items() if value is not None)
+        for one in (environment, nearest["family"])
     ]
-    line = f"no entry for {words[0]}; beside that of {words[1]}: {found.line}"
-    return Checked(found, line, False, list(_drift(golden, recording)))
+    line = f"no entry for {words[0]}; beside that of {words[1]}: {comparison.line}"
+    return Checked(comparison, line, False, list(_drift(golden, recording)))
 
 
 def _drift(golden: Golden, recording: Recording) -> Iterator[tuple[str, int, float, float]]:
-    """The losses and norms of the golden run, and the run's."""
+    """Yields the losses and norms of the golden run, each with the run's."""
     for text, norms in golden.norms.items():
         step = int(text)
         if step not in recording.steps or step not in golden.steps:
@@ -394,18 +404,18 @@ def _drift(golden: Golden, recording: Recording) -> Iterator[tuple[str, int, flo
         both = {"loss": tuple(losses)}
         now = _norms(recording, step)
         both |= {q: (norms[q], now[q]) for q in norms if q in now}
-        for what, (mine, theirs) in both.items():
-            if mine is not None and theirs is not None:
-                yield what, step, float.fromhex(mine), float.fromhex(theirs)
+        for quantity, (golden_value, run_value) in both.items():
+            if golden_value is not None and run_value is not None:
+                yield quantity, step, float.fromhex(golden_value), float.fromhex(run_value)
 
 
 def _loss(ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> str | None:
-    """The mean of a step's losses, over calls and ranks, in hexadecimal."""
+    """Returns the mean of a step's losses, over calls and ranks, in hexadecimal."""
     losses = [
-        float.fromhex(each)
+        float.fromhex(loss)
         for rank in ranks
         for line in rank.values()
-        for each in line.get("losses") or ()
+        for loss in line.get("losses") or ()
     ]
     return hexadecimal(fmean(losses)) if losses else None
 
@@ -423,26 +433,26 @@ DIGITS = 5
 
 
 def megatron_values(recording: Recording) -> dict[str, dict[str, Any]]:
-    """The numbers of a run as Megatron-LM's functional tests keep them, in full precision."""
-    found, whole = {}, _whole_steps(recording)
+    """Returns a run's numbers as Megatron-LM's functional tests keep them, in full precision."""
+    metrics, whole = {}, _whole_steps(recording)
     for metric, number in METRICS.items():
         texts = {step: number(recording.scalars(step)) for step in whole}
-        known = {step: text for step, text in texts.items() if text and is_float(text)}
-        values = {str(step): float.fromhex(text) for step, text in known.items()}
+        float_texts = {step: text for step, text in texts.items() if text and is_float(text)}
+        values = {str(step): float.fromhex(text) for step, text in float_texts.items()}
         if values:
             steps = [int(step) for step in values]
-            found[metric] = {
+            metrics[metric] = {
                 "start_step": steps[0],
                 "end_step": steps[-1],
                 "step_interval": steps[-1] - steps[-2] if len(steps) > 1 else 1,
                 "value_precision": "full",
                 "values": values,
             }
-    return found
+    return metrics
 
 
 def check_megatron(path: Path, recording: Recording) -> list[str]:
-    """What differs from a file of Megatron-LM's, a line for each metric.
+    """Returns what differs from a file of Megatron-LM's, a line for each metric.
 
     A metric of "value_precision": "full" is compared in every bit, another one after rounding to
     five decimals, as its file is. Metrics of time and memory are not a recording's.
@@ -456,15 +466,23 @@ def check_megatron(path: Path, recording: Recording) -> list[str]:
     lines, compared = [], 0
     for metric in (name for name in golden if name in now):
         is_full = golden[metric].get("value_precision") == "full"
-        mine, theirs = golden[metric]["values"], now[metric]["values"]
-        both = [step for step in mine if step in theirs and isinstance(mine[step], int | float)]
+        golden_values, run_values = golden[metric]["values"], now[metric]["values"]
+        both = [
+            step
+            for step in golden_values
+            if step in run_values and isinstance(golden_values[step], int | float)
+        ]
         compared += len(both)
         unlike = [
-            s for s in both if mine[s] != (theirs[s] if is_full else round(theirs[s], DIGITS))
+            s
+            for s in both
+            if golden_values[s] != (run_values[s] if is_full else round(run_values[s], DIGITS))
         ]
         if unlike:
             step, count = unlike[0], f"{len(unlike)} of {len(both)} steps"
-            lines.append(f"{metric}: step {step}: {mine[step]!r}, and {theirs[step]!r}; {count}")
+            lines.append(
+                f"{metric}: step {step}: {golden_values[step]!r}, and {run_values[step]!r}; {count}"
+            )
     if not compared:
         raise RecordingError(f"file must have {', '.join(METRICS)} of the run's steps, got none")
     return lines

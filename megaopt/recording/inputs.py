@@ -1,4 +1,4 @@
-"""What a step starts from and hears of: batches, random generators, calls of torch's functions."""
+"""The recorded inputs of a step: batches, random generators, calls of torch's functions."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 RandomStates = dict[str, tuple[Any, ...]]
-"""For each generator its words, and what belongs to them."""
+"""The words of each generator, and what belongs to them."""
 
 
 def random_states(devices: set[torch.device]) -> RandomStates:
-    """The state of each generator: Python's, numpy's, torch's, and each device's."""
+    """Returns the state of each generator: Python's, numpy's, torch's, and each device's."""
     version, words, gauss = random.getstate()
-    own: Any = numpy.random.get_state(legacy=False)
-    of_numpy: Any = (b"", repr(own))
-    if own["bit_generator"] == "MT19937":  # which has more words than repr shows
-        of_numpy = own["state"]["key"].tobytes(), (own["state"]["pos"], own["gauss"])
-    found: RandomStates = {
+    numpy_state: Any = numpy.random.get_state(legacy=False)
+    of_numpy: Any = (b"", repr(numpy_state))
+    if numpy_state["bit_generator"] == "MT19937":  # which has more words than repr shows
+        of_numpy = (
+            numpy_state["state"]["key"].tobytes(),
+            (numpy_state["state"]["pos"], numpy_state["gauss"]),
+        )
+    states: RandomStates = {
         "python": (words, (version, gauss)),
         "numpy": of_numpy,
         "torch": (torch.get_rng_state().numpy().tobytes(),),
     }
     for device in sorted(devices, key=str):
         if device.type == "cuda":
-            found[str(device)] = (torch.cuda.get_rng_state(device).numpy().tobytes(),)
-    return found
+            states[str(device)] = (torch.cuda.get_rng_state(device).numpy().tobytes(),)
+    return states
 
 
 def random_digests(states: RandomStates) -> dict[str, str]:
-    """A digest of the state of each generator."""
+    """Returns a digest of the state of each generator."""
     return {name: _hash(*state) for name, state in states.items()}
 
 
@@ -56,29 +59,33 @@ def _hash(data: bytes | tuple[int, ...], more: object = None) -> str:
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results whose elements can be read, in order."""
+    """Yields the tensors in arguments or results whose elements can be read, in order."""
     if isinstance(value, torch.Tensor):
-        own = local_of(value)
+        local = local_of(value)
         unread = value.is_meta or value.is_quantized or value.is_nested
-        if own.layout == torch.strided and not unread and not is_traceable_wrapper_subclass(own):
+        if (
+            local.layout == torch.strided
+            and not unread
+            and not is_traceable_wrapper_subclass(local)
+        ):
             yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from leaves(each)
+        for inner in value.values():
+            yield from leaves(inner)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from leaves(each)
+        for inner in value:
+            yield from leaves(inner)
     elif hasattr(value, "__dataclass_fields__"):
         yield from leaves(vars(value))
 
 
 def batch_digest(value: Any) -> torch.Tensor:
-    """The digest of a batch, which adds over its samples in any order: int64 (2,).
+    """Returns the digest of a batch, which adds over its samples in any order: int64 (2,).
 
     Tensors of as many rows as the first has are cut into samples; others belong to all of them.
     """
-    found = (local_of(each.detach()) for each in leaves(value))
-    tensors = [each for each in found if each.numel()]
+    shards = (local_of(leaf.detach()) for leaf in leaves(value))
+    tensors = [tensor for tensor in shards if tensor.numel()]
     if not tensors:
         return torch.zeros(2, dtype=torch.int64)
     rows = tensors[0].shape[0] if tensors[0].dim() else 1
@@ -92,14 +99,14 @@ def batch_digest(value: Any) -> torch.Tensor:
 
 
 def mixed(lanes: torch.Tensor) -> torch.Tensor:
-    """The last part of the splitmix64 generator, of each number, int64."""
+    """Returns the last part of the splitmix64 generator, of each number, int64."""
     for shift, multiplier in zip((30, 27), MIX, strict=True):
         lanes = (lanes ^ _shifted(lanes, shift)) * (multiplier - LANES)
     return lanes ^ _shifted(lanes, 31)
 
 
 def _shifted(lanes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifted right with zeros: torch's own shift of an int64 repeats the sign."""
+    """Shifts right with zeros: torch's own shift of an int64 repeats the sign."""
     return (lanes >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -148,12 +155,12 @@ class Watched:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             # listeners look at what can be gone through once
-            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
-            then = [listener(args, kwargs) for listener in tuple(self._listeners)]
+            args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
+            callbacks = [listener(args, kwargs) for listener in tuple(self._listeners)]
             result = function(*args, **kwargs)
-            for each in then:
-                if each is not None:
-                    each(result)
+            for callback in callbacks:
+                if callback is not None:
+                    callback(result)
             return result
 
         return wrapped

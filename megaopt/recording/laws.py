@@ -30,16 +30,16 @@ class Sample:
     new: Mapping[str, Rounded]
     """After the step, likewise; within their format's rounding of what the step computed."""
     grad: Rounded
-    """What the optimizer reads, without a loss scale, and clipped."""
+    """The gradient that the optimizer reads, without a loss scale, and clipped."""
     options: Mapping[str, Any]
-    """The group's, in Python numbers, over the optimizer's, over the law's own."""
+    """The group's options in Python numbers, over the optimizer's, over the law's."""
     step: int | None
     """The number of this update, from 1; None where it is not known."""
     precision: Precision
     """The arithmetic's."""
 
     def number(self, name: str, place: int | None = None) -> Rounded:
-        """An option, 0 where there is none, as the step has it: rounded once.
+        """Returns an option, 0 where there is none, as the step has it: rounded once.
 
         place: of a number in a pair, as of betas.
         """
@@ -47,9 +47,10 @@ class Sample:
         return self.constant(value if place is None else value[place])
 
     def constant(self, value: float) -> Rounded:
-        """A number as `number` has it: fp32 at least, and, beside what a device has, at most.
+        """Returns a number as `number` does: in fp32 or wider; in fp32 where a device has it.
 
-        That is a count, or an option that is an fp32 tensor: it makes fp32 of numbers beside it.
+        The device has a count or an option in an fp32 tensor, which makes fp32 of numbers beside
+        it.
         """
         single = PRECISIONS["float32"]
         is_on_device = self.options.get("capturable") or self.options.get("single")
@@ -57,7 +58,7 @@ class Sample:
         return exact(float(value), single if is_single else self.precision).again(1)
 
     def beside(self, number: Rounded) -> Rounded:
-        """A number that the step computed, as an operation with a tensor takes it.
+        """Returns a number that the step computed, as an operation with a tensor takes it.
 
         A capturable step has it on the device, in a tensor of no dimension, and rounds it to the
         tensors' dtype.
@@ -65,7 +66,7 @@ class Sample:
         return number.stored(self.precision) if self.options.get("capturable") else number
 
     def factor(self, name: str) -> Rounded:
-        """An option that torch's `add` takes as alpha: on a CPU rounded to the tensors' dtype."""
+        """Returns an option that torch's `add` takes as alpha, which a CPU rounds to the dtype."""
         return self.number(name).stored(self.precision)
 
     @cached_property
@@ -81,15 +82,16 @@ class Sample:
         return -self.grad if self.options.get("maximize") else self.grad
 
 
-Found = dict[str, Rounded]
-Update = Callable[[Sample], Found]
+NewValues = dict[str, Rounded]
+Update = Callable[[Sample], NewValues]
 
 
 def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
-    """The exponential average, beta * average + (1 - beta) * value, in all ways it is written.
+    """Computes the exponential average, beta * average + (1 - beta) * value, in all its ways.
 
-    As that; as torch's lerp, on both sides of a weight of 0.5; with two fused multiply-adds, as
-    nvcc makes torch's kernels; and the square's factors in any order, one rounding more.
+    The ways are this formula; torch's lerp, on both sides of a weight of 0.5; two fused
+    multiply-adds, as nvcc makes torch's kernels; and the square's factors in any order, which is
+    one rounding more.
     """
     rest = -(beta - 1.0)
     return either(
@@ -101,10 +103,10 @@ def mixed(average: Rounded, value: Rounded, beta: Rounded) -> Rounded:
 
 
 def decayed(sample: Sample, param: Rounded) -> Rounded:
-    """The parameter after decoupled weight decay.
+    """Returns the parameter after decoupled weight decay.
 
-    torch multiplies by a rounded 1 - lr * weight_decay: one rounding more than to take it away; of
-    fp32 where lr is a tensor.
+    torch multiplies by a rounded 1 - lr * weight_decay, which is one rounding more than the
+    subtraction; it is rounded to fp32 where lr is a tensor.
     """
     if not sample.options.get("weight_decay"):
         return param
@@ -114,30 +116,30 @@ def decayed(sample: Sample, param: Rounded) -> Rounded:
 
 
 def is_decoupled(options: Mapping[str, Any]) -> bool:
-    """Whether weight decay passes by the gradient, by torch's or TransformerEngine's option."""
+    """Returns whether decay leaves the gradient alone, by torch's or TransformerEngine's option."""
     return bool(options.get("decoupled_weight_decay", options.get("adam_w_mode")))
 
 
 def is_coupled(sample: Sample) -> bool:
-    """Whether weight decay is added to the gradient."""
+    """Returns whether weight decay is added to the gradient."""
     return bool(sample.options.get("weight_decay")) and not is_decoupled(sample.options)
 
 
 def with_decay(sample: Sample) -> Rounded:
-    """The gradient, with L2 decay where that is the law."""
+    """Returns the gradient, with L2 decay where that is the law."""
     if not is_coupled(sample):
         return sample.descent
     return sample.descent + sample.old[PARAM] * sample.factor("weight_decay")
 
 
 def base(sample: Sample) -> Rounded:
-    """The parameter that a step is taken from."""
-    own = sample.old[PARAM]
-    return own if is_coupled(sample) else decayed(sample, own)
+    """Returns the parameter that a step is taken from."""
+    param = sample.old[PARAM]
+    return param if is_coupled(sample) else decayed(sample, param)
 
 
-def moments(sample: Sample, grad: Rounded, *names: str) -> Found:
-    """The averages of the gradient, of its square ..., as far as the old ones are known."""
+def moments(sample: Sample, grad: Rounded, *names: str) -> NewValues:
+    """Averages the gradient, its square ..., as far as the old averages are known."""
     values = (grad, grad * grad)
     return {
         name: mixed(sample.old[name], values[index], sample.number("betas", index))
@@ -147,14 +149,14 @@ def moments(sample: Sample, grad: Rounded, *names: str) -> Found:
 
 
 def correction(sample: Sample, index: int) -> Rounded:
-    """1 - beta ** step."""
+    """Computes 1 - beta ** step."""
     if not sample.options.get("bias_correction", True):
         return sample.constant(1.0)
     return -(sample.number("betas", index).power(sample.count) - 1.0)
 
 
 def denominator(sample: Sample, square: Rounded) -> Rounded:
-    """Adam's: the root of the corrected square, and eps."""
+    """Computes Adam's denominator: the root of the corrected square, and eps."""
     eps, over = sample.number("eps"), correction(sample, 1)
     where = sample.options.get("eps_is", "")
     if where == "inside":
@@ -165,7 +167,7 @@ def denominator(sample: Sample, square: Rounded) -> Rounded:
 
 
 def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
-    """Adam's step, without weight decay; of a capturable one as torch's loops fold the size in."""
+    """Computes Adam's step without weight decay; if capturable, with torch's ways to fold sizes."""
     lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
     size = lr / over1
     if not sample.options.get("capturable") or "eps_is" in sample.options:
@@ -178,26 +180,26 @@ def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
     return either(average / one_by_one, average / foreach, fused)
 
 
-def adam(sample: Sample, unrounded: bool = False) -> Found:
-    """Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
+def adam(sample: Sample, unrounded: bool = False) -> NewValues:
+    """Steps as Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
 
     unrounded: the weight is computed from the new moments before these are made codes.
     """
-    found = moments(sample, with_decay(sample), "exp_avg", "exp_avg_sq")
-    used = {**sample.new, **found} if unrounded else sample.new
-    square = used["exp_avg_sq"]
+    values = moments(sample, with_decay(sample), "exp_avg", "exp_avg_sq")
+    state = {**sample.new, **values} if unrounded else sample.new
+    square = state["exp_avg_sq"]
     if sample.options.get("amsgrad"):
         if "max_exp_avg_sq" in sample.old:
-            found["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
-        square = used["max_exp_avg_sq"]
-    return {**found, PARAM: base(sample) - step_of(sample, used["exp_avg"], square)}
+            values["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
+        square = state["max_exp_avg_sq"]
+    return {**values, PARAM: base(sample) - step_of(sample, state["exp_avg"], square)}
 
 
 MOMENTUM = "momentum_buffer"
 
 
-def muon(sample: Sample) -> Found:
-    """FusedMuon's: AdamW, and of the parameters that Muon steps the momentum."""
+def muon(sample: Sample) -> NewValues:
+    """Steps as FusedMuon: AdamW, and the momentum of the parameters that Muon steps."""
     if MOMENTUM not in sample.new:
         return adam(replace(sample, options=as_adamw(sample.options)))
     momentum = sample.number("momentum")
@@ -205,42 +207,42 @@ def muon(sample: Sample) -> Found:
 
 
 def as_adamw(options: Mapping[str, Any]) -> dict[str, Any]:
-    """FusedMuon's options as AdamW reads them."""
+    """Returns FusedMuon's options as AdamW reads them."""
     eps = options["eps" if options["use_muon"] is False else "adam_eps"]
     contract = "ieee" if options["contract"] == "eo" else options["contract"]
-    own = {"eps": eps, "contract": contract, "adam_w_mode": True, "amsgrad": False}
-    return {**options, **own, "bias_correction": True}
+    changes = {"eps": eps, "contract": contract, "adam_w_mode": True, "amsgrad": False}
+    return {**options, **changes, "bias_correction": True}
 
 
-def nadam(sample: Sample) -> Found:
-    """NAdam (Dozat 2016) as torch has it, with its product of momenta."""
+def nadam(sample: Sample) -> NewValues:
+    """Steps as torch's NAdam (Dozat 2016), with its product of momenta."""
     grad = with_decay(sample)
-    found = moments(sample, grad, "exp_avg", "exp_avg_sq")
+    values = moments(sample, grad, "exp_avg", "exp_avg_sq")
     lr, beta1 = sample.number("lr"), sample.number("betas", 0)
     mu, following = (_momentum(sample, beta1, sample.count + more) for more in (0, 1))
     if "mu_product" in sample.old:
-        found["mu_product"] = sample.old["mu_product"] * mu
+        values["mu_product"] = sample.old["mu_product"] * mu
     product = sample.new.get("mu_product") or _product(sample, beta1)
     square, over = sample.new["exp_avg_sq"], correction(sample, 1)
     root = either((square / sample.beside(over)).root(), square.root() / sample.beside(over.root()))
     below = root + sample.number("eps")
-    own = sample.beside(lr * -(mu - 1.0) / -(product - 1.0))
-    average = sample.beside(lr * following / -(product * following - 1.0))
+    grad_size = sample.beside(lr * -(mu - 1.0) / -(product - 1.0))
+    average_size = sample.beside(lr * following / -(product * following - 1.0))
     # the weight is rounded after each; a capturable loop multiplies by the numbers first
-    first = (grad * own / below).again(1)
-    second = (sample.new["exp_avg"] * average / below).again(1)
-    return {**found, PARAM: base(sample) - first - second}
+    first = (grad * grad_size / below).again(1)
+    second = (sample.new["exp_avg"] * average_size / below).again(1)
+    return {**values, PARAM: base(sample) - first - second}
 
 
 def _product(sample: Sample, beta1: Rounded) -> Rounded:
-    """The product of momenta, where it was not recorded: as if beta1 had always been this one.
+    """Returns the product of momenta where it was not recorded, as if beta1 had never changed.
 
-    fp32, also beside fp64.
+    It is fp32, also beside fp64.
     """
-    found = exact(1.0, PRECISIONS["float32"])
+    product = exact(1.0, PRECISIONS["float32"])
     for step in range(1, sample.count + 1):
-        found = found * _momentum(sample, beta1, step)
-    return found
+        product = product * _momentum(sample, beta1, step)
+    return product
 
 
 def _momentum(sample: Sample, beta1: Rounded, step: int) -> Rounded:
@@ -248,33 +250,33 @@ def _momentum(sample: Sample, beta1: Rounded, step: int) -> Rounded:
     return beta1 * -(power * 0.5 - 1.0)
 
 
-def sgd(sample: Sample) -> Found:
-    """SGD with momentum, dampening, Nesterov's: torch's. The buffer starts as the gradient."""
-    grad, found = with_decay(sample), Found()
+def sgd(sample: Sample) -> NewValues:
+    """Steps as torch's SGD with momentum, dampening, Nesterov; the buffer starts as gradient."""
+    grad, values = with_decay(sample), NewValues()
     if sample.options.get("momentum"):
-        found = _buffered(sample, grad, sample.number("momentum"))
+        values = _buffered(sample, grad, sample.number("momentum"))
         buffer = sample.new["momentum_buffer"]
         grad = (
             grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
         )
-    return {**found, PARAM: base(sample) - grad * sample.factor("lr")}
+    return {**values, PARAM: base(sample) - grad * sample.factor("lr")}
 
 
-def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> Found:
+def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> NewValues:
     old = sample.old.get("momentum_buffer")
     if sample.options.get("is_new") and (old is None or sample.step == 1):
         return {"momentum_buffer": grad}
     if old is None:
         return {}
-    kept = -(sample.number("dampening") - 1.0).stored(sample.precision)
+    share = -(sample.number("dampening") - 1.0).stored(sample.precision)
     is_narrow = sample.precision.unit > PRECISIONS["float32"].unit
     if is_narrow and sample.options.get("foreach"):  # a CPU rounds it to the buffers' dtype
         momentum = momentum.stored(sample.precision)
-    return {"momentum_buffer": old * momentum + grad * kept}
+    return {"momentum_buffer": old * momentum + grad * share}
 
 
-def lion(sample: Sample) -> Found:
-    """Lion (Chen et al. 2023): each element moves by lr, as the sign of an average says."""
+def lion(sample: Sample) -> NewValues:
+    """Steps as Lion (Chen et al. 2023): each element moves by lr, by the sign of an average."""
     old = sample.old["exp_avg"]
     direction = mixed(old, sample.descent, sample.number("betas", 0)).sign()
     average = mixed(old, sample.descent, sample.number("betas", 1))
@@ -282,21 +284,22 @@ def lion(sample: Sample) -> Found:
     return {"exp_avg": average, PARAM: decayed(sample, sample.old[PARAM]) - step}
 
 
-def adafactor(sample: Sample) -> Found:
-    """Adafactor (Shazeer & Stern 2018) as torch has it, as far as samples say.
+def adafactor(sample: Sample) -> NewValues:
+    """Steps as torch's Adafactor (Shazeer & Stern 2018), as far as samples say.
 
-    Norms of the whole tensor scale its update: so a vector's update is checked up to one positive
-    factor, a matrix's, whose statistics are of rows and columns, for its sign alone.
+    Norms of the whole tensor scale its update. So a vector's update is checked up to one positive
+    factor; a matrix's statistics are of rows and columns, and its update is checked for its sign
+    alone.
     """
-    found, grad = Found(), sample.descent
+    values, grad = NewValues(), sample.descent
     param = decayed(sample, sample.old[PARAM])
     if "variance" in sample.new:
         if "variance" in sample.old:
             rest = sample.constant(1.0).power(0) * sample.count ** sample.options["beta2_decay"]
-            found["variance"] = mixed(sample.old["variance"], grad * grad, -(rest - 1.0))
+            values["variance"] = mixed(sample.old["variance"], grad * grad, -(rest - 1.0))
         least = sample.constant(_eps1(sample) ** 2)
         grad = grad / sample.new["variance"].maximum(least).root()
-    return {**found, PARAM: _along(param, grad, sample.new[PARAM], "variance" in sample.new)}
+    return {**values, PARAM: _along(param, grad, sample.new[PARAM], "variance" in sample.new)}
 
 
 def _eps1(sample: Sample) -> float:
@@ -305,22 +308,22 @@ def _eps1(sample: Sample) -> float:
 
 
 def _along(param: Rounded, direction: Rounded, new: Rounded, is_one: bool) -> Rounded:
-    """The parameter after a step >= 0 along a direction, of the size that explains `new` best.
+    """Returns the parameter after a step >= 0 along a direction; the size explains `new` best.
 
-    is_one: of one size for all elements, else each of its own. A size is an interval for each
-    element; with none in common the error says nothing, and the difference shows.
+    is_one: all elements share one size; else each has its own. A size is an interval for each
+    element; where these have none in common the error says nothing, and the difference shows.
     """
     with numpy.errstate(all="ignore"):
         moved = param.value - new.value
-        # of the size, of its product with the direction, and of the difference
+        # rounding of the size, of its product with the direction, and of the difference
         rounded = param.precision.unit * (2 * numpy.abs(moved) + numpy.abs(new.value))
         room = rounded + param.precision.least + param.error + new.error
         size = moved / direction.value
         width = (room + numpy.abs(size) * direction.error) / numpy.abs(direction.value)
         low, high = numpy.maximum(size - width, 0.0), numpy.maximum(size + width, 0.0)
-    known = numpy.isfinite(low) & numpy.isfinite(high)
-    if is_one and known.any():
-        low, high = low[known].max(), high[known].min()
+    is_finite = numpy.isfinite(low) & numpy.isfinite(high)
+    if is_one and is_finite.any():
+        low, high = low[is_finite].max(), high[is_finite].min()
     is_known = numpy.isfinite(low + high)
     middle = numpy.where(is_known, (low + high) / 2, 0.0)
     error = numpy.maximum(numpy.where(is_known, (high - low) / 2, 0.0), 0.0)
@@ -335,9 +338,9 @@ class Law:
 
     update: Update
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Those that neither groups nor the optimizer name."""
+    """Options that neither groups nor the optimizer name."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Names of the state that are others than the law's."""
+    """The law's name by the state's, where the two differ."""
     starts_as_zeros: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     starts_as_grad: tuple[str, ...] = ()
     computes: str | None = "float32"
@@ -350,9 +353,11 @@ class Law:
     """The moment of parameters whose update takes the whole gradient: samples do not show it."""
 
     def moments(self) -> Iterator[str]:
-        """The moments by the state's own names."""
-        own = {theirs: name for name, theirs in self.names.items()}
-        return (own.get(name, name) for name in (*self.starts_as_zeros, *self.starts_as_grad))
+        """Returns the moments by the state's own names."""
+        state_names = {law_name: name for name, law_name in self.names.items()}
+        return (
+            state_names.get(name, name) for name in (*self.starts_as_zeros, *self.starts_as_grad)
+        )
 
 
 DECOUPLED = {"decoupled_weight_decay": True}
@@ -389,36 +394,36 @@ LAWS: dict[str, Law] = {
 """Laws by the class's full name."""
 
 
-# --- what may have been done in the law's place
+# --- steps that may have been taken instead of the law's
 
 
 @dataclass(frozen=True)
-class Others:
-    """What the recording has beside a sample, for explanations."""
+class Evidence:
+    """The recording's numbers beside a sample, for explanations."""
 
     rates: tuple[tuple[str, float], ...] = ()
-    """Other learning rates, and whose they are."""
+    """Learning rates other than the group's, each behind a label of its origin."""
     count: int | None = None
     """The step count that the optimizer itself says it has."""
 
 
-def explanations(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
-    """Samples of which the law makes what wrong steps would, by name; likely ones first."""
+def explanations(sample: Sample, evidence: Evidence) -> Iterator[tuple[str, Sample]]:
+    """Yields samples for which the law makes what wrong steps would, by name; likely ones first."""
     options = sample.options
-    yield from _counts(sample, others)
+    yield from _counts(sample, evidence)
     for name, changes in _switches(options):
         yield name, replace(sample, options={**options, **changes})
-    for whose, rate in others.rates:
+    for whose, rate in evidence.rates:
         yield f"lr of {whose}", replace(sample, options={**options, "lr": rate})
     before = {**sample.new, **{name: sample.old[name] for name in sample.old if name != PARAM}}
     yield "moments of the step before", replace(sample, new=before)
 
 
-def _counts(sample: Sample, others: Others) -> Iterator[tuple[str, Sample]]:
+def _counts(sample: Sample, evidence: Evidence) -> Iterator[tuple[str, Sample]]:
     if sample.step is None:
         return
-    if others.count is not None and abs(others.count - sample.step) > 1:
-        yield f"step count {others.count}", replace(sample, step=others.count)
+    if evidence.count is not None and abs(evidence.count - sample.step) > 1:
+        yield f"step count {evidence.count}", replace(sample, step=evidence.count)
     yield "step count + 1", replace(sample, step=sample.step + 1)
     if sample.step > 1:
         yield "step count - 1", replace(sample, step=sample.step - 1)
@@ -453,5 +458,5 @@ def _decays(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
     # (1 - lr * decay)**2 as one decay
     yield "weight decay twice", {"weight_decay": decay * (2 - lr * decay if is_apart else 2)}
     yield "no weight decay", {"weight_decay": 0.0}
-    other = {"decoupled_weight_decay": not is_apart, "adam_w_mode": not is_apart}
-    yield "L2 decay for decoupled" if is_apart else "decoupled decay for L2", other
+    other_kind = {"decoupled_weight_decay": not is_apart, "adam_w_mode": not is_apart}
+    yield "L2 decay for decoupled" if is_apart else "decoupled decay for L2", other_kind

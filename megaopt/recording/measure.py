@@ -1,4 +1,4 @@
-"""How far sampled elements of two runs lie apart: relative norms, and units in the last place."""
+"""Distances of sampled elements of two runs: relative norms, and units in the last place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FLOATS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def as_numbers(bits: Array, dtype: str) -> Array:
-    """Sampled elements in fp64.
+    """Returns sampled elements in fp64.
 
     Args:
         bits: unsigned integers, of which those of the dtype's width count.
-        dtype: as torch prints it, without "torch."; of one unknown the codes count as numbers.
+        dtype: as torch prints it, without "torch."; codes of an unknown one count as numbers.
     """
     with numpy.errstate(invalid="ignore"):  # of a NaN that signals
         return _as_numbers(bits, dtype)
@@ -42,9 +42,9 @@ def _as_numbers(bits: Array, dtype: str) -> Array:
 
 
 def _places(bits: Array, dtype: str) -> Array:
-    """The number line in steps of one unit in the last place; +-0 is 0.
+    """Returns places on the number line in units in the last place; +-0 is 0.
 
-    Python's integers for elements of 8 bytes: their differences do not fit into 64 bits.
+    They are Python's integers for elements of 8 bytes: their differences do not fit into 64 bits.
     """
     codes = bits.astype(object if bits.itemsize == 8 else numpy.int64)
     if not dtype.startswith(("float", "bfloat")):
@@ -53,15 +53,15 @@ def _places(bits: Array, dtype: str) -> Array:
     return numpy.where(codes >= sign, sign - codes, codes)
 
 
-def farthest(bits: Array, others: Array, dtype: str) -> tuple[float, int]:
-    """The largest difference of elements at the same places, and the largest in last places.
+def farthest(bits: Array, other_bits: Array, dtype: str) -> tuple[float, int]:
+    """Returns the largest difference of elements at the same places, and in last places.
 
-    Infinite where one of two is no finite number.
+    The first is infinite where one of two is no finite number.
     """
     with numpy.errstate(all="ignore"):
-        apart = abs(as_numbers(others, dtype) - as_numbers(bits, dtype))
+        apart = abs(as_numbers(other_bits, dtype) - as_numbers(bits, dtype))
     apart[~numpy.isfinite(apart)] = math.inf
-    return float(apart.max()), int(abs(_places(bits, dtype) - _places(others, dtype)).max())
+    return float(apart.max()), int(abs(_places(bits, dtype) - _places(other_bits, dtype)).max())
 
 
 class Distance(NamedTuple):
@@ -72,7 +72,8 @@ class Distance(NamedTuple):
     norm: float
     """Sum of the squares of the first run's."""
     ulps: Counter[int]
-    """How many elements differ by 0 units in the last place (0), 1 (1), 2-3 (2), 4-7 (3) ..."""
+    """Counts of elements, by their difference of 0 units in the last place (0), 1 (1), 2-3 (2), 4-7
+    (3) ..."""
     largest: int
     """Units in the last place."""
 
@@ -83,31 +84,33 @@ class Distance(NamedTuple):
             return 0.0
         return math.sqrt(self.difference / self.norm) if self.norm else math.inf
 
-    def plus(self, other: Distance) -> Distance:
-        """The distance of both tensors together."""
-        difference, norm = self.difference + other.difference, self.norm + other.norm
-        return Distance(difference, norm, self.ulps + other.ulps, max(self.largest, other.largest))
+    def plus(self, addend: Distance) -> Distance:
+        """Returns the distance of both tensors together."""
+        difference, norm = self.difference + addend.difference, self.norm + addend.norm
+        return Distance(
+            difference, norm, self.ulps + addend.ulps, max(self.largest, addend.largest)
+        )
 
 
 NEAR = Distance(0.0, 0.0, Counter(), 0)
 """The distance of nothing."""
 
 
-def distance(bits: Array, others: Array, dtype: str, other_dtype: str) -> Distance:
-    """The distance of elements at the same places; of two dtypes without units in the last place.
+def distance(bits: Array, other_bits: Array, dtype: str, other_dtype: str) -> Distance:
+    """Measures elements at the same places; those of two dtypes without units in the last place.
 
     Elements of the same bits lie 0 apart, whatever they are; others that are no finite numbers lie
     infinitely far apart.
     """
     with numpy.errstate(all="ignore"):
-        mine, theirs = as_numbers(bits, dtype), as_numbers(others, other_dtype)
-        apart = numpy.where(mine == theirs, 0.0, theirs - mine)
+        numbers, other_numbers = as_numbers(bits, dtype), as_numbers(other_bits, other_dtype)
+        apart = numpy.where(numbers == other_numbers, 0.0, other_numbers - numbers)
         if dtype == other_dtype:
-            apart[bits == others] = 0.0
+            apart[bits == other_bits] = 0.0
         apart[~numpy.isfinite(apart)] = math.inf
-        finite = mine[numpy.isfinite(mine)]
+        finite = numbers[numpy.isfinite(numbers)]
         squares = float(numpy.square(apart).sum()), float(numpy.square(finite).sum())
     if dtype != other_dtype:
         return Distance(*squares, Counter(), 0)
-    steps = abs(_places(bits, dtype) - _places(others, dtype)).tolist()
+    steps = abs(_places(bits, dtype) - _places(other_bits, dtype)).tolist()
     return Distance(*squares, Counter(map(int.bit_length, steps)), max(steps, default=0))

@@ -25,17 +25,17 @@ def _parallel_state() -> Any:
 
 
 def layout() -> dict[str, int]:
-    """The sizes of Megatron's parallel groups."""
-    state, found = _parallel_state(), {}
+    """Returns the sizes of Megatron's parallel groups."""
+    state, sizes = _parallel_state(), {}
     if state is None or not state.model_parallel_is_initialized():
         return {}
     for name in ("tensor_model", "pipeline_model", "expert_model", "context", "data"):
-        found[name] = int(getattr(state, f"get_{name}_parallel_world_size")())
-    return found
+        sizes[name] = int(getattr(state, f"get_{name}_parallel_world_size")())
+    return sizes
 
 
 def global_name(model: torch.nn.Module, name: str) -> str:
-    """A parameter's or module's name with the numbers of layers and experts over all ranks."""
+    """Returns a parameter's or module's name, with numbers of layers and experts over all ranks."""
     if _parallel_state() is None:
         return name
     parts, above, module = name.split("."), [model], model
@@ -50,19 +50,19 @@ def global_name(model: torch.nn.Module, name: str) -> str:
 def _global_number(
     above: Sequence[torch.nn.Module], kind: str, module: torch.nn.Module, number: int
 ) -> int:
-    """The number over all ranks of a module in a list; above: the modules around it."""
+    """Returns the number over all ranks of a module in a list; above: the modules around it."""
     if kind == "local_experts":
-        indices = [getattr(each, "local_expert_indices", None) for each in above]
-        return int(next(each[number] for each in reversed(indices) if each is not None))
+        indices = [getattr(outer, "local_expert_indices", None) for outer in above]
+        return int(next(numbers[number] for numbers in reversed(indices) if numbers is not None))
     return int(getattr(module, "layer_number", number + 1)) - 1
 
 
 def part_of(
     param: torch.Tensor, name: str, vocabulary: int | None
 ) -> tuple[tuple[int, ...], tuple[Piece, ...] | None] | None:
-    """The whole shape of a parameter that tensor-parallel ranks share, and this rank's pieces.
+    """Returns the whole shape of a tensor-parallel parameter, and this rank's pieces of it.
 
-    None for a parameter that is not Megatron's.
+    It is None for a parameter that is not Megatron's.
     """
     state = _parallel_state()
     if state is None or not hasattr(param, "tensor_model_parallel"):
@@ -88,15 +88,15 @@ def part_of(
     )
     if vocabulary is not None and name.endswith(VOCABULARY):
         shape[0] = vocabulary
-        kept = [min(p.numel, max(0, vocabulary * inner - p.place.first)) for p in pieces]
-        pieces = cut(pieces, 0, kept[0])
+        numels = [min(p.numel, max(0, vocabulary * inner - p.place.first)) for p in pieces]
+        pieces = cut(pieces, 0, numels[0])
     return tuple(shape), pieces
 
 
 def _experts(
     state: Any, param: torch.Tensor, world: int
 ) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
-    """The place of a parameter that holds all experts of a rank, one behind another."""
+    """Returns the place of a parameter that holds all experts of a rank, one behind another."""
     ranks, shape = state.get_expert_model_parallel_world_size(), list(param.shape)
     shape[param.partition_dim] *= ranks  # type: ignore[attr-defined]
     first = state.get_expert_model_parallel_rank() * param.numel()
@@ -108,7 +108,7 @@ def _place(dim: int, first: int, run: int, shape: Sequence[int]) -> Place:
 
 
 def _ranks(state: Any, param: torch.Tensor) -> tuple[int, int]:
-    """The size of the group that shares a parameter, and the rank in it."""
+    """Returns the size of the group that shares a parameter, and the rank in it."""
     kind = "" if getattr(param, "allreduce", True) else "expert_"
     names = [f"get_{kind}tensor_{model}parallel" for model in ("model_", "")]
     world = next(getattr(state, f"{n}_world_size") for n in names if hasattr(state, n + "_rank"))
@@ -117,7 +117,7 @@ def _ranks(state: Any, param: torch.Tensor) -> tuple[int, int]:
 
 
 class Shard(NamedTuple):
-    """What an optimizer's parameter is a part of."""
+    """The part of a model's parameter that an optimizer's parameter is."""
 
     weight: torch.Tensor
     """The model's parameter."""
@@ -129,7 +129,7 @@ class Shard(NamedTuple):
 
 
 def shard_of(param: torch.Tensor, weights: Iterable[torch.Tensor]) -> Shard | None:
-    """The part of a model's parameter that an optimizer's parameter stands for; None: of none."""
+    """Returns the part of a model's parameter that an optimizer's stands for; None: of none."""
     for weight in weights if _parallel_state() is not None else ():
         if getattr(weight, "main_param", None) is param:
             begin, end = _range(weight, param)
@@ -142,15 +142,15 @@ def shard_of(param: torch.Tensor, weights: Iterable[torch.Tensor]) -> Shard | No
 
 
 def _range(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
-    """The elements that a master is of: all, or those that Megatron's optimizer has of them."""
+    """Returns the elements that a master is of: all, or those that Megatron's optimizer has."""
     if not getattr(weight, "main_param_sharded", False):
         return 0, weight.numel()
-    found = _outer("_get_model_param_range_map")._get_model_param_range_map(weight)["param"]
-    return found.start, found.end
+    span = _outer("_get_model_param_range_map")._get_model_param_range_map(weight)["param"]
+    return span.start, span.end
 
 
 def _outer(method: str) -> Any:
-    """Megatron's distributed optimizer, which calls the step of the one that is recorded."""
+    """Returns Megatron's distributed optimizer, which calls the step of the recorded one."""
     frame: Any = sys._getframe()
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -434,7 +434,7 @@ def bits_of(summed: Summed | None) -> Any:
     """What is compared of a digest; the count of non-finite elements may lack in one run."""
     if summed is None:
         return None
-    others = [(each.low, each.high) for each in summed.others]
+    others = [(each.low, each.high) for each in summed.group_digests]
     return (summed.digest.low, summed.digest.high, summed.missing, summed.replicas, others)
 
 

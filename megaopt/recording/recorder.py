@@ -46,7 +46,7 @@ from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
-"""So many first steps are sampled each."""
+"""The number of first steps each of which is sampled."""
 NUMBERS = (
     *("grad_norm", "clip_norm", "clip_coefficient"),
     *("loss_scale", "grad_scale", "skipped"),
@@ -122,7 +122,7 @@ class Recorder:
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
         self._own_rows: dict[tuple[str, str], tuple[Held, Listed]] = {}
-        """The last tensor by name and quantity: its shape may be another each time."""
+        """The last tensor's description by name and quantity: its shape may change each time."""
         self._mark = object()
         """The mark of the functions that made the models' outputs."""
         self._hears_all = True
@@ -351,7 +351,7 @@ class Recorder:
         return clipped
 
     def _are_others(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Returns whether tensors are parameters, and none is of the run; Megatron gives gradients."""
+        """Returns whether tensors are parameters, none of the run; Megatron gives gradients."""
         params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
         run_params = {param for source in self._sources for param in source.params()}
         return bool(params) and not any(p in run_params or self._parameters.has(p) for p in params)
@@ -472,7 +472,7 @@ class Recorder:
         return self._level >= STEP and self._is_recorded(step.number)
 
     def _begun(self, source: Source) -> Step:
-        """The step that comes, and what is known of it before it."""
+        """Returns the step that comes, with what is known before it."""
         self._finish(source)
         source.look()
         step = self._coming

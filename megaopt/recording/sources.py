@@ -75,11 +75,11 @@ class Those(NamedTuple):
         return Those(self.listed.before(indices), [self.tensors[i] for i in indices], addresses)
 
     def rows(self, number: Number) -> list[Rows]:
-        """Their digests; see `Listed.rows`."""
+        """Returns the tensors' digests; see `Listed.rows`."""
         return self.listed.rows(self.tensors, number, self.addresses)
 
     def samples(self, number: Number) -> list[Samples]:
-        """Their sampled elements."""
+        """Returns the tensors' sampled elements."""
         return self.listed.samples(self.tensors, number, self.addresses)
 
 

@@ -14,7 +14,7 @@ from megaopt.recording.measure import NEAR, Array, Distance, distance
 
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
 WITHOUT_CARD = ("torch", "processor", "threads")
-"""What of the environment decides the bits of products and sums: with a card, and without."""
+"""Keys of the environment that decide the bits of products and sums: with a card, and without."""
 UNREAD = ("initial_lr",)
 """Keys that torch's schedulers keep in groups for themselves: no step reads them."""
 WHOLE = ("grad", "weight", "codes")
@@ -22,11 +22,11 @@ WHOLE = ("grad", "weight", "codes")
 
 
 class Run(Protocol):
-    """What is compared: a `Recording`, or what a file of golden values holds of one."""
+    """A run that is compared: a `Recording`, or what a file of golden values holds of one."""
 
     @property
     def run(self) -> Mapping[str, Any]:
-        """What is to be known of the run."""
+        """The description of the run."""
 
     @property
     def absent(self) -> Sequence[int]:
@@ -34,7 +34,7 @@ class Run(Protocol):
 
     @property
     def optimizers(self) -> Sequence[Mapping[str, Any]]:
-        """What is to be known of the optimizers."""
+        """The descriptions of the optimizers."""
 
     @property
     def steps(self) -> Sequence[int]:
@@ -42,30 +42,30 @@ class Run(Protocol):
 
     @property
     def sampled(self) -> Sequence[int]:
-        """Those of which there are samples."""
+        """The steps that have samples."""
 
     @property
     def values(self) -> Mapping[Key, Value]:
-        """What ranks hold together, by name and quantity."""
+        """The values that ranks hold together, by name and quantity."""
 
     def values_at(self, step: int) -> Mapping[Key, Value]:
-        """Those of a step, with the dtypes and shapes that they have there."""
+        """Returns the values of a step, with the dtypes and shapes that they have there."""
 
     def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
-        """For each rank, by source, the numbers of a step."""
+        """Returns the numbers of a step, for each rank by source."""
 
     def digests(self, step: int) -> dict[Key, Summed]:
-        """What all ranks together say of each tensor."""
+        """Returns the digests of each tensor, of all ranks together."""
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        """What each rank alone says."""
+        """Returns the digests of what each rank has alone, by rank, name and quantity."""
 
     def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
         """The sampled elements of each tensor."""
 
 
 class Difference(NamedTuple):
-    """What the two runs say of one thing; None where one says nothing."""
+    """The values of one thing in the two runs; None where a run has none."""
 
     name: str
     a: Any
@@ -90,14 +90,14 @@ def flat(content: Any, path: str = "") -> dict[str, Any]:
     """The leaves of nested dicts, by their path with dots; lists are leaves."""
     if not isinstance(content, Mapping):
         return {path: content}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for name, value in content.items():
-        found |= flat(value, f"{path}.{name}" if path else str(name))
-    return found
+        leaves |= flat(value, f"{path}.{name}" if path else str(name))
+    return leaves
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """What two dicts say differently, in their order."""
+    """Returns the entries in which two dicts differ, in their order."""
     names = dict.fromkeys([*a, *b])
     return [
         Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)
@@ -105,14 +105,14 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def family(run: Run) -> dict[str, Any]:
-    """What of a run's environment decides the bits of its products."""
+    """Returns the parts of a run's environment that decide the bits of its products."""
     environment = run.run.get("environment", {})
     names = ANYWHERE if environment.get("card") else WITHOUT_CARD
     return {name: environment.get(name) for name in names}
 
 
 def layout_of(run: Run) -> dict[str, Any]:
-    """How many ranks a run has, and what they share."""
+    """Returns the number of a run's ranks, and their layout."""
     return {"ranks": run.run.get("world"), **(run.run.get("layout") or {})}
 
 
@@ -147,38 +147,38 @@ class Side:
             keys = [*keys, *((value.name, value.quantity) for value in values)]
         whose: dict[Key, str] = {}
         for name, quantity in keys if self._names else ():
-            other = whose.setdefault((self.name(name), quantity), name)
-            if other != name:
+            first = whose.setdefault((self.name(name), quantity), name)
+            if first != name:
                 raise NamesError(
                     f"map must leave each tensor a name of its own, got {self.name(name)!r} for "
-                    f"{other} and {name}"
+                    f"{first} and {name}"
                 )
 
     def _name(self, name: str) -> str:
         if name in self._names:
             return self._names[name]
-        for theirs, ours in self._names.items():
-            before, star, after = theirs.partition("*")
+        for pattern, replacement in self._names.items():
+            before, star, after = pattern.partition("*")
             fits = name.startswith(before) and name.endswith(after)
             if star and fits and len(name) >= len(before) + len(after):
-                return ours.replace("*", name[len(before) : len(name) - len(after)], 1)
+                return replacement.replace("*", name[len(before) : len(name) - len(after)], 1)
         return name
 
     def _values_at(self, step: int) -> dict[Key, Value]:
-        return {(self.name(n), q): each for (n, q), each in self.run.values_at(step).items()}
+        return {(self.name(n), q): value for (n, q), value in self.run.values_at(step).items()}
 
     def _digests(self, step: int) -> dict[Key, Summed]:
-        return {(self.name(n), q): each for (n, q), each in self.run.digests(step).items()}
+        return {(self.name(n), q): summed for (n, q), summed in self.run.digests(step).items()}
 
     def _own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        return {(r, self.name(n), q): each for (r, n, q), each in self.run.own(step).items()}
+        return {(r, self.name(n), q): digests for (r, n, q), digests in self.run.own(step).items()}
 
     def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
-        """The run's own, under the other's names."""
-        return {(self.name(n), q): each for (n, q), each in self.run.samples(step).items()}
+        """Returns the run's samples, under the names that the other run has."""
+        return {(self.name(n), q): sample for (n, q), sample in self.run.samples(step).items()}
 
     def kept(self, step: int, key: Key) -> tuple[Array, Array] | None:
-        """The bits of a whole tensor that the run kept, and which are there; None: it did not."""
+        """Returns a kept whole tensor's bits, and which are there; None: the run kept none."""
         name = next((name for name, _ in self.run.values if self.name(name) == key[0]), None)
         if name is None or not isinstance(self.run, Recording):
             return None
@@ -188,27 +188,27 @@ class Side:
         """Weights and state as a step leaves them; nothing where it is not recorded."""
         if step not in self.run.steps:
             return {}
-        return {key: each for key, each in self.digests(step).items() if is_after(key[1])}
+        return {key: summed for key, summed in self.digests(step).items() if is_after(key[1])}
 
     def before(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step finds them, as far as they are known."""
         rows = self.digests(step)
         if not rows:  # whether anything was written since is not known
             return {}
-        old = {(n, q[4:]): each for (n, q), each in rows.items() if q.startswith("old ")}
+        old = {(n, q[4:]): summed for (n, q), summed in rows.items() if q.startswith("old ")}
         return self.after(step - 1) | old
 
     def old_samples(self, step: int) -> dict[Key, Any]:
         """The bits of sampled weights as a step finds them."""
-        found = self.samples(step).items()
-        return {(n, q[4:]): (h, b.tobytes()) for (n, q), (h, b) in found if q.startswith("old ")}
+        samples = self.samples(step).items()
+        return {(n, q[4:]): (h, b.tobytes()) for (n, q), (h, b) in samples if q.startswith("old ")}
 
     def new_samples(self, step: int) -> dict[Key, Any]:
         """The bits of what is sampled as a step leaves it."""
         return {key: (h, b.tobytes()) for key, (h, b) in self.samples(step).items()}
 
     def scalars(self, step: int, name: str) -> list[Any]:
-        """One thing of the numbers of a step, of each rank and source."""
+        """Returns one of the numbers of a step, of each rank and source."""
         ranks = self.run.scalars(step)
         return [line.get(name) for rank in ranks for _, line in sorted(rank.items())]
 
@@ -224,27 +224,27 @@ class Pair:
         self.alike_layout = layout_of(a.run) == layout_of(b.run)
 
     def missing(self) -> dict[str, list[str]]:
-        """What one run has and the other lacks, by side; empty where they can be compared."""
+        """Returns what one run has and the other lacks, by side; empty: they can be compared."""
         a, b = self.both
-        found: dict[str, list[str]] = {}
+        gaps: dict[str, list[str]] = {}
         if a.parameters and b.parameters:
-            found["A lacks"] = sorted(b.parameters - a.parameters)
-            found["B lacks"] = sorted(a.parameters - b.parameters)
+            gaps["A lacks"] = sorted(b.parameters - a.parameters)
+            gaps["B lacks"] = sorted(a.parameters - b.parameters)
         common = [name for name in a.shapes if name in b.shapes]
-        found["other shapes:"] = [
+        gaps["other shapes:"] = [
             f"{name} {a.shapes[name]} and {b.shapes[name]}"
             for name in common
             if a.shapes[name] != b.shapes[name]
         ]
-        for side, run, other in (("A lacks", a.run, b.run), ("B lacks", b.run, a.run)):
-            lost = [f"rank {each}" for each in run.absent if each not in other.absent]
-            found.setdefault(side, []).extend(lost)
+        for side, run, peer in (("A lacks", a.run, b.run), ("B lacks", b.run, a.run)):
+            lost = [f"rank {rank}" for rank in run.absent if rank not in peer.absent]
+            gaps.setdefault(side, []).extend(lost)
         if not self.steps:
-            found["no step in both:"] = [
+            gaps["no step in both:"] = [
                 f"{letter} has {span(side.run.steps)}"
                 for letter, side in zip("AB", self.both, strict=True)
             ]
-        return {side: names for side, names in found.items() if names}
+        return {side: names for side, names in gaps.items() if names}
 
     @property
     def in_both(self) -> list[Key]:
@@ -254,50 +254,56 @@ class Pair:
     def dtypes(self, step: int) -> list[str]:
         """The first tensor that has another dtype in the other run at a step, in words."""
         both = ((key, *self.dtypes_of(step, key)) for key in self.in_both)
-        found = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
-        more = f"; and of {len(found) - 1} more" if len(found) > 1 else ""
-        return [found[0] + more] if found else []
+        lines = [f"dtype of {q} of {n}: {a}, and {b}" for (n, q), a, b in both if a != b and a]
+        more = f"; and of {len(lines) - 1} more" if len(lines) > 1 else ""
+        return [lines[0] + more] if lines else []
 
     def notes(self) -> list[str]:
-        """What was not compared."""
+        """Returns lines that say what was not compared."""
         quantities = [dict.fromkeys(quantity for _, quantity in side.values) for side in self.both]
-        found = []
-        for letter, mine, theirs in (("A", *quantities), ("B", *quantities[::-1])):
-            alone = [each for each in mine if each not in theirs and not each.startswith("old ")]
+        lines = []
+        for letter, side_names, peer_names in (("A", *quantities), ("B", *quantities[::-1])):
+            alone = [
+                name
+                for name in side_names
+                if name not in peer_names and not name.startswith("old ")
+            ]
             if alone:
-                found.append(f"only {letter} has recorded: {', '.join(alone)}")
+                lines.append(f"only {letter} has recorded: {', '.join(alone)}")
         apart = next((step for step in self.steps if self.generators_apart(step)), None)
         if apart is not None:
             names = dict.fromkeys(name for _, name in self.generators_apart(apart))
             drawn = any(names.keys() & self.drawn(step) for step in self.steps)
             unread = "" if drawn else "; no step draws from them"
-            found.append(f"random states differ from step {apart} on: {', '.join(names)}{unread}")
+            lines.append(f"random states differ from step {apart} on: {', '.join(names)}{unread}")
         first, last = self.steps[0], self.steps[-1]
         for letter, side in zip("AB", self.both, strict=True):
             rest = [step for step in side.run.steps if step not in set(self.steps)]
             if rest:
-                found.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
-        return found
+                lines.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
+        return lines
 
     def options(self, step: int) -> list[Difference]:
         """Options of groups, and the loss scale, that differ at a step."""
-        mine, theirs = (self._options(side, step) for side in self.both)
-        return differences(mine, theirs)
+        a, b = (self._options(side, step) for side in self.both)
+        return differences(a, b)
 
     def quiet_options(self) -> Iterator[str]:
         """Tells which options differ first after the first step."""
-        known = {each.name for each in self.options(self.steps[0])}
+        names = {difference.name for difference in self.options(self.steps[0])}
         for step in self.steps[1:]:
             if self.is_alike(step):
                 continue
-            found = [str(each) for each in self.options(step) if each.name not in known]
-            if found:
-                yield f"step {step} has other options, which show in no tensor: {'; '.join(found)}"
+            lines = [
+                str(difference) for difference in self.options(step) if difference.name not in names
+            ]
+            if lines:
+                yield f"step {step} has other options, which show in no tensor: {'; '.join(lines)}"
                 return
 
     def _options(self, side: Side, step: int) -> dict[str, Any]:
         ranks = side.run.scalars(step)
-        found: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         for rank, sources in enumerate(ranks if self.alike_layout else ranks[:1]):
             for source, line in sorted(sources.items()):
                 whose = (f" of optimizer {source}" if source else "") + (
@@ -305,10 +311,10 @@ class Pair:
                 )
                 for i, group in enumerate(line.get("groups") or ()):
                     read = [name for name in group if name not in UNREAD]
-                    found |= {f"{name} of group {i}{whose}": group[name] for name in read}
-                found[f"loss scale{whose}"] = line.get("loss_scale")
-                found[f"skipped{whose}"] = line.get("skipped")
-        return found
+                    options |= {f"{name} of group {i}{whose}": group[name] for name in read}
+                options[f"loss scale{whose}"] = line.get("loss_scale")
+                options[f"skipped{whose}"] = line.get("skipped")
+        return options
 
     def is_alike(self, step: int) -> bool:
         """Whether a step is quickly seen to be the same."""
@@ -328,20 +334,22 @@ class Pair:
     def generators_apart(self, step: int) -> list[tuple[int, str]]:
         """The generators of random numbers whose states differ, by rank and name."""
         pairs = zip(*(side.scalars(step, "rng") for side in self.both), strict=False)
-        found = enumerate(pairs if self.alike_layout else ())
-        return [(i, n) for i, (a, b) in found for n in a or () if a[n] != (b or a).get(n, a[n])]
+        ranked_pairs = enumerate(pairs if self.alike_layout else ())
+        return [
+            (i, n) for i, (a, b) in ranked_pairs for n in a or () if a[n] != (b or a).get(n, a[n])
+        ]
 
     def drawn(self, step: int) -> set[str]:
         """The generators that either run draws from, in a step or, where it is the last, before."""
         places = self.steps[max(self.steps.index(step) - 1, 0) :][:3]
-        states = [side.scalars(each, "rng") for side in self.both for each in places]
-        names = {name for each in states for rank in each for name in rank or ()}
+        states = [side.scalars(place, "rng") for side in self.both for place in places]
+        names = {name for ranks in states for rank in ranks for name in rank or ()}
         runs = [states[: len(places)], states[len(places) :]]
         return {
             name
             for name in names
             for run in runs
-            if len({str([(rank or {}).get(name) for rank in each]) for each in run}) > 1
+            if len({str([(rank or {}).get(name) for rank in ranks]) for ranks in run}) > 1
         }
 
     def records(self, quantity: str, step: int) -> bool:
@@ -354,19 +362,21 @@ class Pair:
 
     def says(self, name: str, step: int) -> bool:
         """Whether both have a number of a step."""
-        return all(any(each not in (None, []) for each in s.scalars(step, name)) for s in self.both)
+        return all(
+            any(number not in (None, []) for number in s.scalars(step, name)) for s in self.both
+        )
 
     def rows(self, step: int, quantity: str) -> list[dict[tuple[int, str], list[Any]]]:
         """The rows of ranks alone, of one quantity, by rank and name, for both runs."""
-        found = [
+        tables = [
             {
                 (r, n): [(d.low, d.high) for d in rows]
-                for (r, n, q), rows in own.items()
+                for (r, n, q), rows in digests.items()
                 if q == quantity
             }
-            for own in (side.own(step) for side in self.both)
+            for digests in (side.own(step) for side in self.both)
         ]
-        return found if self.alike_layout else [{}, {}]
+        return tables if self.alike_layout else [{}, {}]
 
     def modules(self, step: int) -> dict[str, int]:
         """The places of modules in the order of the forward pass; earlier ranks' first."""
@@ -386,19 +396,19 @@ class Pair:
         alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
         for key in (key for key in a if key in b and is_new(key[1])):
             alike.setdefault((key[1], *self.dtypes_of(step, key)), []).append(_held(a[key], b[key]))
-        found: dict[str, Distance] = {}
+        lengths: dict[str, Distance] = {}
         for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
-            mine, theirs = map(numpy.concatenate, zip(*pairs, strict=True))
-            length = distance(mine, theirs, *dtypes)
-            found[quantity] = found.get(quantity, NEAR).plus(length)
-        return found
+            elements_a, elements_b = map(numpy.concatenate, zip(*pairs, strict=True))
+            length = distance(elements_a, elements_b, *dtypes)
+            lengths[quantity] = lengths.get(quantity, NEAR).plus(length)
+        return lengths
 
     def farthest(self, step: int, keys: Iterable[Key]) -> str:
-        """In words, which of some tensors lies farthest apart in its samples, where there are."""
+        """Says which of some tensors lies farthest apart in its samples, where there are."""
         a, b = (side.samples(step) for side in self.both)
-        known = [key for key in keys if key in a and key in b]
+        common = [key for key in keys if key in a and key in b]
         lengths = (
-            (key, distance(*_held(a[key], b[key]), *self.dtypes_of(step, key))) for key in known
+            (key, distance(*_held(a[key], b[key]), *self.dtypes_of(step, key))) for key in common
         )
         apart = {key: length.relative for key, length in lengths}
         if len(apart) < 2:
@@ -409,7 +419,7 @@ class Pair:
         return f"; farthest apart is that of {name}, by {apart[name, quantity]:.2g} of its norm"
 
     def values_of(self, step: int, key: Key) -> list[Value]:
-        """A tensor as both runs have it at a step; of one that is not there the run's first."""
+        """Returns a tensor's values at a step in both runs; where it is not there, the first."""
         return [side.values_at(step).get(key, side.values[key]) for side in self.both]
 
     def dtypes_of(self, step: int, key: Key) -> tuple[str, str]:
@@ -426,25 +436,25 @@ def _held(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[Array, Array]:
 
 
 def is_after(quantity: str) -> bool:
-    """Whether it is written by the step."""
+    """Returns whether the step writes a quantity."""
     return quantity != "grad" and not quantity.startswith("old ")
 
 
 def bits_of(summed: Summed | None) -> Any:
-    """What is compared of a digest; the count of non-finite elements may lack in one run."""
+    """Returns a digest's compared parts; one run may lack the count of non-finite elements."""
     if summed is None:
         return None
-    others = [(each.low, each.high) for each in summed.group_digests]
-    return (summed.digest.low, summed.digest.high, summed.missing, summed.replicas, others)
+    digests = [(digest.low, digest.high) for digest in summed.group_digests]
+    return (summed.digest.low, summed.digest.high, summed.missing, summed.replicas, digests)
 
 
 def is_new(quantity: str) -> bool:
-    """Whether it is of the step itself, not of what it finds."""
+    """Returns whether a quantity is of the step itself, not of what the step finds."""
     return not quantity.startswith("old ")
 
 
 def value_of(value: Any) -> Any:
-    """What is compared of anything that rows or samples hold."""
+    """Returns the compared parts of anything that rows or samples hold."""
     return bits_of(value) if isinstance(value, Summed) else value
 
 
@@ -458,7 +468,7 @@ def span(steps: Sequence[int]) -> str:
 def floats(content: Any) -> Iterator[float]:
     """The floats in nested lists of them in hexadecimal."""
     if isinstance(content, list):
-        for each in content:
-            yield from floats(each)
+        for element in content:
+            yield from floats(element)
     elif content is not None:
         yield float.fromhex(content)

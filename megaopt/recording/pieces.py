@@ -13,7 +13,7 @@ class Piece(NamedTuple):
     """A stretch of a rank's tensor, and its place in the whole."""
 
     begin: int
-    """In the rank's tensor, flat."""
+    """The index of its first element in the rank's tensor, flat."""
     numel: int
     place: Place
 
@@ -34,12 +34,12 @@ def whole(shape: Sequence[int]) -> tuple[Piece, ...]:
 
 def cut(pieces: Sequence[Piece], begin: int, end: int) -> tuple[Piece, ...]:
     """The pieces of the flat elements from begin to end of a tensor."""
-    found = []
+    parts = []
     for piece in pieces:
         low, high = max(begin, piece.begin), min(end, piece.begin + piece.numel)
         for start, numel, place in _runs(piece.place, low - piece.begin, high - piece.begin):
-            found.append(Piece(piece.begin + start - begin, numel, place))
-    return tuple(found)
+            parts.append(Piece(piece.begin + start - begin, numel, place))
+    return tuple(parts)
 
 
 def _runs(place: Place, low: int, high: int) -> Iterator[Piece]:
@@ -48,10 +48,10 @@ def _runs(place: Place, low: int, high: int) -> Iterator[Piece]:
         runs, rest = divmod(low, place.run) if place.stride else (0, low)
         first = place.first + runs * place.stride + rest
         if not place.stride:
-            end, own = high, Place(0, first)
+            end, piece_place = high, Place(0, first)
         elif rest or high - low < place.run:
-            end, own = min(high, low - rest + place.run), Place(0, first)
+            end, piece_place = min(high, low - rest + place.run), Place(0, first)
         else:
-            end, own = high - high % place.run, Place(0, first, place.run, place.stride)
-        yield Piece(low, end - low, own)
+            end, piece_place = high - high % place.run, Place(0, first, place.run, place.stride)
+        yield Piece(low, end - low, piece_place)
         low = end

@@ -1,4 +1,4 @@
-"""What parameters are called in every layout, and which of their elements a rank holds."""
+"""Names of parameters in every layout, and the elements of them that a rank holds."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from megaopt.recording.pieces import Piece, cut, whole
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names that wrappers put between those of the model."""
 MODULE = "module"
-"""What DistributedDataParallel and others put there, and models of one's own may have too."""
+"""The name that DistributedDataParallel and others put there; users' models may have it too."""
 
 
 class Known(NamedTuple):
-    """What is known of a tensor."""
+    """A tensor's name, whole shape and pieces, as far as they are known."""
 
     name: str
-    """Canonical: of its parameter, or of the module whose output it is."""
+    """The canonical name of its parameter, or of the module whose output it is."""
     shape: tuple[int, ...]
     """The whole tensor's, over all ranks."""
     pieces: tuple[Piece, ...] | None
-    """What this rank has; None where nobody knows its place, and it is the rank's own."""
+    """The pieces that this rank has; None where nobody knows its place: it is this rank's alone."""
 
 
 class Owner(NamedTuple):
-    """What an optimizer's parameter is to the model."""
+    """The relation of an optimizer's parameter to the model."""
 
-    known: Known
+    placement: Known
     quantity: str
-    """It is the model's "weight" itself, or its "master"."""
+    """The parameter is the model's "weight" itself, or its "master"."""
     weight: torch.Tensor | None = None
-    """The model's own where the parameter is a master; it gets its values after the step."""
+    """The model's weight of a parameter that is a master; it gets its values after the step."""
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
@@ -48,10 +48,12 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
     Where two would be one, they keep what tells them apart.
     """
-    found = _without(WRAPPERS, {name: name for name in names})
-    while found and all(name.startswith(f"{MODULE}.") for name in found.values()):
-        found = {name: short.removeprefix(f"{MODULE}.") for name, short in found.items()}
-    return _without((MODULE,), found)
+    short_names = _without(WRAPPERS, {name: name for name in names})
+    while short_names and all(name.startswith(f"{MODULE}.") for name in short_names.values()):
+        short_names = {
+            name: short.removeprefix(f"{MODULE}.") for name, short in short_names.items()
+        }
+    return _without((MODULE,), short_names)
 
 
 def _without(parts: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
@@ -104,30 +106,30 @@ class Parameters:
         self._modules: dict[torch.nn.Module, set[str]] = {}
         """Names of modules, by the model that they are of."""
         self._owners: dict[int, dict[torch.Tensor, Owner]] = {}
-        """What each optimizer's parameters are."""
+        """The owners of each optimizer's parameters."""
         self._loose: dict[int, dict[torch.Tensor, str]] = {}
         """Names of each optimizer's parameters that no model knows."""
         self._last: dict[str, weakref.ref[torch.Tensor]] = {}
         """The last parameter of an optimizer that had a name."""
 
     def add(self, model: torch.nn.Module) -> None:
-        """Learns the names of a model, in the place of models that it holds.
+        """Learns the names of a model, which takes the place of models that it holds.
 
         A name that an earlier model has gets the model's number before it. Raises ValueError where
         two parameters of a model have one name, as a map may give it to them.
         """
         inside = set(model.modules())
-        models = [each for each in self.models if each not in inside] + [model]
+        models = [earlier for earlier in self.models if earlier not in inside] + [model]
         names, taken = dict[torch.Tensor, str](), set[str]()
-        for number, each in enumerate(models):
-            paths = dict(each.named_parameters())
-            short = self._short(each, paths)
+        for number, member in enumerate(models):
+            paths = dict(member.named_parameters())
+            short = self._short(member, paths)
             pairs = ((param, short[path]) for path, param in paths.items())
-            own: dict[torch.Tensor, str] = {p: _apart(n, number, taken) for p, n in pairs}
-            names = {**own, **names}
-            taken.update(own.values())
+            member_names: dict[torch.Tensor, str] = {p: _apart(n, number, taken) for p, n in pairs}
+            names = {**member_names, **names}
+            taken.update(member_names.values())
         self.models, self._names = models, names
-        self._modules = {each: own for each, own in self._modules.items() if each not in inside}
+        self._modules = {root: names for root, names in self._modules.items() if root not in inside}
         self._owners.clear()
 
     def _short(self, model: torch.nn.Module, paths: Iterable[str]) -> dict[str, str]:
@@ -139,14 +141,14 @@ class Parameters:
         return self._mapped({path: short[name] for path, name in whole.items()})
 
     def _mapped(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Names as the map has them; ValueError where that makes one of two."""
-        found = {path: self._map.get(name, name) for path, name in names.items()}
-        counts = Counter(found.values())
+        """Returns names as the map has them; raises ValueError where it makes one name of two."""
+        names_by_path = {path: self._map.get(name, name) for path, name in names.items()}
+        counts = Counter(names_by_path.values())
         double = next((name for name, count in counts.items() if count > 1), None)
         if double is not None:
-            whose = [names[path] for path in found if found[path] == double]
+            whose = [names[path] for path in names_by_path if names_by_path[path] == double]
             refuse_one_name(double, whose)
-        return found
+        return names_by_path
 
     def name(self, param: torch.Tensor) -> str:
         """The canonical name of a model's parameter."""
@@ -154,37 +156,37 @@ class Parameters:
 
     def modules(self, model: torch.nn.Module, paths: Sequence[str]) -> dict[str, str]:
         """The canonical names of modules of a model, by their paths."""
-        others = (own for each, own in self._modules.items() if each is not model)
-        taken, number = set[str]().union(*others), self.models.index(model)
+        name_sets = (names for root, names in self._modules.items() if root is not model)
+        taken, number = set[str]().union(*name_sets), self.models.index(model)
         short = self._short(model, paths)
-        found = {path: _apart(short[path], number, taken) for path in paths}
-        self._modules[model] = set(found.values())
-        return found
+        names = {path: _apart(short[path], number, taken) for path in paths}
+        self._modules[model] = set(names.values())
+        return names
 
     def has(self, param: Any) -> bool:
-        """Whether it is a parameter of the models."""
+        """Returns whether something is a parameter of the models."""
         return isinstance(param, torch.Tensor) and param in self._names
 
     def owners(
         self, number: int, params: Sequence[torch.Tensor], labels: Sequence[str]
     ) -> list[Owner]:
-        """What the parameters of an optimizer are to the models.
+        """Returns what the parameters of an optimizer are to the models.
 
         Args:
-            number: the optimizer's.
-            params: those that it has now; what it had before may lose its name to them.
-            labels: names of those that no model knows. One that another parameter has, as where
-                this moved to another group, gets a number behind it.
+            number: the optimizer's number.
+            params: the optimizer's parameters now; earlier ones may lose their names to them.
+            labels: names of the parameters that no model knows. A label that another parameter
+                has, as where this one moved to another group, gets a number behind it.
 
         Raises ValueError where a map gives one of them a name that another parameter has.
         """
-        known = self._owners.get(number, {})
-        names = {param: own for each in self._loose.values() for param, own in each.items()}
+        owners = self._owners.get(number, {})
+        names = {param: name for loose in self._loose.values() for param, name in loose.items()}
         self._owners[number] = {}
         self._loose[number] = {param: names[param] for param in params if param in names}
         for param, label in zip(params, labels, strict=True):
-            own = known.get(param) or self._found(number, param, label)
-            self._owners[number][param] = own
+            owner = owners.get(param) or self._found(number, param, label)
+            self._owners[number][param] = owner
         return [self._owners[number][param] for param in params]
 
     def forget(self, number: int) -> None:
@@ -192,9 +194,9 @@ class Parameters:
         self._owners.pop(number, None)
 
     def came_anew(self, owners: Mapping[torch.Tensor, Owner]) -> list[str]:
-        """The names whose last parameter was another one; these are the last from now on."""
-        last = {own.known.name: self._last.get(own.known.name) for own in owners.values()}
-        pairs = [(param, own.known.name) for param, own in owners.items()]
+        """Returns the names whose last parameter was another one, and notes these as the last."""
+        last = {o.placement.name: self._last.get(o.placement.name) for o in owners.values()}
+        pairs = [(param, owner.placement.name) for param, owner in owners.items()]
         self._last.update((name, weakref.ref(param)) for param, name in pairs)
         return [n for param, n in pairs if (ref := last[n]) is not None and ref() is not param]
 
@@ -204,29 +206,29 @@ class Parameters:
         shard = megatron.shard_of(param, self._names)
         if shard is None:
             return Owner(Known(self._loose_name(number, param, label), *of_tensor(param)), "weight")
-        known = self._known(shard.weight)
-        if known.pieces is not None:
-            known = known._replace(pieces=cut(known.pieces, shard.begin, shard.end))
+        placement = self._known(shard.weight)
+        if placement.pieces is not None:
+            placement = placement._replace(pieces=cut(placement.pieces, shard.begin, shard.end))
         if not shard.is_master:
-            return Owner(known, "weight")
-        return Owner(known, "master", shard.weight)
+            return Owner(placement, "weight")
+        return Owner(placement, "master", shard.weight)
 
     def _loose_name(self, number: int, param: torch.Tensor, label: str) -> str:
         """The name of a parameter that no model knows, which it keeps."""
         mine = self._loose[number]
         taken = {*self._names.values(), *itertools.chain(*map(dict.values, self._loose.values()))}
         if mine.get(param) is None:
-            wanted = self._map.get(label, label)
-            others = [each for each, name in self._map.items() if name == wanted and each != label]
-            if wanted != label and (wanted in self._names.values() or (others and wanted in taken)):
-                refuse_one_name(wanted, [label, "another parameter"])
+            choice = self._map.get(label, label)
+            labels = [key for key, name in self._map.items() if name == choice and key != label]
+            if choice != label and (choice in self._names.values() or (labels and choice in taken)):
+                refuse_one_name(choice, [label, "another parameter"])
             more = (f"{label}.{i}" for i in itertools.count(1))
-            names = itertools.chain([wanted], more)
+            names = itertools.chain([choice], more)
             mine[param] = next(name for name in names if name not in taken)
         return mine[param]
 
     def known(self, param: torch.Tensor) -> Known:
-        """What is known of a model's parameter."""
+        """Returns a model's parameter's name, whole shape and pieces."""
         return self._known(param)
 
     def _known(self, param: torch.Tensor) -> Known:
@@ -248,12 +250,12 @@ def refuse_one_name(name: str, whose: Sequence[str]) -> None:
     raise ValueError(f"names must leave each tensor a name of its own, got {name!r} for {text}")
 
 
-def of_state(param: torch.Tensor, known: Known, tensor: torch.Tensor) -> Known:
-    """What is known of a tensor of a parameter's state."""
+def of_state(param: torch.Tensor, placement: Known, tensor: torch.Tensor) -> Known:
+    """Returns the name, whole shape and pieces of a tensor of a parameter's state."""
     if local_of(tensor) is not tensor:
-        return Known(known.name, *of_tensor(tensor))
+        return Known(placement.name, *of_tensor(tensor))
     if tensor.numel() == local_of(param).numel():
-        return known
+        return placement
     shape = tuple(tensor.shape)
-    together = known.pieces == whole(known.shape)
-    return Known(known.name, shape, whole(shape) if together else None)
+    together = placement.pieces == whole(placement.shape)
+    return Known(placement.name, shape, whole(shape) if together else None)

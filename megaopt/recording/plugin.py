@@ -49,9 +49,9 @@ def assert_same_run(
     from megaopt.recording.printable import short
 
     __tracebackhide__ = True
-    found = compare(_recording(a), _recording(b), names)
-    if found.verdict != "same":
-        raise AssertionError("\n".join(map(short, found.report())))
+    comparison = compare(_recording(a), _recording(b), names)
+    if comparison.verdict != "same":
+        raise AssertionError("\n".join(map(short, comparison.report())))
 
 
 def _recording(run: str | os.PathLike[str] | Recorder) -> Recording:
@@ -86,9 +86,9 @@ class RecordedRun:
 @pytest.fixture
 def recorded_run(tmp_path: Path) -> Generator[Callable[..., Recorder]]:
     """Makes recorders, `recorded_run(model, optimizer)`; those left open are closed at the end."""
-    made = RecordedRun(tmp_path)
-    yield made
-    for recorder in made.recorders:
+    factory = RecordedRun(tmp_path)
+    yield factory
+    for recorder in factory.recorders:
         recorder.close()
 
 
@@ -105,11 +105,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 def _hold(item: pytest.Function, file: Path) -> None:
     from megaopt.recording.checks import RecordingError
 
-    made = item.funcargs.get("recorded_run")
-    if not isinstance(made, RecordedRun) or not made.recorders:
+    factory = item.funcargs.get("recorded_run")
+    if not isinstance(factory, RecordedRun) or not factory.recorders:
         pytest.fail("a test marked golden must record a run by recorded_run, got none")
     try:
-        _compare(item, file, [_recording(each) for each in made.recorders])
+        _compare(item, file, [_recording(recorder) for recorder in factory.recorders])
     except RecordingError as error:
         pytest.fail(str(error), pytrace=False)
 
@@ -123,9 +123,9 @@ def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> No
     if not file.exists():
         pytest.fail(f"{file} must be there: pytest {UPDATE} writes it")
     for run in runs:
-        found = golden.check(file, run)
-        if found.comparison.verdict != "same":
-            lines = found.line, *found.comparison.report()[1:]
+        check = golden.check(file, run)
+        if check.comparison.verdict != "same":
+            lines = check.line, *check.comparison.report()[1:]
             pytest.fail("\n".join(map(short, lines)), pytrace=False)
 
 

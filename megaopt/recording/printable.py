@@ -17,11 +17,11 @@ def printable(text: str) -> str:
 
 def short(text: str) -> str:
     """A printable line of at most some `LONGEST` characters, which says what it leaves out."""
-    found = printable(text)
-    if len(found) <= LONGEST:
-        return found
-    left = len(found) - LONGEST
-    return f"{found[: LONGEST - 500]} [{left} characters left out] {found[-500:]}"
+    line = printable(text)
+    if len(line) <= LONGEST:
+        return line
+    left = len(line) - LONGEST
+    return f"{line[: LONGEST - 500]} [{left} characters left out] {line[-500:]}"
 
 
 def _character(character: str) -> str:

@@ -46,14 +46,14 @@ from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
-"""So many first steps are sampled each."""
+"""The number of first steps each of which is sampled."""
 NUMBERS = (
     *("grad_norm", "clip_norm", "clip_coefficient"),
     *("loss_scale", "grad_scale", "skipped"),
 )
-"""What a step has one of."""
+"""The numbers that a step has one of each."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
-"""What torch wraps around each class's step, and calls hooks in."""
+"""The code that torch wraps around each class's step, and calls hooks in."""
 
 
 class Recorder:
@@ -108,7 +108,7 @@ class Recorder:
             whole_number("vocabulary", vocabulary)
         self._parameters = Parameters(checked_names(names), vocabulary)
         self._meshes: set[str] = set()
-        """Those of the parameters of models and optimizers; models come before optimizers step."""
+        """The meshes of models' and optimizers' parameters; models come before optimizers step."""
         self._sources: list[Source] = []
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
@@ -117,19 +117,19 @@ class Recorder:
         self._graph: Any = None
         """The CUDA graph that is being captured; `_coming` is within it."""
         self._outside = Step()
-        """What came before the capture."""
+        """The coming step as it was before the capture."""
         self._graphs: MutableMapping[Any, list[Captured]] = weakref.WeakKeyDictionary()
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
         self._own_rows: dict[tuple[str, str], tuple[Held, Listed]] = {}
-        """What the last tensor of a name and quantity was: its shape may be another each time."""
+        """The last tensor's description by name and quantity: its shape may change each time."""
         self._mark = object()
-        """What marks the functions that made the models' outputs."""
+        """The mark of the functions that made the models' outputs."""
         self._hears_all = True
         """Whether no model was given: then every backward is one of the run."""
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
-        """What is registered for each model."""
+        """The hooks that are registered for each model."""
         # of any process: one that multiprocessing has started knows no atexit
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         try:
@@ -297,21 +297,21 @@ class Recorder:
         if not self._wanted or not self._is_here():
             return
         local = local_of(tensor.detach())
-        found = held(Known(name, tuple(local.shape), None), quantity, local)
+        entry = held(Known(name, tuple(local.shape), None), quantity, local)
         before, listed = self._own_rows.get((name, quantity), (None, None))
-        if listed is None or found != before:
-            listed = Listed([found])
-            self._own_rows[name, quantity] = found, listed
+        if listed is None or entry != before:
+            listed = Listed([entry])
+            self._own_rows[name, quantity] = entry, listed
         with torch.no_grad():
             self._coming.rows += listed.rows([local], self._number)
 
     # --- what torch's functions are called with
 
     def _backward(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        given = [*args, *named.values()]
-        if any(each is not None for each in given[1:2]):
+        arguments = [*args, *named.values()]
+        if any(argument is not None for argument in arguments[1:2]):
             return  # with a gradient: an output of another rank's input, no loss
-        tensors, is_wanted = given[0], self._wanted or self._graph is not None
+        tensors, is_wanted = arguments[0], self._wanted or self._graph is not None
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             is_heard = tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True)
             if is_heard and (self._hears_all or self._is_own(tensor.grad_fn)):
@@ -328,7 +328,7 @@ class Recorder:
             if self._mark in function.metadata or self._parameters.has(variable):
                 return True
             seen.add(function)
-            waiting += [each for each, _ in function.next_functions]
+            waiting += [successor for successor, _ in function.next_functions]
         return False
 
     def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
@@ -338,8 +338,8 @@ class Recorder:
             self._backward((output,), {})
 
     def _clip(self, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[Any], None] | None:
-        given = args[0] if args else named.get("parameters", ())
-        params = [given] if isinstance(given, torch.Tensor) else given
+        parameters = args[0] if args else named.get("parameters", ())
+        params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         if not self._hears_all and self._are_others(params):
             return None
 
@@ -351,15 +351,15 @@ class Recorder:
         return clipped
 
     def _are_others(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether they are parameters, and none is one of the run; Megatron gives gradients."""
-        params = [each for each in tensors if isinstance(each, torch.nn.Parameter)]
-        own = {param for source in self._sources for param in source.params()}
-        return bool(params) and not any(p in own or self._parameters.has(p) for p in params)
+        """Returns whether tensors are parameters, none of the run; Megatron gives gradients."""
+        params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        run_params = {param for source in self._sources for param in source.params()}
+        return bool(params) and not any(p in run_params or self._parameters.has(p) for p in params)
 
     def _scale(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
         """Hears of torch.amp.GradScaler's step, which leaves out the optimizer's at an overflow."""
         scaler, optimizer, *_ = args
-        source = next((each for each in self._sources if each.optimizer is optimizer), None)
+        source = next((entry for entry in self._sources if entry.optimizer is optimizer), None)
         if source is None or getattr(optimizer, "_step_supports_amp_scaling", False):
             return None  # such an optimizer is told the scale itself
         before, self._coming.loss_scale = source.step, scaler.get_scale()
@@ -412,11 +412,11 @@ class Recorder:
         ]
 
         def replayed(_: Any) -> None:
-            for step, (source, found) in zip(steps, captured, strict=True):
+            for step, (source, capture) in zip(steps, captured, strict=True):
                 if source is None:
-                    add_replayed(self._coming, found)
+                    add_replayed(self._coming, capture)
                 else:
-                    self._after_replay(step, source, found)
+                    self._after_replay(step, source, capture)
 
         return replayed
 
@@ -472,11 +472,11 @@ class Recorder:
         return self._level >= STEP and self._is_recorded(step.number)
 
     def _begun(self, source: Source) -> Step:
-        """The step that comes, and what is known of it before it."""
+        """Returns the step that comes, with what is known before it."""
         self._finish(source)
         source.look()
         step = self._coming
-        step.stepped, step.samples, step.kept = [], [], {}  # of a step that an error has ended
+        step.stepped, step.samples, step.tensors = [], [], {}  # of a step that an error has ended
         if self._graph is None:
             self._begin()
             self._describe()
@@ -486,26 +486,26 @@ class Recorder:
     def _count(self, step: Step, source: Source) -> None:
         """Counts a step that has been made."""
         source.count.step = step.number
-        self._wanted = any(self._is_recorded(each.step + 1) for each in self._sources)
+        self._wanted = any(self._is_recorded(entry.step + 1) for entry in self._sources)
 
     def _gather_before(self, step: Step, source: Source) -> None:
         if self._every == 1:  # launches would sum up at other steps too
             source.ask()
         weights = source.weights()
         changed = source.changed(step.number, weights)
-        own, is_sampled = weights.listed.own, self._is_sampled(step.number)
+        places, is_sampled = weights.listed.weight_indices, self._is_sampled(step.number)
         everything: Sequence[int] = range(len(weights.tensors))
         if releases_gradients(source.optimizer):  # what has none was stepped in the backward
-            params = [each.param for each in weights.listed.held]
+            params = [entry.param for entry in weights.listed.held]
             everything = [i for i in everything if getattr(params[i], "grad", None) is not None]
-            changed, own = sorted({*changed} & {*everything}), own & {*everything}
+            changed, places = sorted({*changed} & {*everything}), places & {*everything}
         if self._level >= BLOCKS or is_sampled:
-            with_own = sorted({*changed, *own})
-        written = weights.before(with_own if self._level >= BLOCKS else changed)
+            with_weights = sorted({*changed, *places})
+        written = weights.before(with_weights if self._level >= BLOCKS else changed)
         step.stepped += written.rows(self._number)
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
-            indices = with_own if follows else everything
+            indices = with_weights if follows else everything
             step.samples += weights.before(indices).samples(self._number)
             step.has_all_old = len(indices) == len(weights.tensors)
         if step.number in self._keep:
@@ -554,17 +554,17 @@ class Recorder:
             self._finish(source)
 
     def _add_gradients(self, step: Step, source: Source) -> None:
-        found = source.gradients()
-        now = source.read(found)
+        gradients = source.gradients()
+        now = source.read(gradients)
         step.stepped += now.rows(self._number)
-        self._add_elements(step, found)
+        self._add_elements(step, gradients)
 
-    def _add_elements(self, step: Step, found: Those) -> None:
+    def _add_elements(self, step: Step, selection: Those) -> None:
         """Adds samples and whole tensors, as far as they are wanted of this step."""
         if self._is_sampled(step.number):
-            step.samples += found.samples(self._number)
+            step.samples += selection.samples(self._number)
         if step.number in self._keep:
-            keep_tensors(step, found)
+            keep_tensors(step, selection)
 
     def _finish(self, source: Source) -> None:
         """Hands a step over to be written, after the model's weights where these came later."""
@@ -603,12 +603,12 @@ class Recorder:
 
     def _describe(self) -> None:
         """Describes the optimizers that came, or have other parameters, since the last step."""
-        for source in (each for each in self._sources if not each.is_described):
+        for source in (entry for entry in self._sources if not entry.is_described):
             kind, names = type(source.optimizer), source.names()
             source.is_described = True
-            source.join([each for each in self._sources if each is not source])
-            own = dict.fromkeys(itertools.chain(*names))
-            order = [name for name in self._order if name in own]
+            source.join([peer for peer in self._sources if peer is not source])
+            unique_names = dict.fromkeys(itertools.chain(*names))
+            order = [name for name in self._order if name in unique_names]
             anew = source.came_anew()
             self._open()[0].optimizer(
                 {
@@ -619,7 +619,7 @@ class Recorder:
                     "steps_as": list(steps_as(kind)),
                     "options": all_options(source.optimizer),
                     "groups": names,
-                    "order": list(dict.fromkeys([*order, *own])),
+                    "order": list(dict.fromkeys([*order, *unique_names])),
                 }
             )
 
@@ -634,14 +634,14 @@ def running() -> Iterator[torch.optim.Optimizer]:
 
 
 def releases_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its parameters are stepped in the backward, by megaopt.release_gradients."""
+    """Returns whether megaopt.release_gradients steps an optimizer's parameters in the backward."""
     release = sys.modules.get("megaopt.models.release")  # not imported for others' optimizers
     return release is not None and optimizer in release.RELEASED
 
 
 def is_inner(optimizer: torch.optim.Optimizer) -> bool:
     """Whether another step of the same optimizer called this one, as a subclass's by super."""
-    return sum(each is optimizer for each in running()) > 1
+    return sum(caller is optimizer for caller in running()) > 1
 
 
 Captured = tuple[Source | None, Step]
@@ -652,12 +652,12 @@ def add_replayed(step: Step, captured: Step) -> None:
     """Adds what a replay has left on the device, where the next one writes it anew."""
     step.losses += map(number_of, captured.losses)
     for name in NUMBERS:
-        found = getattr(captured, name)
-        if found is not None:
-            setattr(step, name, number_of(found))
+        number = getattr(captured, name)
+        if number is not None:
+            setattr(step, name, number_of(number))
     step.options = [{n: as_it_is(v) for n, v in options.items()} for options in captured.options]
-    step.stepped += [each._replace(digests=fetched(each.digests)) for each in captured.stepped]
-    step.samples += [each.fetched() for each in captured.samples]
+    step.stepped += [rows._replace(digests=fetched(rows.digests)) for rows in captured.stepped]
+    step.samples += [samples.fetched() for samples in captured.samples]
 
 
 def warn_of_capture(reason: str) -> None:
@@ -677,7 +677,7 @@ class Hook:
             self._function(*self._first, *args)
 
     def __reduce__(self) -> tuple[type[Hook], tuple[()]]:
-        """What copies and pickles have of it."""
+        """Returns what copies and pickles have of the hook: one that does nothing."""
         return Hook, ()
 
 
@@ -701,7 +701,7 @@ class LastHook:
             self._handle = module.register_forward_hook(self._hook)
 
     def remove(self) -> None:
-        """Takes it away."""
+        """Takes the hook away."""
         self._before.remove()
         self._handle.remove()
 
@@ -720,11 +720,11 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         yield fused if isinstance(fused, torch.optim.Optimizer) else optimizer
         return
     inside = several or getattr(optimizer, "optimizer", None)
-    found = optimizer if isinstance(optimizer, Sequence) else inside
-    if found is None:
+    members = optimizer if isinstance(optimizer, Sequence) else inside
+    if members is None:
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
-    for each in found if isinstance(found, Sequence) else [found]:
-        yield from inner_optimizers(each)
+    for member in members if isinstance(members, Sequence) else [members]:
+        yield from inner_optimizers(member)
 
 
 NO_STEPS = ("zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -740,15 +740,15 @@ def steps_as(kind: type) -> Iterator[str]:
     """
     for base in kind.__mro__[1 : kind.__mro__.index(torch.optim.Optimizer)]:
         names = [n for n in dir(base) if not n.startswith("__") and n not in NO_STEPS]
-        pairs = ([own_code(each, name) for each in (kind, base)] for name in names)
-        if all(mine is theirs for mine, theirs in pairs):
+        pairs = ([own_code(owner, name) for owner in (kind, base)] for name in names)
+        if all(code is base_code for code, base_code in pairs):
             yield f"{base.__module__}.{base.__qualname__}"
 
 
 def own_code(kind: type, name: str) -> Any:
-    """What a class has by a name, without what torch wraps around the step of each class."""
-    found = inspect.getattr_static(kind, name)
-    return inspect.unwrap(found) if callable(found) else found
+    """Returns a class's attribute of a name, without what torch wraps around each class's step."""
+    attribute = inspect.getattr_static(kind, name)
+    return inspect.unwrap(attribute) if callable(attribute) else attribute
 
 
 def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -756,24 +756,26 @@ def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     kinds = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
     for module in model.modules():
         if isinstance(module, kinds):
-            yield from (each for each in module.children() if any(True for _ in each.parameters()))
+            yield from (
+                child for child in module.children() if any(True for _ in child.parameters())
+            )
 
 
 def models_of(model: object) -> Sequence[torch.nn.Module]:
     """The modules that a recorder is given; ValueError for anything else."""
-    found = [model] if isinstance(model, torch.nn.Module) else model
-    if not isinstance(found, Sequence) or not all(isinstance(m, torch.nn.Module) for m in found):
+    models = [model] if isinstance(model, torch.nn.Module) else model
+    if not isinstance(models, Sequence) or not all(isinstance(m, torch.nn.Module) for m in models):
         refuse("model", "a torch.nn.Module or a list of them", model)
-    return found
+    return models
 
 
 def checked_names(names: Any) -> Mapping[str, str]:
-    """Names by names; ValueError for anything else than a dict of texts, or None."""
-    found = {} if names is None else names
-    is_map = isinstance(found, Mapping)
-    if not is_map or not all(isinstance(n, str) for pair in found.items() for n in pair):
+    """Returns names by names; raises ValueError for anything but a dict of texts, or None."""
+    name_map = {} if names is None else names
+    is_map = isinstance(name_map, Mapping)
+    if not is_map or not all(isinstance(n, str) for pair in name_map.items() for n in pair):
         refuse("names", "a dict of texts, as {'their.name': 'name'}", names)
-    return found
+    return name_map
 
 
 def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -792,8 +794,8 @@ def steps_of(keep: Any) -> Iterator[int]:
     """The numbers of steps and ranges of them; ValueError for anything else."""
     if isinstance(keep, str) or not isinstance(keep, Iterable):
         refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
-    for each in keep:
-        steps = each if isinstance(each, range) else (each,)
+    for entry in keep:
+        steps = entry if isinstance(entry, range) else (entry,)
         yield from (whole_number("keep", step) for step in steps)
 
 
@@ -805,35 +807,35 @@ def number_of(value: torch.Tensor | float) -> Number:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options as they are now."""
     left_out = ("params", "step", "param_names")
-    own = {name: value for name, value in group.items() if name not in left_out}
-    single = [name for name, value in own.items() if torch.float32 in dtypes_in(value)]
-    found = {name: as_it_is(value) for name, value in own.items()}
-    return {**found, "single": single} if single else found
+    options = {name: value for name, value in group.items() if name not in left_out}
+    single = [name for name, value in options.items() if torch.float32 in dtypes_in(value)]
+    numbers = {name: as_it_is(value) for name, value in options.items()}
+    return {**numbers, "single": single} if single else numbers
 
 
 def dtypes_in(value: Any) -> list[torch.dtype]:
     """The dtypes of an option's tensors; betas may be a pair of them."""
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [each.dtype for each in values if isinstance(each, torch.Tensor)]
+    return [element.dtype for element in values if isinstance(element, torch.Tensor)]
 
 
 def as_it_is(value: Any) -> Any:
     """An option as it is now: a tensor's number."""
     if isinstance(value, (tuple, list)):
-        return [as_it_is(each) for each in value]
+        return [as_it_is(element) for element in value]
     return number_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer was made with: what groups have, and what libraries keep beside.
+    """Returns the options an optimizer was made with: the groups', and what libraries keep beside.
 
     TransformerEngine's and apex's FusedAdam keep adam_w_mode as an attribute, megaopt's optimizers
     their options.
     """
-    beside = {**getattr(getattr(optimizer, "options", None), "__dict__", {}), **vars(optimizer)}
+    attributes = {**getattr(getattr(optimizer, "options", None), "__dict__", {}), **vars(optimizer)}
     plain = {
         name: value
-        for name, value in beside.items()
+        for name, value in attributes.items()
         if not name.startswith("_") and isinstance(value, (bool, int, float, str))
     }
     if isinstance(getattr(optimizer, "master_weights", None), (list, tuple)):
@@ -868,12 +870,12 @@ def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
     return (args[1] if len(args) > 1 else named.get("closure")) is not None
 
 
-def keep_tensors(step: Step, found: Those) -> None:
+def keep_tensors(step: Step, selection: Those) -> None:
     """Keeps whole tensors for the step's file."""
-    for each, tensor in zip(found.listed.held, found.tensors, strict=True):
+    for entry, tensor in zip(selection.listed.held, selection.tensors, strict=True):
         if tensor.dtype == torch.complex128:  # which safetensors has not; steps are of the parts
             tensor = torch.view_as_real(tensor.resolve_conj())
-        step.kept[f"{each.known.name}|{each.quantity}"] = fetched(tensor).contiguous()
+        step.tensors[f"{entry.placement.name}|{entry.quantity}"] = fetched(tensor).contiguous()
 
 
 def process() -> dict[str, Any]:
@@ -887,10 +889,10 @@ def process() -> dict[str, Any]:
 
 def number_in_environment(variable: str, least: int) -> int:
     """The number that a launcher has set; the least where there is none."""
-    found = os.environ.get(variable, str(least))
-    if not found.isdecimal() or int(found) < least:
-        refuse(f"{variable} in the environment", f"a whole number >= {least}", found)
-    return int(found)
+    text = os.environ.get(variable, str(least))
+    if not text.isdecimal() or int(text) < least:
+        refuse(f"{variable} in the environment", f"a whole number >= {least}", text)
+    return int(text)
 
 
 def meshes(params: Iterable[Any]) -> set[str]:

@@ -42,7 +42,7 @@ def replay(
     """Takes a kept step again, and compares every bit that it wrote.
 
     Args:
-        recorded: of the rank whose tensors are meant.
+        recorded: the recording of the rank whose tensors are meant.
         step: a step that was kept.
         backend: of megaopt's own optimizers, "reference" or "triton"; the default one by default.
         trusted: full names of classes that may be imported from where Python finds them, each for
@@ -56,20 +56,22 @@ def replay(
     """
     numbers = recorded.scalars.get(step, {})
     paths = {source: path_of_kept(recorded.folder, step, source) for source in (0, *numbers)}
-    kept = [source for source in sorted(numbers) if paths[source].is_file()]
-    if not kept:
+    sources = [source for source in sorted(numbers) if paths[source].is_file()]
+    if not sources:
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
-    if kept[-1] >= len(recorded.optimizers):
-        raise RecordingError(f"manifest of {str(recorded.folder)!r} must have optimizer {kept[-1]}")
-    classes = {source: recorded.optimizers[source]["class"] for source in kept}
-    kinds = {source: _kind(each, recorded, backend, trusted) for source, each in classes.items()}
-    found: list[str] = []
+    if sources[-1] >= len(recorded.optimizers):
+        raise RecordingError(
+            f"manifest of {str(recorded.folder)!r} must have optimizer {sources[-1]}"
+        )
+    classes = {source: recorded.optimizers[source]["class"] for source in sources}
+    kinds = {source: _kind(path, recorded, backend, trusted) for source, path in classes.items()}
+    lines: list[str] = []
     for source, kind in kinds.items():
         described = recorded.described(source, step) or [recorded.optimizers[source]]
-        own = (described[0]["groups"], numbers[source], backend)
+        arguments = (described[0]["groups"], numbers[source], backend)
         tensors = _read(paths[source])
         try:
-            found += _differences(kind, tensors, *own)
+            lines += _differences(kind, tensors, *arguments)
         except RecordingError:
             raise
         except Exception as error:  # whatever an optimizer makes of such options and tensors
@@ -78,14 +80,14 @@ def replay(
                 f"step {step} in {str(recorded.folder)!r} must be one that {classes[source]} can"
                 f" take, got {words}"
             ) from error
-    return found
+    return lines
 
 
 def _read(path: Path) -> Kept:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    kept: Kept = {}
+    step_tensors: Kept = {}
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
@@ -95,13 +97,13 @@ def _read(path: Path) -> Kept:
         ) from error
     for key, tensor in tensors.items():
         name, _, quantity = key.rpartition("|")
-        kept.setdefault(name, {})[quantity] = tensor
-    return kept
+        step_tensors.setdefault(name, {})[quantity] = tensor
+    return step_tensors
 
 
 def _differences(
     kind: type[torch.optim.Optimizer],
-    kept: Kept,
+    step_tensors: Kept,
     described: Sequence[Sequence[str]],
     line: Mapping[str, Any],
     backend: str | None,
@@ -111,27 +113,31 @@ def _differences(
     described: the names of each group's parameters.
     """
     encoded = [[encodable(name) for name in group] for group in described]
-    names = [[n for n in group if "grad" in kept.get(n, {})] for group in encoded]
-    params = {name: _param(name, kept[name]) for group in names for name in group}
-    lost = [name for name in kept if "grad" in kept[name] and name not in params]
+    names = [[n for n in group if "grad" in step_tensors.get(n, {})] for group in encoded]
+    params = {name: _param(name, step_tensors[name]) for group in names for name in group}
+    lost = [name for name in step_tensors if "grad" in step_tensors[name] and name not in params]
     if lost:
         raise RecordingError(f"groups must have all parameters of the step, got no {lost[0]}")
-    told = [[pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]]
-    options = [{name: _option(value) for name, value in group} for group in told]
-    counts = [own.pop("step") for own in options]
-    groups = [
-        {**own, "params": [params[name] for name in group]}
-        for own, group in zip(options, names, strict=False)  # later groups have come since
+    option_pairs = [
+        [pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]
     ]
-    has_masters = any("master" in tensors for tensors in kept.values())
+    options = [{name: _option(value) for name, value in group} for group in option_pairs]
+    counts = [settings.pop("step") for settings in options]
+    groups = [
+        {**settings, "params": [params[name] for name in group]}
+        for settings, group in zip(options, names, strict=False)  # later groups have come since
+    ]
+    has_masters = any("master" in tensors for tensors in step_tensors.values())
     optimizer = _made(kind, groups, has_masters, backend)
-    _load(optimizer, kept, [name for group in names for name in group], counts)
+    _load(optimizer, step_tensors, [name for group in names for name in group], counts)
     optimizer.step()
     for name, param in params.items():
         state = optimizer.state[param]
         now = {**state, "weight": param.detach(), "master": state.get("master_param")}
-        for quantity in (each for each in kept[name] if isinstance(now.get(each), torch.Tensor)):
-            before, here = kept[name][quantity].reshape(-1), now[quantity].reshape(-1)
+        for quantity in (
+            key for key in step_tensors[name] if isinstance(now.get(key), torch.Tensor)
+        ):
+            before, here = step_tensors[name][quantity].reshape(-1), now[quantity].reshape(-1)
             unlike = _unequal(before, here)
             if unlike:
                 values = f"{before[unlike[0]].item()!r}, and {here[unlike[0]].item()!r} here"
@@ -140,7 +146,7 @@ def _differences(
 
 def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
     """The places of elements of other bits."""
-    codes = (each.contiguous().view(torch.uint8).view(len(each), -1) for each in (a, b))
+    codes = (tensor.contiguous().view(torch.uint8).view(len(tensor), -1) for tensor in (a, b))
     places: list[int] = torch.ne(*codes).any(1).nonzero().view(-1).tolist()
     return places
 
@@ -157,16 +163,17 @@ def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter
 
 def _option(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(_option(each) for each in value)
+        return tuple(_option(element) for element in value)
     return float.fromhex(value) if is_float(value) and "0x" in value else value
 
 
 def _kind(
     path: str, recorded: Rank, backend: str | None, trusted: Sequence[str]
 ) -> type[torch.optim.Optimizer]:
-    """The recorded class; RecordingError where it is not here, or its step wants a closure.
+    """Returns the recorded class.
 
-    Also where it is not ours, and a backend is asked for.
+    Raises RecordingError where the class is not here, where its step wants a closure, and where it
+    is not megaopt's but a backend is named.
     """
     if backend is not None and not path.startswith("megaopt."):
         raise RecordingError(f"backend must be torch for {path}, got {backend!r}")
@@ -178,25 +185,25 @@ def _kind(
         )
     module, _, name = (named or path).rpartition(".")
     try:
-        found = inspect.getattr_static(importlib.import_module(module), name)
+        kind = inspect.getattr_static(importlib.import_module(module), name)
     except Exception as error:  # whatever a package's own code makes of this machine
         raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise RecordingError(f"optimizer must be a torch.optim.Optimizer, got {path!r}")
-    closure = inspect.signature(found.step).parameters.get("closure")
+    closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise RecordingError(
             f"optimizer must be one that steps without a closure, got {path}: its step calls the"
             " script's closure, which a recording does not have"
         )
-    return found
+    return kind
 
 
 def _is_ours_to_import(path: str, folder: Path) -> bool:
     """Whether a class can be imported without running what may have come with a recording.
 
     path: the class's full name, which the recording says.
-    folder: of the recording.
+    folder: the recording's folder.
     """
     module, _, name = path.rpartition(".")
     if not NAME.fullmatch(path) or module == "__main__":
@@ -212,7 +219,8 @@ def _is_ours_to_import(path: str, folder: Path) -> bool:
 def _file_of(module: str) -> Path | None:
     """The file of a module of megaopt's or of an installed distribution's; nothing is imported.
 
-    None where there is none, or where an import would find another package of its name first.
+    Returns None where there is none, or where an import would find another package of its name
+    first.
     """
     first, *rest = module.split(".")
     if first == "megaopt":
@@ -223,7 +231,7 @@ def _file_of(module: str) -> Path | None:
         return None
     origin = "" if spec is None else str(spec.origin)
     installed = _installed_folders()
-    for folder in (Path(each) for each in sys.path if os.path.realpath(each) in installed):
+    for folder in (Path(path) for path in sys.path if os.path.realpath(path) in installed):
         if Path(origin).is_relative_to(folder):
             files = _files(folder, [first, *rest])
             return next((file for file in files if _is_installed(folder, file)), None)
@@ -235,19 +243,23 @@ def _installed_folders() -> set[str]:
 
     A folder that PYTHONPATH names is none, whatever its name is, unless it is Python's own.
     """
-    own = [*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    folders = [
+        *site.getsitepackages(),
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+    ]
     if site.ENABLE_USER_SITE:
-        own.append(site.getusersitepackages())
+        folders.append(site.getusersitepackages())
     lines = (
         os.path.join(folder, line.rstrip())
-        for folder in own
+        for folder in folders
         for file in Path(folder).glob("*.pth")
         for line in file.read_text("utf-8", "replace").splitlines()
         if line.strip() and not line.startswith(("#", "import ", "import\t"))
     )
     named = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     added = set(map(os.path.realpath, lines)) - set(map(os.path.realpath, named))
-    return {*map(os.path.realpath, own), *added}
+    return {*map(os.path.realpath, folders), *added}
 
 
 def _our_file(names: Sequence[str]) -> Path | None:
@@ -255,7 +267,9 @@ def _our_file(names: Sequence[str]) -> Path | None:
     is_outside = names[0] == "integration"
     spec = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
     folders = (spec and spec.submodule_search_locations) or ()
-    return next((file for each in folders for file in _files(Path(each), names[is_outside:])), None)
+    return next(
+        (file for folder in folders for file in _files(Path(folder), names[is_outside:])), None
+    )
 
 
 def _files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
@@ -268,7 +282,9 @@ def _files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 def _is_installed(folder: Path, file: Path) -> bool:
     """Whether a distribution in a folder says that it has brought a file."""
     line = f"{file.relative_to(folder).as_posix()},"
-    records = (each.read_text("RECORD") or "" for each in distributions(path=[str(folder)]))
+    records = (
+        distribution.read_text("RECORD") or "" for distribution in distributions(path=[str(folder)])
+    )
     return any(record.startswith(line) or f"\n{line}" in record for record in records)
 
 
@@ -290,11 +306,11 @@ def _made(
 
 
 def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
-    """What megaopt's constructors are told and groups do not say as options: formats, marks."""
-    formats = dict(each.split("=") for each in group["state_formats"].split(", "))
+    """Returns what megaopt's constructors take and groups have not as options: formats, marks."""
+    formats = dict(part.split("=") for part in group["state_formats"].split(", "))
     formats.pop("blocks", None)
     master = formats.pop("master")
-    dtypes = {f"{moment}_dtype": _dtype(each) for moment, each in formats.items()}
+    dtypes = {f"{moment}_dtype": _dtype(form) for moment, form in formats.items()}
     if has_masters:
         dtypes |= {"master_weights": True, "master_weight_dtype": _dtype(master)}
     marks = ("contract", "adam_w_mode", "seed")
@@ -302,14 +318,14 @@ def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
 
 
 def _dtype(name: str) -> Any:
-    """Torch's dtype of a name; a format of ours that torch has not as its name."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else name
+    """Returns torch's dtype of a name, or the name of a format that torch does not have."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else name
 
 
 def _load(
     optimizer: torch.optim.Optimizer,
-    kept: Kept,
+    step_tensors: Kept,
     names: Sequence[str],
     counts: Sequence[int | None],
 ) -> None:
@@ -318,7 +334,7 @@ def _load(
     counts: the number of the step, of each group; None where the optimizer does not count.
     """
     content = optimizer.state_dict()
-    states = ({RENAMED.get(q, q): t for q, t in _old(kept[name]).items()} for name in names)
+    states = ({RENAMED.get(q, q): t for q, t in _old(step_tensors[name]).items()} for name in names)
     content["state"] = {i: state for i, state in enumerate(states) if state}
     if not content["state"]:
         return
@@ -333,5 +349,5 @@ def _load(
 
 def _old(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state of one parameter before the step."""
-    old = {q.removeprefix("old "): each for q, each in tensors.items() if q.startswith("old ")}
-    return {quantity: each for quantity, each in old.items() if quantity != "weight"}
+    old = {q.removeprefix("old "): tensor for q, tensor in tensors.items() if q.startswith("old ")}
+    return {quantity: tensor for quantity, tensor in old.items() if quantity != "weight"}

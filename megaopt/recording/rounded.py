@@ -23,7 +23,7 @@ APPROXIMATE = 2.0**-24
 
 
 class Precision(NamedTuple):
-    """What one rounding to a format may change."""
+    """The change that one rounding to a format may make."""
 
     unit: float
     """Half of the last place, relative."""
@@ -57,8 +57,8 @@ POWER = 8
 class Rounded:
     """A tensor's sampled elements, or one number: the exact law's value, and how far off it may be.
 
-    Of what is not a number, or may have overflowed, the error is infinite: nothing can be said.
-    Takes part in +, -, *, / with its like and with floats, which are exact.
+    The error of what is not a number, or may have overflowed, is infinite: nothing can be said.
+    It takes part in +, -, *, / with its like and with floats, which are exact.
     """
 
     value: Array
@@ -68,46 +68,49 @@ class Rounded:
     precision: Precision
 
     def _made(self, value: Any, error: Any, more: float = 0.0) -> Rounded:
-        """The result of an operation, rounded once; more: of it, in units of APPROXIMATE."""
-        own = self.precision
-        relative = own.unit + OWN + more * own.approximate
+        """Returns an operation's result, rounded once.
+
+        more: further rounding, in units of APPROXIMATE.
+        """
+        precision = self.precision
+        relative = precision.unit + OWN + more * precision.approximate
         with numpy.errstate(all="ignore"):
-            error = error + relative * (numpy.abs(value) + error) + own.least
-            known = numpy.abs(value) + error <= own.largest
-        return Rounded(value, numpy.where(known, error, numpy.inf), own)
+            error = error + relative * (numpy.abs(value) + error) + precision.least
+            is_finite = numpy.abs(value) + error <= precision.largest
+        return Rounded(value, numpy.where(is_finite, error, numpy.inf), precision)
 
-    def _other(self, other: Operand) -> Rounded:
-        return other if isinstance(other, Rounded) else exact(other, self.precision)
+    def _other(self, operand: Operand) -> Rounded:
+        return operand if isinstance(operand, Rounded) else exact(operand, self.precision)
 
-    def __add__(self, other: Operand) -> Rounded:
+    def __add__(self, operand: Operand) -> Rounded:
         """The sum."""
-        other = self._other(other)
+        operand = self._other(operand)
         with numpy.errstate(all="ignore"):
-            return self._made(self.value + other.value, self.error + other.error)
+            return self._made(self.value + operand.value, self.error + operand.error)
 
     def __neg__(self) -> Rounded:
         """The number with the other sign: exact."""
         return Rounded(-self.value, self.error, self.precision)
 
-    def __sub__(self, other: Operand) -> Rounded:
+    def __sub__(self, operand: Operand) -> Rounded:
         """The difference."""
-        return self + -self._other(other)
+        return self + -self._other(operand)
 
-    def __mul__(self, other: Operand) -> Rounded:
+    def __mul__(self, operand: Operand) -> Rounded:
         """The product."""
-        other = self._other(other)
+        operand = self._other(operand)
         with numpy.errstate(all="ignore"):
-            error = numpy.abs(self.value) * other.error + self.error * numpy.abs(other.value)
-            error = error + self.error * other.error
-            return self._made(self.value * other.value, error)
+            error = numpy.abs(self.value) * operand.error + self.error * numpy.abs(operand.value)
+            error = error + self.error * operand.error
+            return self._made(self.value * operand.value, error)
 
-    def __truediv__(self, other: Operand) -> Rounded:
+    def __truediv__(self, operand: Operand) -> Rounded:
         """The quotient; nothing is known of it where the denominator may be 0."""
-        other = self._other(other)
+        operand = self._other(operand)
         with numpy.errstate(all="ignore"):
-            least = numpy.abs(other.value) - other.error
-            value = self.value / other.value
-            error = (self.error + numpy.abs(value) * other.error) / least
+            least = numpy.abs(operand.value) - operand.error
+            value = self.value / operand.value
+            error = (self.error + numpy.abs(value) * operand.error) / least
             return self._made(value, numpy.where(least > 0, error, numpy.inf), DIVISION)
 
     def root(self) -> Rounded:
@@ -127,26 +130,26 @@ class Rounded:
             return self._made(value, numpy.maximum(low, high), POWER)
 
     def sign(self) -> Rounded:
-        """1, -1 or 0; where the sign is open, within 2 of it: exact otherwise."""
+        """Returns 1, -1 or 0; where the sign is open, within 2 of it: exact otherwise."""
         is_open = ~(numpy.abs(self.value) > self.error) & ((self.value != 0) | (self.error > 0))
         return Rounded(numpy.sign(self.value), numpy.where(is_open, 2.0, 0.0), self.precision)
 
-    def maximum(self, other: Rounded) -> Rounded:
+    def maximum(self, operand: Rounded) -> Rounded:
         """The larger one: no rounding."""
-        value = numpy.maximum(self.value, other.value)
-        return Rounded(value, numpy.maximum(self.error, other.error), self.precision)
+        value = numpy.maximum(self.value, operand.value)
+        return Rounded(value, numpy.maximum(self.error, operand.error), self.precision)
 
     def again(self, times: int) -> Rounded:
         """The same number after so many more roundings, which some implementation makes."""
-        found = self
+        number = self
         for _ in range(times):
-            found = found._made(found.value, found.error)
-        return found
+            number = number._made(number.value, number.error)
+        return number
 
     def stored(self, precision: Precision, units: int = 1) -> Rounded:
         """The same number, rounded to a format; units: 2 of one that may round either way."""
-        found = Rounded(self.value, self.error, precision)
-        return found if precision.unit == self.precision.unit == units else found.again(units)
+        number = Rounded(self.value, self.error, precision)
+        return number if precision.unit == self.precision.unit == units else number.again(units)
 
 
 def exact(value: Any, precision: Precision) -> Rounded:

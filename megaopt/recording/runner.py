@@ -24,18 +24,18 @@ class Runner:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._known: set[int] = set()
+        self._seen_ids: set[int] = set()
         """The ids of modules whose forwards have been seen, and of those within them."""
         self._optimizers: set[int] = set()
         register_module_forward_pre_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
 
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) in self._known:
+        if torch.compiler.is_compiling() or id(module) in self._seen_ids:
             return
         if not torch.is_grad_enabled() or next(module.parameters(), None) is None:
             return
-        self._known.update(map(id, module.modules()))
+        self._seen_ids.update(map(id, module.modules()))
         self._recorder.add_model(module)
         # torch has gathered this call's hooks already
         call = sys._getframe(1).f_locals
@@ -51,5 +51,5 @@ class Runner:
 def start() -> None:
     """Records this process as its environment says."""
     options = json.loads(os.environ[VARIABLE])
-    options["keep"] = [range(*each) for each in options["keep"]]
+    options["keep"] = [range(*bounds) for bounds in options["keep"]]
     Runner(Recorder([], [], **options))

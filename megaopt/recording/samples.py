@@ -15,7 +15,7 @@ Bits = numpy.ndarray[Any, Any]
 Mask = numpy.ndarray[Any, numpy.dtype[numpy.bool_]]
 
 OLD = "old "
-"""How quantities before a step begin."""
+"""The prefix of quantities from before a step."""
 
 
 class Unknown(Exception):
@@ -28,7 +28,7 @@ class Tensor(NamedTuple):
     value: Value
     bits: Bits
     held: Mask
-    """Which of them the recording has."""
+    """The mask of the elements that the recording has."""
 
 
 Tensors = dict[str, Tensor]
@@ -36,20 +36,20 @@ Tensors = dict[str, Tensor]
 
 
 class Given(NamedTuple):
-    """What a step of a parameter was given beside tensors."""
+    """The inputs of a parameter's step beside tensors."""
 
     options: Mapping[str, Any]
-    """The group's, over the optimizer's, over the law's own; with "step"."""
+    """The group's options, over the optimizer's, over the law's own; with "step"."""
     is_new: bool
     """The step made the parameter's state."""
     places: Sequence[int]
-    """Where the samples lie in the parameter."""
+    """The places of the samples in the parameter."""
     number: int
-    """The parameter's, in the optimizer."""
+    """The parameter's number in the optimizer."""
     scale: float | None
-    """What gradients are still multiplied by; None: by nothing."""
+    """The factor by which gradients are still multiplied; None: no factor."""
     coefficient: float | None
-    """What the step clips them by; None: by nothing."""
+    """The factor by which the step clips gradients; None: no factor."""
 
 
 DECODERS: dict[str, Callable[[Bits], Bits]] = {
@@ -58,7 +58,7 @@ DECODERS: dict[str, Callable[[Bits], Bits]] = {
     "bfloat16": lambda bits: (bits.astype("<u4") << 16).view("<f4"),
     "float16": lambda bits: bits.astype("<u2").view("<f2"),
 }
-"""Makers of numbers of bits, by dtype."""
+"""Functions that make numbers of bits, by dtype."""
 
 
 class Stepped:
@@ -90,17 +90,17 @@ class Stepped:
 
 def stepped_in(recording: Recording, step: int) -> dict[str, Stepped]:
     """All samples of a step, by parameter."""
-    found: dict[str, Stepped] = {}
+    steps_by_param: dict[str, Stepped] = {}
     for place, rank in enumerate(recording.ranks):
         for source in sorted(rank.scalars.get(step, ())):
             for value, held, bits in rank.samples(step, source):
-                own = found.setdefault(value.name, Stepped(place, source))
-                own.add(place, value, held, bits)
-    return found
+                stepped = steps_by_param.setdefault(value.name, Stepped(place, source))
+                stepped.add(place, value, held, bits)
+    return steps_by_param
 
 
 def held_of(places: Sequence[int], tensor: Tensor) -> Bits:
-    """Those places of samples that the recording has."""
+    """Returns the places of samples that the recording has."""
     return numpy.array(places)[numpy.flatnonzero(tensor.held)]
 
 
@@ -113,20 +113,20 @@ def decoded(tensor: Tensor) -> Array:
 
 
 CODES = ("state1", "state2")
-"""What bitsandbytes keeps in 8 bits, beside absmax1 and absmax2."""
+"""The states that bitsandbytes keeps in 8 bits, beside absmax1 and absmax2."""
 BLOCKS = (256, 2048)
 """Elements that share an absmax in bitsandbytes' states, now and in older versions."""
 STEP = 2 / (2**16 - 1)
 """Its library for CPUs looks codes up by this much of the absmax: near 0 codes are denser."""
 
 
-def of_codes(found: Tensors, quantity: str) -> tuple[Array, Array]:
+def of_codes(tensors: Tensors, quantity: str) -> tuple[Array, Array]:
     """The numbers of bitsandbytes' 8-bit codes, and a code's width there; fp64.
 
     NaN where the element's block is not among the sampled ones, which are all 64 of small tensors.
     Raises Unknown where nothing is known.
     """
-    codes, absmax = found[quantity], found[quantity.replace("state", "absmax")]
+    codes, absmax = tensors[quantity], tensors[quantity.replace("state", "absmax")]
     name, numel = codes.value.name, int(numpy.prod(codes.value.shape))
     count = int(numpy.prod(absmax.value.shape))
     size = next((size for size in BLOCKS if -(-numel // size) == count), numel)
@@ -138,9 +138,9 @@ def of_codes(found: Tensors, quantity: str) -> tuple[Array, Array]:
         raise Unknown(f"the blocks of {quantity.removeprefix(OLD)} are not sampled")
     table = _table(quantity.endswith("1"))
     width = numpy.diff(table, prepend=table[0], append=table[-1])
-    each = codes.bits[codes.held].astype(int)
-    found = numpy.maximum(width[each], width[each + 1]) + STEP
-    return table[each] * scale, found * scale
+    indices = codes.bits[codes.held].astype(int)
+    widths = numpy.maximum(width[indices], width[indices + 1]) + STEP
+    return table[indices] * scale, widths * scale
 
 
 def _table(is_signed: bool) -> Array:
@@ -148,13 +148,13 @@ def _table(is_signed: bool) -> Array:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError:
         raise Unknown("bitsandbytes, whose table it takes, is not installed") from None
-    made: Any = create_dynamic_map
-    table: Array = made(signed=is_signed).double().numpy()
+    make_map: Any = create_dynamic_map
+    table: Array = make_map(signed=is_signed).double().numpy()
     return table
 
 
 def number(option: Any) -> Any:
-    """An option as Python has it, of what a recording has."""
+    """Returns a recording's option as Python has it."""
     if isinstance(option, list):
         return tuple(map(number, option))
     is_number = isinstance(option, str) and option.lstrip("-").startswith(("0x", "inf", "nan"))
@@ -164,22 +164,22 @@ def number(option: Any) -> Any:
 
 
 def scaling(line: Mapping[str, Any]) -> tuple[float | None, float | None]:
-    """What gradients are multiplied by still, and what the step clips them by: of a step's line."""
+    """Returns a step's factors from its line: what still scales gradients, and what clips them."""
     scale, norm, clip_norm = (number(line.get(n)) for n in ("grad_scale", "grad_norm", "clip_norm"))
     coefficient = number(line.get("clip_coefficient"))
     if clip_norm is not None and norm is not None:
         # as megaopt's step computes it, in fp32; a NaN stays
         single = numpy.float32
         with numpy.errstate(all="ignore"):
-            found = single(clip_norm) / (single(norm) + single(1e-6))
-        coefficient = 1.0 if found > 1 else float(found)
+            ratio = single(clip_norm) / (single(norm) + single(1e-6))
+        coefficient = 1.0 if ratio > 1 else float(ratio)
     return scale, coefficient
 
 
 def is_cast(weight: Tensor, master: Tensor) -> bool:
     """Whether 16-bit weights are the nearest to fp32 masters; ties may go away from zero too."""
     both = weight.held & master.held
-    own, fp32 = weight.bits[both], master.bits[both].astype("<u4")
+    weight_bits, fp32 = weight.bits[both], master.bits[both].astype("<u4")
     if weight.value.dtype == "float16":
         with numpy.errstate(all="ignore"):
             casts = [fp32.view("<f4").astype("<f2").view("<u2")]
@@ -187,4 +187,4 @@ def is_cast(weight: Tensor, master: Tensor) -> bool:
         lower = fp32 & 0xFFFF
         casts = [((fp32 >> 16) + up) & 0xFFFF for up in (lower > 0x8000, lower >= 0x8000)]
     nan = (fp32 & 0x7FFFFFFF) > 0x7F800000
-    return bool((nan | numpy.any([own == cast for cast in casts], axis=0)).all())
+    return bool((nan | numpy.any([weight_bits == cast for cast in casts], axis=0)).all())

@@ -27,39 +27,39 @@ Number = torch.Tensor | float
 
 @dataclass
 class Step:
-    """What is known of a step, parts of which devices may still be making."""
+    """The record of a step, parts of which devices may still be making."""
 
     number: int = 0
     source: int = 0
     losses: list[Number] = field(default_factory=list)
     grad_norm: Number | None = None
     clip_norm: Number | None = None
-    """What an optimizer was told to clip to in its step."""
+    """The norm that an optimizer was told to clip to in its step."""
     clip_coefficient: Number | None = None
-    """What it was told to multiply gradients by."""
+    """The factor by which it was told to multiply gradients."""
     loss_scale: Number | None = None
     grad_scale: Number | None = None
     """The loss scale where gradients are still multiplied by it when the optimizer reads them."""
     skipped: Number | None = None
     options: list[dict[str, Any]] = field(default_factory=list)
-    """Those of each group."""
+    """The options of each group."""
     random: RandomStates = field(default_factory=dict)
     batches: list[torch.Tensor] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
-    """What forwards and backwards made."""
+    """The digests of what forwards and backwards made."""
     stepped: list[Rows] = field(default_factory=list)
-    """What the optimizer reads and writes."""
+    """The digests of what the optimizer reads and writes."""
     samples: list[Samples] = field(default_factory=list)
     has_all_old: bool = False
     """Whether samples have all there was before the step: what they lack, the step has made."""
-    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """Whole tensors on the host, by "name|quantity"."""
 
     def write(self, writer: Writer) -> None:
-        """Writes it; when the devices are done."""
-        if self.kept:
+        """Writes the step; when the devices are done."""
+        if self.tensors:
             self._keep(writer)
-        parts = [each.array() for each in (*self.rows, *self.stepped)]
+        parts = [part.array() for part in (*self.rows, *self.stepped)]
         rows = numpy.concatenate(parts) if parts else None
         samples = numpy.concatenate([s.array() for s in self.samples]) if self.samples else None
         writer.step(self.number, self.source, self._scalars(), rows, samples)
@@ -69,7 +69,7 @@ class Step:
 
         path = path_of_kept(writer.folder, self.number, self.source)
         path.parent.mkdir(exist_ok=True)
-        save_file({encodable(name): tensor for name, tensor in self.kept.items()}, path)
+        save_file({encodable(name): tensor for name, tensor in self.tensors.items()}, path)
 
     def _scalars(self) -> dict[str, Any]:
         return {
@@ -93,13 +93,13 @@ def in_hexadecimal(number: Number | None) -> str | None:
 
 
 def option(value: Any) -> Any:
-    """An option as JSON has it; of what is no number, text or list of them its text."""
+    """Returns an option as JSON has it; as text where it is no number, text or list of them."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, float):
         return hexadecimal(value)
     if isinstance(value, (list, tuple)):
-        return [option(each) for each in value]
+        return [option(element) for element in value]
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
 
 

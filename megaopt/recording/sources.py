@@ -22,7 +22,7 @@ RENAMED = {
     **dict.fromkeys(("data8", "_data", "_rowwise_data"), "codes"),
     **dict.fromkeys(("_scale_inv", "_rowwise_scale_inv"), "scale_inv"),
 }
-"""What libraries call quantities, where the recording calls them something else."""
+"""The recording's names of quantities, by those of libraries, where they differ."""
 OWN = ("grad", "weight", "codes", "scale_inv", "forward", "backward")
 """Quantities of the recording that a state's key must not be taken for."""
 FOREIGN = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
@@ -36,32 +36,38 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         inner = () if type(local) in PLAIN else _inner(local)
         if not inner:
             yield name, local
-        for each in inner:
-            yield from flattened(f"{name}.{RENAMED.get(each, each)}", getattr(local, each))
+        for attribute in inner:
+            yield from flattened(
+                f"{name}.{RENAMED.get(attribute, attribute)}", getattr(local, attribute)
+            )
     elif isinstance(value, (list, tuple, Mapping)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, each in items:
-            yield from flattened(f"{name}.{key}", each)
+        for key, element in items:
+            yield from flattened(f"{name}.{key}", element)
 
 
 def _inner(tensor: Any) -> tuple[str, ...]:
     if hasattr(tensor, "__tensor_flatten__"):
         return tuple(tensor.__tensor_flatten__()[0])
-    return tuple(each for each in FOREIGN if isinstance(getattr(tensor, each, None), torch.Tensor))
+    return tuple(
+        attribute
+        for attribute in FOREIGN
+        if isinstance(getattr(tensor, attribute, None), torch.Tensor)
+    )
 
 
 CPU = torch.device("cpu")
 Named = tuple[Known, str, torch.Tensor, torch.Tensor]
-"""What is known of a tensor, its quantity, itself, and its parameter."""
+"""A tensor's name, shape and pieces, its quantity, the tensor itself, and its parameter."""
 
 
 class Those(NamedTuple):
-    """What tensors are, and these."""
+    """Tensors with their descriptions."""
 
     listed: Listed
     tensors: Sequence[torch.Tensor]
     addresses: Array | None = None
-    """Where a look found them."""
+    """The addresses where a look found the tensors."""
 
     def before(self, indices: Sequence[int]) -> Those:
         """Some of them, as they are before the step."""
@@ -69,17 +75,17 @@ class Those(NamedTuple):
         return Those(self.listed.before(indices), [self.tensors[i] for i in indices], addresses)
 
     def rows(self, number: Number) -> list[Rows]:
-        """Their digests; see `Listed.rows`."""
+        """Returns the tensors' digests; see `Listed.rows`."""
         return self.listed.rows(self.tensors, number, self.addresses)
 
     def samples(self, number: Number) -> list[Samples]:
-        """Their sampled elements."""
+        """Returns the tensors' sampled elements."""
         return self.listed.samples(self.tensors, number, self.addresses)
 
 
-def those(found: Sequence[Named]) -> Those:
-    """Tensors with what they are."""
-    return Those(Listed(held(*each) for each in found), [tensor for *_, tensor, _ in found])
+def those(entries: Sequence[Named]) -> Those:
+    """Returns tensors with their descriptions."""
+    return Those(Listed(held(*entry) for entry in entries), [tensor for *_, tensor, _ in entries])
 
 
 NOTHING = those([])
@@ -95,16 +101,18 @@ class Count:
 class Source:
     """An optimizer whose steps are recorded."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int, known: Parameters) -> None:
-        self.optimizer, self.number, self._parameters = optimizer, number, known
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, number: int, parameters: Parameters
+    ) -> None:
+        self.optimizer, self.number, self._parameters = optimizer, number, parameters
         self.count = Count()
         self.is_described = False
         """Whether the files have its parameters' names as they are."""
         self.device = next((local_of(param).device for param in self.params()), CPU)
         self.after: tuple[int, Listed] | None = None
-        """The step that left what was looked at last, and what its tensors were."""
+        """The step that left what was looked at last, and its tensors' descriptions."""
         self._since: tuple[int, Listed] | None = None
-        """What `after` was before the last look, whose writes are since."""
+        """The value of `after` before the last look, whose writes are since."""
         self.sampled = 0
         """The step that was sampled last."""
         self.open: Any = None
@@ -112,14 +120,14 @@ class Source:
         self._params: tuple[torch.Tensor, ...] = ()
         self._sizes: list[int] = []
         self._shapes: list[torch.Size] = []
-        """The parameters', which p.data may change."""
+        """The parameters' shapes, which p.data may change."""
         self._owners: list[Owner] = []
         self._anew: dict[str, None] = {}
         """Names whose parameters are others than before, since the last description."""
         self._weights: Those | None = None
         self._looks = Looks(())
         self._looked: Looked | None = None
-        """At the weights, and what the last one found."""
+        """The looks at the weights, and what the last one found."""
         self._models: Those | None = None
         self._gradients: tuple[Listed, Looks] | None = None
         self._are_dense = True
@@ -130,39 +138,39 @@ class Source:
         """Gradients whose digests the launch sums up."""
         self._seen: list[torch.Tensor] = []
         self._states: SameStates | None = None
-        """What the state had; None where tensors lie in lists or subclasses, and may be others."""
+        """The state's values; None where tensors lie in lists or subclasses, and may be others."""
 
     @property
     def step(self) -> int:
         """The last step of its parameters."""
         return self.count.step
 
-    def join(self, others: Sequence[Source]) -> None:
-        """Counts together with those of the others that step some of its parameters."""
-        own = {*map(id, self.params())}
-        same = [each for each in others if not own.isdisjoint(map(id, each.params()))]
-        counts = [self.count, *(each.count for each in same)]
-        count = max(counts, key=lambda each: each.step)
-        for each in (self, *others):
-            if any(each.count is joined for joined in counts):
-                each.count = count
+    def join(self, peers: Sequence[Source]) -> None:
+        """Counts together with the peers that step some of its parameters."""
+        addresses = {*map(id, self.params())}
+        same = [peer for peer in peers if not addresses.isdisjoint(map(id, peer.params()))]
+        counts = [self.count, *(peer.count for peer in same)]
+        count = max(counts, key=lambda count: count.step)
+        for source in (self, *peers):
+            if any(source.count is joined for joined in counts):
+                source.count = count
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own."""
+        """The optimizer's groups."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
     def names(self) -> list[list[str]]:
         """The parameters' names, group by group."""
         self.look()
-        found = iter(self._owners)
-        return [[next(found).known.name for _ in group["params"]] for group in self.groups]
+        owners = iter(self._owners)
+        return [[next(owners).placement.name for _ in group["params"]] for group in self.groups]
 
     def came_anew(self) -> list[str]:
         """The names whose parameters are others than before, since the last call."""
-        found, self._anew = list(self._anew), {}
-        return found
+        names, self._anew = list(self._anew), {}
+        return names
 
     def forget(self) -> None:
         """Looks everything up anew: a model or parameters have come."""
@@ -174,7 +182,7 @@ class Source:
         return [param for group in self.groups for param in group["params"]]
 
     def look(self) -> None:
-        """Before each step: the parameters may be others."""
+        """Looks the parameters up anew before a step where they are others than before."""
         if same_params(self.groups, self._params, self._sizes):
             return
         self.forget()
@@ -200,48 +208,48 @@ class Source:
         if not self._params:  # a closure's forward was the first that a model ran
             self.look()
         decoupled = getattr(self.optimizer, "use_decoupled_grad", False)
-        found: Any = grads_of(self._params, decoupled)
-        tensors = found if self._are_dense else [*map(_dense, found)]
+        grads: Any = grads_of(self._params, decoupled)
+        tensors = grads if self._are_dense else [*map(_dense, grads)]
         looked = None if self._gradients is None else self._gradients[1].look(tensors)
         if self._gradients is None or looked is None:
-            tensors = [*map(_dense, found)]
-            self._are_dense = same_objects(tensors, found)
+            tensors = [*map(_dense, grads)]
+            self._are_dense = same_objects(tensors, grads)
             owned = zip(self._params, self._owners, tensors, strict=True)
-            own = [held(o.known, "grad", t, p) for p, o, t in owned if t is not None]
-            self._gradients = Listed(own), Looks(tensors)
+            entries = [held(o.placement, "grad", t, p) for p, o, t in owned if t is not None]
+            self._gradients = Listed(entries), Looks(tensors)
         listed = self._gradients[0]
         if len(listed.held) == len(tensors):
             return Those(listed, tensors, looked and looked.addresses)
-        return Those(listed, [each for each in tensors if each is not None])
+        return Those(listed, [grad for grad in tensors if grad is not None])
 
     def weights(self) -> Those:
         """The parameters and the tensors of their state; `listed` is the same while these are."""
-        found = self._known()
+        selection = self._known()
         self._since, self.after = self.after, None  # in an interrupted step, or a capture, too
-        self._looked = self._looks.look(found.tensors)
+        self._looked = self._looks.look(selection.tensors)
         if self._looked is None:  # as model.to(...) makes others of the same objects
             self._weights = self._models = None
-            found = self._known()
-            self._looked = self._looks.look(found.tensors)
-        return found._replace(addresses=self._looked and self._looked.addresses)
+            selection = self._known()
+            self._looked = self._looks.look(selection.tensors)
+        return selection._replace(addresses=self._looked and self._looked.addresses)
 
     def _known(self) -> Those:
-        """What `weights` gives, before a look at the tensors."""
+        """Returns what `weights` gives, before a look at the tensors."""
         is_same = self._states is not None and self._states.are(self.optimizer.state)
         if self._weights is not None and is_same:
             return self._weights
-        found = list(self._tensors())
-        if self._weights is None or not same_objects(found, self._seen):
+        tensors = list(self._tensors())
+        if self._weights is None or not same_objects(tensors, self._seen):
             if self._shapes != [param.shape for param in self._params]:
                 self._parameters.forget(self.number)
                 self._name()
                 self._models = self._gradients = None
             owned = zip(self._params, self._owners, strict=True)
-            self._weights = those([each for pair in owned for each in self._of(*pair)])
-            self._seen, self._looks = found, Looks(self._weights.tensors)
+            self._weights = those([entry for pair in owned for entry in self._of(*pair)])
+            self._seen, self._looks = tensors, Looks(self._weights.tensors)
         states = SameStates(self.optimizer.state)
         seen = itertools.chain(self._params, states.values)
-        is_plain = all(type(local_of(each)) in (*PLAIN, int, float) for each in seen)
+        is_plain = all(type(local_of(value)) in (*PLAIN, int, float) for value in seen)
         self._states = states if is_plain and states.has_dicts else None
         return self._weights
 
@@ -250,7 +258,7 @@ class Source:
         if self._models is None:
             self.look()
             weights = [o.weight for o in self._owners if o.weight is not None]
-            self._models = those([each for weight in weights for each in self._of_model(weight)])
+            self._models = those([entry for weight in weights for entry in self._of_model(weight)])
         return self._models if self._models.tensors else None
 
     def ask(self) -> None:
@@ -286,13 +294,13 @@ class Source:
         optimizer: Any = self.optimizer
         if not self._asked:
             return left.rows(number)
-        read, self._read, found = self._read, NOTHING, optimizer.digests
-        key = [read.listed, left.listed, *(each.params for each in found)]
+        read, self._read, digests = self._read, NOTHING, optimizer.digests
+        key = [read.listed, left.listed, *(digest.params for digest in digests)]
         if self._launched is None or not same_objects(key, self._launched[0]):
-            called = {p: o.quantity for p, o in zip(self._params, self._owners, strict=True)}
+            weight_names = {p: o.quantity for p, o in zip(self._params, self._owners, strict=True)}
             held = [*read.listed.held, *left.listed.held]
-            self._launched = key, Launched(held, found, called, number)
-        return self._launched[1].rows([*read.tensors, *left.tensors], found, number)
+            self._launched = key, Launched(held, digests, weight_names, number)
+        return self._launched[1].rows([*read.tensors, *left.tensors], digests, number)
 
     def note(self, step: int) -> None:
         """Notes which step left the weights that were looked at last."""
@@ -305,10 +313,10 @@ class Source:
         is_known = since is not None and since[0] == step - 1 and since[1] is weights.listed
         if looked is None or not is_known:
             return range(len(weights.tensors))
-        return sorted({*looked.written, *weights.listed.own.intersection(looked.moved)})
+        return sorted({*looked.written, *weights.listed.weight_indices.intersection(looked.moved)})
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """What `weights` gives, without names."""
+        """Yields the tensors that `weights` gives, without names."""
         state = self.optimizer.state
         for param in self._params:
             for value in (param, *state.get(param, {}).values()):
@@ -318,13 +326,13 @@ class Source:
                     yield from (tensor for _, tensor in flattened("", value))
 
     def _of_model(self, weight: torch.Tensor) -> Iterator[Named]:
-        known = self._parameters.known(weight)
+        placement = self._parameters.known(weight)
         for name, tensor in weight_of(weight):
-            yield of_state(weight, known, tensor), name, tensor, weight
+            yield of_state(weight, placement, tensor), name, tensor, weight
 
     def _of(self, param: torch.Tensor, owner: Owner) -> Iterator[Named]:
         for name, tensor in weight_of(param, owner.quantity):
-            yield of_state(param, owner.known, tensor), name, tensor, param
+            yield of_state(param, owner.placement, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():
             name = str(key)
             is_taken = name in OWN or name.startswith("old ")
@@ -333,7 +341,7 @@ class Source:
                 # a count on the host is a number of the group
                 if key != "step" or tensor.dim() or tensor.device.type != "cpu":
                     whole = value if tensor is local_of(value) else tensor
-                    yield of_state(param, owner.known, whole), name, tensor, param
+                    yield of_state(param, owner.placement, whole), name, tensor, param
 
 
 def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[str, torch.Tensor]]:
@@ -350,8 +358,8 @@ def _dense(grad: Any) -> Any:
 
 def count_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int | None:
     """The number of the last update of a group, as the optimizer counts, where the host has it."""
-    own = (optimizer.state.get(param, {}).get("step") for param in group["params"])
-    for count in itertools.chain([group.get("step")], own):
+    state_counts = (optimizer.state.get(param, {}).get("step") for param in group["params"])
+    for count in itertools.chain([group.get("step")], state_counts):
         if isinstance(count, torch.Tensor) and count.device.type == "cpu":
             return int(count)
         if isinstance(count, int):

@@ -34,33 +34,36 @@ WEIGHTS = ("weight", "codes", "scale_inv")
 
 
 class Held(NamedTuple):
-    """What a tensor of this rank is."""
+    """The description of a tensor of this rank."""
 
-    known: Known
+    placement: Known
     quantity: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """In the rank's own memory."""
+    """The shape in the rank's own memory."""
     param: torch.Tensor | None = None
     """The parameter of an optimizer that it belongs to."""
 
     @property
     def values(self) -> Iterator[tuple[Value, Piece]]:
-        """What its rows are of, and the piece that each is of."""
+        """The values that its rows are of, each with its piece."""
         dtype = str(self.dtype).removeprefix("torch.")
-        for piece in self.known.pieces or ():
+        for piece in self.placement.pieces or ():
             place = (*piece.place[1:], piece.numel)
-            yield Value(self.known.name, self.quantity, dtype, self.known.shape, place), piece
-        if self.known.pieces is None:
-            own = Value(self.known.name, self.quantity, dtype, self.shape)
-            yield own, Piece(0, math.prod(self.shape), Place(0))
+            yield (
+                Value(self.placement.name, self.quantity, dtype, self.placement.shape, place),
+                piece,
+            )
+        if self.placement.pieces is None:
+            value = Value(self.placement.name, self.quantity, dtype, self.shape)
+            yield value, Piece(0, math.prod(self.shape), Place(0))
 
 
 def held(
-    known: Known, quantity: str, tensor: torch.Tensor, param: torch.Tensor | None = None
+    placement: Known, quantity: str, tensor: torch.Tensor, param: torch.Tensor | None = None
 ) -> Held:
-    """What a tensor is, which is not kept."""
-    return Held(known, quantity, tensor.dtype, tuple(tensor.shape), param)
+    """Returns the description of a tensor, which is not kept."""
+    return Held(placement, quantity, tensor.dtype, tuple(tensor.shape), param)
 
 
 class UnpreparedError(RuntimeError):
@@ -92,14 +95,14 @@ class Rows(NamedTuple):
     """int64 (n, 3), on the host: both lanes, and how many elements are not finite; (n, 2) where
     nobody counts these."""
     chosen: Array | slice = slice(None)
-    """Those that the numbers are of."""
+    """The digests that the numbers are of."""
 
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
-        found, rows = self.digests.numpy()[self.chosen], numpy.empty(len(self.numbers), ROW)
+        digests, rows = self.digests.numpy()[self.chosen], numpy.empty(len(self.numbers), ROW)
         rows["value"] = self.numbers
-        rows["low"], rows["high"] = found[:, 0].view("u8"), found[:, 1].view("u8")
-        counts = numpy.minimum(found[:, 2:], NOT_COUNTED - 1)
+        rows["low"], rows["high"] = digests[:, 0].view("u8"), digests[:, 1].view("u8")
+        counts = numpy.minimum(digests[:, 2:], NOT_COUNTED - 1)
         rows["nonfinite"] = counts[:, 0] if counts.size else NOT_COUNTED
         return rows
 
@@ -115,17 +118,17 @@ class Samples(NamedTuple):
     """int64 (n,), on the host: the elements."""
 
     def fetched(self) -> Samples:
-        """Those of a graph's replay."""
+        """Returns the samples of a graph's replay."""
         return self._replace(bits=fetched(self.bits))
 
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
-        found, (row, place) = self.bits.numpy().view("u8"), self.where
+        bits, (row, place) = self.bits.numpy().view("u8"), self.where
         rows: Array = self.rows.copy()
         double = rows["width"][row] == 8
-        rows["words"][row[~double], place[~double]] = found[~double]
+        rows["words"][row[~double], place[~double]] = bits[~double]
         pairs = rows["words"].view("<u8")
-        pairs[row[double], place[double]] = found[double]
+        pairs[row[double], place[double]] = bits[double]
         return rows
 
 
@@ -133,12 +136,12 @@ class Listed:
     """Tensors that are recorded together, step after step; they are given anew each time.
 
     Args:
-        held: what they are.
+        held: the tensors' descriptions.
     """
 
     def __init__(self, held: Iterable[Held]) -> None:
         self.held = list(held)
-        self.own = {i for i, each in enumerate(self.held) if each.quantity in WEIGHTS}
+        self.weight_indices = {i for i, entry in enumerate(self.held) if entry.quantity in WEIGHTS}
         """The places of weights."""
         self._groups: list[_Group] | None = None
         self._sampled: list[_Sampled] | None = None
@@ -148,22 +151,27 @@ class Listed:
         """The digests of the tensors, for each device.
 
         Args:
-            tensors: those.
-            number: of a value, as rows name it.
-            addresses: of the tensors, where somebody has looked at them.
+            tensors: the tensors.
+            number: gives a value's number, as rows name it.
+            addresses: the tensors' addresses, where somebody has looked at them.
         """
         if self._groups is None:
             check_prepared(tensors)
-            parts = [(i, *each) for i, held in enumerate(self.held) for each in held.values]
-            self._groups = [_Group(own, tensors, number) for own in _by_device(parts, tensors)]
+            parts = [(i, *pair) for i, held in enumerate(self.held) for pair in held.values]
+            self._groups = [
+                _Group(device_parts, tensors, number) for device_parts in _by_device(parts, tensors)
+            ]
         return [group.rows(tensors, addresses) for group in self._groups]
 
     def samples(self, tensors: Tensors, number: Number, addresses: Array | None) -> list[Samples]:
         """The sampled elements of those that ranks hold together, for each device; see `rows`."""
         if self._sampled is None:
             check_prepared(tensors)
-            parts = [(i, held) for i, held in enumerate(self.held) if held.known.pieces]
-            self._sampled = [_Sampled(own, tensors, number) for own in _by_device(parts, tensors)]
+            parts = [(i, held) for i, held in enumerate(self.held) if held.placement.pieces]
+            self._sampled = [
+                _Sampled(device_parts, tensors, number)
+                for device_parts in _by_device(parts, tensors)
+            ]
         return [sampled.samples(tensors, addresses) for sampled in self._sampled]
 
     def before(self, indices: Sequence[int]) -> Listed:
@@ -179,53 +187,53 @@ class Launched:
     """The rows of tensors some of which an optimizer's launch sums up; the others have passes.
 
     Args:
-        held: what the tensors are.
-        found: the optimizer's digests.
-        called: what a recording calls each parameter's "weight".
-        number: of a value, as rows name it.
+        held: the tensors' descriptions.
+        digests: the optimizer's digests.
+        weight_names: a recording's name of each parameter's "weight".
+        number: gives a value's number, as rows name it.
     """
 
     def __init__(
         self,
         held: Sequence[Held],
-        found: Sequence[StepDigests],
-        called: Mapping[torch.Tensor, str],
+        digests: Sequence[StepDigests],
+        weight_names: Mapping[torch.Tensor, str],
         number: Number,
     ) -> None:
-        where = {(each.param, each.quantity): i for i, each in enumerate(held)}
+        where = {(entry.param, entry.quantity): i for i, entry in enumerate(held)}
         self._numbers, summed = list[tuple[Array, Array]](), set[int]()
-        for each in found:
-            pairs = itertools.product(each.params, each.quantities)
-            names = ((p, {"weight": called[p], MASTER: "master"}.get(q, q)) for p, q in pairs)
+        for digest in digests:
+            pairs = itertools.product(digest.params, digest.quantities)
+            names = ((p, {"weight": weight_names[p], MASTER: "master"}.get(q, q)) for p, q in pairs)
             places = [where.get(name, -1) for name in names]
-            own = {row: i for row, i in enumerate(places) if i >= 0 and _is_whole(held[i])}
-            numbers = [number(next(held[i].values)[0]) for i in own.values()]
-            self._numbers.append((numpy.array(numbers, "u4"), numpy.array([*own], int)))
-            summed.update(own.values())
+            indices = {row: i for row, i in enumerate(places) if i >= 0 and _is_whole(held[i])}
+            numbers = [number(next(held[i].values)[0]) for i in indices.values()]
+            self._numbers.append((numpy.array(numbers, "u4"), numpy.array([*indices], int)))
+            summed.update(indices.values())
         self._rest = [i for i in range(len(held)) if i not in summed]
         self._others = Listed(held[i] for i in self._rest)
 
-    def rows(self, tensors: Tensors, found: Sequence[StepDigests], number: Number) -> list[Rows]:
-        """The digests of the tensors; found: the optimizer's, of this step."""
-        own = [
-            Rows(numbers, fetched(each.lanes.flatten(0, 1)), rows)
-            for (numbers, rows), each in zip(self._numbers, found, strict=True)
+    def rows(self, tensors: Tensors, digests: Sequence[StepDigests], number: Number) -> list[Rows]:
+        """The digests of the tensors; digests: the optimizer's, of this step."""
+        launched_rows = [
+            Rows(numbers, fetched(digest.lanes.flatten(0, 1)), rows)
+            for (numbers, rows), digest in zip(self._numbers, digests, strict=True)
         ]
-        return own + self._others.rows([tensors[i] for i in self._rest], number)
+        return launched_rows + self._others.rows([tensors[i] for i in self._rest], number)
 
 
 def _is_whole(held: Held) -> bool:
-    """Whether it is one piece, at the place where its parameter's launch takes it to be."""
+    """Returns whether a tensor is one piece, where its parameter's launch takes it to be."""
     place, pieces = view_of(held.param).place(0), [piece for _, piece in held.values]
     return pieces == [Piece(0, math.prod(held.shape), place)]
 
 
 def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:
     """Parts of tensors, which begin with a tensor's number, by its device."""
-    found: dict[torch.device, list[Any]] = {}
+    parts_by_device: dict[torch.device, list[Any]] = {}
     for part in parts:
-        found.setdefault(tensors[part[0]].device, []).append(part)
-    return list(found.values())
+        parts_by_device.setdefault(tensors[part[0]].device, []).append(part)
+    return list(parts_by_device.values())
 
 
 class _Group:
@@ -244,8 +252,8 @@ class _Group:
         self._digester = Digester(self._chosen(tensors), places)
 
     def rows(self, tensors: Tensors, addresses: Array | None) -> Rows:
-        own = addresses if self._takes_all else None
-        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors), own)))
+        part_addresses = addresses if self._takes_all else None
+        return Rows(self._numbers, fetched(self._digester(self._chosen(tensors), part_addresses)))
 
     def _chosen(self, tensors: Tensors) -> Tensors:
         if self._takes_all:
@@ -257,7 +265,7 @@ class _Group:
 
 
 def _stretch(piece: Piece, tensor: torch.Tensor) -> slice | None:
-    """Where a piece lies in a tensor; None where it is all of it."""
+    """Returns the slice of a tensor that a piece is; None where the piece is all of it."""
     end = piece.begin + piece.numel
     return None if piece.numel == tensor.numel() else slice(piece.begin, end)
 
@@ -271,34 +279,36 @@ class _Sampled:
         self._chosen, indices = list[int](), list[list[int]]()
         for i, held in parts:
             width = tensors[i].element_size()
-            found = list(_sampled(held.known, width))
-            if found:
-                where += [(len(rows), sample) for sample, _ in found]
-                bits = sum(1 << sample for sample, _ in found)
+            samples = list(_sampled(held.placement, width))
+            if samples:
+                where += [(len(rows), sample) for sample, _ in samples]
+                bits = sum(1 << sample for sample, _ in samples)
                 rows.append((number(next(held.values)[0]), width, bits, 0))
                 self._chosen.append(i)
-                indices.append([local for _, local in found])
+                indices.append([local for _, local in samples])
         self._rows = numpy.array(rows, SAMPLE)
         row, place = numpy.array(where, int).reshape(-1, 2).T
         self._where = row, place
-        own = [tensors[i] for i in self._chosen]
-        launches = bool(own) and default_backend(own[0].device) == "triton"
-        self._gather = Gather(own, indices, launches) if own else None
+        sampled_tensors = [tensors[i] for i in self._chosen]
+        launches = bool(sampled_tensors) and default_backend(sampled_tensors[0].device) == "triton"
+        self._gather = Gather(sampled_tensors, indices, launches) if sampled_tensors else None
 
     def samples(self, tensors: Tensors, addresses: Array | None) -> Samples:
         bits = torch.empty(0, dtype=torch.int64)
         if self._gather is not None:
-            own = None if addresses is None else addresses[self._chosen]
-            bits = self._gather([tensors[i] for i in self._chosen], own)
+            sampled_addresses = None if addresses is None else addresses[self._chosen]
+            bits = self._gather([tensors[i] for i in self._chosen], sampled_addresses)
         return Samples(self._rows, self._where, fetched(bits))
 
 
-def _sampled(known: Known, width: int) -> Iterator[tuple[int, int]]:
-    """Which samples of a tensor a rank has, and their indices there."""
+def _sampled(placement: Known, width: int) -> Iterator[tuple[int, int]]:
+    """Yields the samples of a tensor that a rank has, and their indices there."""
     if width > 8:
         return  # complex numbers
-    for sample, place in enumerate(places_of_samples(known.name, math.prod(known.shape), width)):
-        found = (piece.local(place) for piece in known.pieces or ())
-        local = next((each for each in found if each is not None), None)
+    for sample, place in enumerate(
+        places_of_samples(placement.name, math.prod(placement.shape), width)
+    ):
+        indices = (piece.local(place) for piece in placement.pieces or ())
+        local = next((index for index in indices if index is not None), None)
         if local is not None:
             yield sample, local

@@ -54,21 +54,21 @@ MASTER_SCALE = "master_param_scale"
 class Twin:
     """One parameter's step in one optimizer of megaopt's."""
 
-    found: Mapping[str, Tensor]
-    given: Given
+    tensors: Mapping[str, Tensor]
+    settings: Given
     kind: str
     """The optimizer's class."""
 
     @property
     def steps_matrix(self) -> bool:
         """Whether a matrix was stepped by Muon, of which samples show the momentum alone."""
-        return self.kind == "FusedMuon" and MOMENTUM in self.found
+        return self.kind == "FusedMuon" and MOMENTUM in self.tensors
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The step's, as its elementwise rule reads them."""
-        given = self.given.options
-        return as_adamw(given) if self.kind == "FusedMuon" and not self.steps_matrix else given
+        """The step's options, as its elementwise rule reads them."""
+        values = self.settings.options
+        return as_adamw(values) if self.kind == "FusedMuon" and not self.steps_matrix else values
 
     @property
     def rule(self) -> Rule:
@@ -88,10 +88,10 @@ class Twin:
     @property
     def names(self) -> dict[str, str]:
         """The names of the formats of moments and masters."""
-        return dict(part.split("=") for part in self.given.options["state_formats"].split(", "))
+        return dict(part.split("=") for part in self.settings.options["state_formats"].split(", "))
 
     def form(self, moment: str) -> Format:
-        """A moment's; raises Unknown for one in blocks."""
+        """Returns a moment's format; raises Unknown for one in blocks."""
         # AMSGrad's maximum has the format of what it is the maximum of
         name = self.names.get(moment) or self.names[moment.removeprefix("max_")]
         dtype = self.tensor(moment).dtype
@@ -102,36 +102,36 @@ class Twin:
 
     @property
     def master(self) -> Format:
-        """The master's."""
-        if "master" not in self.found:
+        """The master's format."""
+        if "master" not in self.tensors:
             return NONE
         name = self.names["master"]
         return BESIDE.get(self.tensor("weight").dtype, {}).get(name) or MASTERS[name]
 
     @property
     def weight(self) -> Format:
-        """The weight's."""
+        """The weight's format."""
         dtype = self.tensor("weight").dtype
         drawn = (
-            self.given.options.get("weight_rounding") == "stochastic" and not self.master.present
+            self.settings.options.get("weight_rounding") == "stochastic" and not self.master.present
         )
         tables = (STOCHASTIC_WEIGHTS, WEIGHTS) if drawn else (WEIGHTS,)
         return next(table[dtype] for table in tables if dtype in table)
 
     def tensor(self, quantity: str) -> torch.Tensor:
         """A quantity's samples; raises Unknown for one that is not recorded."""
-        if quantity not in self.found:
+        if quantity not in self.tensors:
             raise Unknown(f"{quantity} is not recorded")
-        own = self.found[quantity]
-        dtype = getattr(torch, own.value.dtype, None)
+        samples = self.tensors[quantity]
+        dtype = getattr(torch, samples.value.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise Unknown(f"{quantity} is of {own.value.dtype}")
-        bits = own.bits[own.held].astype(f"<u{dtype.itemsize}")
+            raise Unknown(f"{quantity} is of {samples.value.dtype}")
+        bits = samples.bits[samples.held].astype(f"<u{dtype.itemsize}")
         return torch.from_numpy(bits).view(dtype)
 
     def value(self, when: str, moment: str) -> torch.Tensor:
         """A moment in fp32; before the first step 0."""
-        if when and when + moment not in self.found and self.given.is_new:
+        if when and when + moment not in self.tensors and self.settings.is_new:
             return torch.zeros_like(self.tensor("grad"), dtype=torch.float32)
         form = self.form(moment)
         return decoded(form, self.tensor(when + moment), self._scale(when, moment, form))
@@ -142,13 +142,13 @@ class Twin:
     @property
     def has_old_master(self) -> bool:
         """Whether there was a master before the step; else the step makes it of the weight."""
-        return OLD + "master" in self.found or not self.given.is_new
+        return OLD + "master" in self.tensors or not self.settings.is_new
 
     def param(self, when: str) -> torch.Tensor:
         """The fp32 numbers that the step updates."""
         master, names = self.master, {"weight": when + "weight"}
         is_made = master.present and when and not self.has_old_master
-        if is_made and self.given.options.get("are_masters_given"):
+        if is_made and self.settings.options.get("are_masters_given"):
             raise Unknown(
                 "masters that an optimizer is given are not recorded before its first step"
             )
@@ -159,12 +159,12 @@ class Twin:
             if master.scaled:
                 names["master_scale"] = when + MASTER_SCALE
         tensors = {slot: self.tensor(name) for slot, name in names.items()}
-        own = master if "master" in tensors else NONE
-        return param_of(tensors, self._formats(own))
+        master_form = master if "master" in tensors else NONE
+        return param_of(tensors, self._formats(master_form))
 
     def _formats(self, master: Format) -> Formats:
         moments = self.rule.moments
-        grad, options = GRADS[self.tensor("grad").dtype], self.given.options
+        grad, options = GRADS[self.tensor("grad").dtype], self.settings.options
         return Formats(
             *(grad, self.weight, master, (FLOAT32,) * len(moments), moments),
             rounds_grad=bool(options.get("round_scaled_grads")),
@@ -177,8 +177,8 @@ class Twin:
         tensors, formats = self._direction() if self.steps_matrix else self._whole_step()
         tensors.update({name: self.value(OLD, name) for name in rule.moments})
         words = self._words() if "seed" in options else torch.zeros(0, dtype=torch.int64)
-        own = (tensors, formats, rule, rule.scalars(options), self._controls(), 0)
-        step_with_words(*own, words, *lanes)
+        arguments = (tensors, formats, rule, rule.scalars(options), self._controls(), 0)
+        step_with_words(*arguments, words, *lanes)
         if not self.steps_matrix:
             yield from self._stepped(self.master, tensors)
         for index, name in enumerate(rule.moments):
@@ -197,14 +197,14 @@ class Twin:
         master = self.master
         names = {"grad": "grad", "weight": OLD + "weight"}
         tensors = {slot: self.tensor(name).clone() for slot, name in names.items()}
-        kept = master if master.joined or not master.present else FLOAT32
-        if kept.joined and self.has_old_master:
+        form = master if master.joined or not master.present else FLOAT32
+        if form.joined and self.has_old_master:
             tensors["master"] = self.tensor(OLD + "master").clone()
-        elif kept.joined:
+        elif form.joined:
             tensors["weight"], tensors["master"] = master.encode_by_hand(self.param(OLD))
-        elif kept.present:
+        elif form.present:
             tensors["master"] = self.param(OLD)
-        return tensors, self._formats(kept)
+        return tensors, self._formats(form)
 
     def _stepped(
         self, master: Format, tensors: Mapping[str, torch.Tensor]
@@ -228,12 +228,12 @@ class Twin:
             yield name, form.encode_reference(value, inverse, *bits)
 
     def _words(self) -> torch.Tensor:
-        index = torch.from_numpy(held_of(self.given.places, self.found["grad"]))
-        return words_at(index, self.given.number, draw_numbers(self.given.options))
+        index = torch.from_numpy(held_of(self.settings.places, self.tensors["grad"]))
+        return words_at(index, self.settings.number, draw_numbers(self.settings.options))
 
     def _controls(self) -> torch.Tensor | None:
-        """What happens to gradients first, as megaopt.kernels.step.controls has it."""
-        scale, coefficient = self.given.scale, self.given.coefficient
+        """Returns what happens to gradients first, as megaopt.kernels.step.controls has it."""
+        scale, coefficient = self.settings.scale, self.settings.coefficient
         if scale is None and coefficient is None:
             return None
         whole = torch.tensor(1.0 if scale is None else scale, dtype=torch.float32)
@@ -242,7 +242,7 @@ class Twin:
         return torch.tensor([whole, inverse, clip, 0.0, float(scale is not None)])
 
     def unit(self, form: Format, scale: float) -> tuple[float, float]:
-        """What storing may change: relative, and absolute."""
+        """Returns the change that storing may make: relative, and absolute."""
         name = form.name.removesuffix("_stochastic").removeprefix("scaled_")
         times = 2.0 if form.draws else 1.0
         # a scale's inverse, the product with it and the one with the scale are rounded
@@ -260,13 +260,13 @@ def inverses(scale: torch.Tensor, form: Format) -> Iterator[torch.Tensor]:
             yield inverse
 
 
-def equal_bits(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str, Mask]:
-    """For each quantity which elements have the bits that the twin makes.
+def equal_bits(tensors: Mapping[str, Tensor], settings: Given, kind: str) -> dict[str, Mask]:
+    """Returns for each quantity which elements have the bits that the twin makes.
 
     Raises Unknown where the twin's bits are not known.
     """
-    twin = Twin(found, given, kind)
-    contract = given.options["contract"]
+    twin = Twin(tensors, settings, kind)
+    contract = settings.options["contract"]
     if contract == "te" or (twin.steps_matrix and contract != "ieee"):
         raise Unknown(f"contract {contract} has no twin")
     lanes: list[tuple[torch.Tensor, ...]] = [()]
@@ -274,11 +274,11 @@ def equal_bits(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str
         like = torch.ones_like(twin.tensor("grad"), dtype=torch.bool)
         lanes = [(like,), (~like,)]
     equal: dict[str, Mask] = {}
-    for own in lanes:
-        for name, codes in twin.step(*own):
+    for masks in lanes:
+        for name, codes in twin.step(*masks):
             size = f"<u{codes.element_size()}"
             bits = codes.view(_integer(codes.element_size())).numpy().view(size)
-            recorded = found[name].bits[found[name].held].astype(size)
+            recorded = tensors[name].bits[tensors[name].held].astype(size)
             equal[name] = equal.get(name, False) | (bits == recorded)
     return equal
 
@@ -287,27 +287,29 @@ def _integer(width: int) -> torch.dtype:
     return {1: torch.int8, 2: torch.int16, 4: torch.int32}[width]
 
 
-def numbers(found: Mapping[str, Tensor], given: Given, kind: str) -> dict[str, tuple[Array, Array]]:
+def numbers(
+    tensors: Mapping[str, Tensor], settings: Given, kind: str
+) -> dict[str, tuple[Array, Array]]:
     """The fp32 numbers of parameter ("param") and moments, and what storing may have changed.
 
     Old ones have "old " before their names. Raises Unknown for formats in blocks.
     """
-    twin = Twin(found, given, kind)
-    made: dict[str, tuple[Array, Array]] = {}
+    twin = Twin(tensors, settings, kind)
+    arrays: dict[str, tuple[Array, Array]] = {}
     forms = {name: twin.form(name) for name in twin.rule.moments}
     for name, form in forms.items():
         scale = float(twin.tensor(f"{name}_scale")) if form.scaled else 1.0
-        made[name] = _with_error(twin.value("", name), *twin.unit(form, scale))
-        if OLD + name in found or given.is_new:
-            made[OLD + name] = _with_error(twin.value(OLD, name), 0.0, 0.0)
+        arrays[name] = _with_error(twin.value("", name), *twin.unit(form, scale))
+        if OLD + name in tensors or settings.is_new:
+            arrays[OLD + name] = _with_error(twin.value(OLD, name), 0.0, 0.0)
     stored = twin.master if twin.master.present else twin.weight
     scale = float(twin.tensor(MASTER_SCALE)) if stored.scaled else 1.0
-    made["param"] = _with_error(twin.param(""), *twin.unit(stored, scale))
-    made[OLD + "param"] = _with_error(twin.param(OLD), 0.0, 0.0)
-    return made
+    arrays["param"] = _with_error(twin.param(""), *twin.unit(stored, scale))
+    arrays[OLD + "param"] = _with_error(twin.param(OLD), 0.0, 0.0)
+    return arrays
 
 
 def _with_error(value: torch.Tensor, relative: float, least: float) -> tuple[Array, Array]:
-    own = value.double().numpy()
-    error = numpy.abs(own) * relative + (least if relative else 0.0)
-    return own, numpy.zeros_like(own) if not relative else error
+    array = value.double().numpy()
+    error = numpy.abs(array) * relative + (least if relative else 0.0)
+    return array, numpy.zeros_like(array) if not relative else error

@@ -1,4 +1,4 @@
-"""What Python imports at its start where this folder is on PYTHONPATH: it waits for torch."""
+"""Python imports this at its start where this folder is on PYTHONPATH: it waits for torch."""
 
 import importlib.abc
 import importlib.machinery
@@ -12,10 +12,10 @@ FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 class Waiting(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and starts the recorder when it has been imported."""
+    """Finds torch as other finders do, and starts the recorder when torch has been imported."""
 
     def find_spec(self, name: str, *_: Any) -> Any:
-        """The module's spec, whose loader also starts the recorder; None for others than torch."""
+        """Returns the spec, whose loader also starts the recorder; None unless it is torch's."""
         if name == "megaopt":
             importlib.import_module("torch")  # or the recorder would import what imports torch
         if name != "torch":
@@ -28,15 +28,15 @@ class Waiting(importlib.abc.MetaPathFinder):
 
 
 def starting(execute: Any) -> Any:
-    """What executes a module, and starts the recorder behind it."""
+    """Returns a function that executes a module, and then starts the recorder."""
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
         try:
             from megaopt.recording.runner import start
         except ModuleNotFoundError as error:
-            wanted = f"megaopt must be installed for {sys.executable} to be recorded: {error}"
-            raise SystemExit(f"megaopt: {wanted}") from None
+            message = f"megaopt must be installed for {sys.executable} to be recorded: {error}"
+            raise SystemExit(f"megaopt: {message}") from None
         start()
 
     return exec_module
@@ -44,8 +44,8 @@ def starting(execute: Any) -> Any:
 
 def chain() -> None:
     """Runs the sitecustomize that this one stands before."""
-    others = [each for each in sys.path if os.path.abspath(each) != FOLDER]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    paths = [path for path in sys.path if os.path.abspath(path) != FOLDER]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 

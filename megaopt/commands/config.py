@@ -107,8 +107,8 @@ class Own(Named):
     """A variant of `RunConfig`."""
 
     recipe: Annotated[Recipe | None, BeforeValidator(_refuse)] = None
-    """Under [float8], which sets it: how weights of linear layers are kept in fp8, or cast to it
-    and back."""
+    """The recipe under [float8], which sets it: how weights of linear layers are kept in fp8, or
+    cast to it and back."""
 
 
 class Baseline(Own):

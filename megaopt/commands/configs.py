@@ -21,7 +21,7 @@ def folder() -> Path:
 
 
 def shipped() -> list[str]:
-    """Their names, without .toml."""
+    """Returns the names of the package's configs, without .toml."""
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 

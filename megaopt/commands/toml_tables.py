@@ -130,7 +130,7 @@ def read_run(model: type[M], path: Path) -> M:
 
 
 def _line(error: ErrorDetails) -> str:
-    """One of pydantic's errors: the key, what it should be, and what it is."""
+    """Describes one of pydantic's errors: the key, what it should be, and what it is."""
     kind, value, message = error["type"], error["input"], error["msg"]
     parts = (key if str(key).isidentifier() else shown(key) for key in error["loc"])
     place = "".join(f"{part}." for part in parts)

@@ -224,7 +224,7 @@ def main(
 def _measured(
     setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
 ) -> Iterator[tuple[Setup, Record]]:
-    """Each case with its record, rank by rank; those of COMPILED come last."""
+    """Gives each case with its record, rank by rank; those of COMPILED come last."""
     copy, start = Copy(device), time.monotonic()
     speeds = {name: product_speed(device, name) for name in {setup.precision for setup in setups}}
     ranks = list(dict.fromkeys(setup.rank for setup in setups))
@@ -412,7 +412,7 @@ class Compiled:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of every matrix."""
+        """Steps every matrix once."""
         with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
             # the compiler advises TF32 where fp32 was asked for
             warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
@@ -442,7 +442,7 @@ class GaLoreTorch:
             self.state[param] |= {"step": 1, "projector": projector}
 
     def step(self) -> None:
-        """One step of every matrix."""
+        """Steps every matrix once."""
         with _tf32(self._tf32):
             self._optimizer.step()
 

@@ -289,7 +289,7 @@ def _digest(text: str) -> str:
 
 
 def _digest_of(task: Task) -> str:
-    """One digest for all of a task's, the same on each machine with the same bits."""
+    """Returns one digest of all of a task's, the same on each machine with the same bits."""
     digests = sorted(
         (name, *sorted(outcome.digests.items())) for name, outcome in task.outcomes.items()
     )

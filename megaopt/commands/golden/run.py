@@ -22,7 +22,7 @@ from megaopt.optimizer import FusedOptimizer
 
 STEPS = 20
 WRITE, RESUME = 9, 10
-"""After which steps weights are written by somebody else, and the run goes on from a state dict."""
+"""The steps after which somebody else writes weights, and the run goes on from a state dict."""
 
 GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "momentum": 0.9,
@@ -177,7 +177,7 @@ def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device
 def _seen(
     case: Case, params: list[Tensor], optimizer: FusedOptimizer, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """All that a step may have changed: its name, where it belongs, the tensor."""
+    """Gives all that a step may have changed: its name, where it belongs, the tensor."""
     packed = optimizer.state_dict()
     for index, param in enumerate(params):
         parts = param.tensors() if isinstance(param, Float8Weight) else {"weights": param}

@@ -260,7 +260,7 @@ def _parameter(
 
 
 def _mixed(words: Words) -> Words:
-    """Each of them through `mixed`; products and sums are modulo 2**64."""
+    """Returns each word through `mixed`; products and sums are modulo 2**64."""
     return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
 
 

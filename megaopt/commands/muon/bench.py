@@ -75,7 +75,7 @@ class Masters:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of all: gradients to fp32, the library's step, weights from masters."""
+        """Steps all parameters: gradients to fp32, the library's step, weights from masters."""
         copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
         grads = [[tensor.grad for tensor in kind] for kind in (self._masters, self._parameters)]
         copy(*map(_local, grads))
@@ -260,7 +260,7 @@ def _in_turn(
 
 
 def measured(name: str, question: tuple[str, int]) -> Record:
-    """One round of a case, in its process: (one of SETS, the most steps behind a time).
+    """Measures one round of a case, in its process: (one of SETS, the most steps behind a time).
 
     Returns:
         The figures, with the bytes of the floor; host_ms, median milliseconds of step() until it

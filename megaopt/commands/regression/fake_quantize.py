@@ -83,7 +83,7 @@ def e8m0_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Each element's scale."""
+    """Returns each element's scale."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return whole[: shape[0], : shape[1]]
 

@@ -91,7 +91,7 @@ class Outcome:
         return [sources[0] for sources in self.recording_at(step).scalars(step)]
 
     def quantities(self, step: int) -> dict[str, str]:
-        """All that is compared of a step, with the bits."""
+        """Returns all that is compared of a step, with the bits."""
         bits, lines = {}, self.lines(step)
         if isinstance(self.trial.variant, SharedKeys):
             for rank, line in enumerate(lines):
@@ -144,11 +144,11 @@ class Outcome:
         return self.ran and any(self.each("optimizer_seconds"))
 
     def median(self, key: str) -> float:
-        """Over the measured steps, of the slowest rank's seconds."""
+        """Returns the median over the measured steps of the slowest rank's seconds."""
         return statistics.median(float(max(ranks)) for ranks in self.each(key))
 
     def largest(self, key: str) -> int | None:
-        """Over the measured steps and ranks, of bytes; None where they were not measured."""
+        """Returns the most bytes over the measured steps and ranks; None where unmeasured."""
         return max((value for ranks in self.each(key) for value in ranks), default=None)
 
 

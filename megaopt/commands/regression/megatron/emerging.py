@@ -64,7 +64,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
-        """One step of each parameter that has a gradient."""
+        """Steps each parameter that has a gradient."""
         for group in self.param_groups:
             self._init_group(group)
             for param in group["params"]:
@@ -115,7 +115,7 @@ def newton_schulz_tp(
 
 
 def standing() -> dict[str, ModuleType]:
-    """One module that has all that Megatron takes of several, by the names of these."""
+    """Returns one module with all that Megatron takes of several, by the names of these."""
     root = "emerging_optimizers"
     orthogonalized, module = f"{root}.orthogonalized_optimizers", ModuleType(root)
     vars(module).update(

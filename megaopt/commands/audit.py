@@ -56,8 +56,8 @@ def as_json(recording: Recording, report: Report) -> dict[str, Any]:
 
 def classes(recording: Recording) -> list[str]:
     """The full names of the optimizers' classes, each once."""
-    found = [own["class"] for rank in recording.ranks for own in rank.optimizers]
-    return list(dict.fromkeys(found))
+    names = [optimizer["class"] for rank in recording.ranks for optimizer in rank.optimizers]
+    return list(dict.fromkeys(names))
 
 
 def show(console: Console, recording: Recording, report: Report) -> None:
@@ -81,7 +81,7 @@ def show(console: Console, recording: Recording, report: Report) -> None:
 
 def verdict(recording: Recording, report: Report) -> str:
     """One line that says whether the run's optimizers obey."""
-    names = ", ".join(each.rpartition(".")[2] for each in classes(recording)) or "the optimizer"
+    names = ", ".join(name.rpartition(".")[2] for name in classes(recording)) or "the optimizer"
     if report.obeys is None:
         return f"{names}: nothing could be checked in {report.steps} steps"
     if report.obeys:
@@ -100,31 +100,31 @@ def verdict(recording: Recording, report: Report) -> str:
 
 def table(title: str, findings: Iterable[Finding]) -> Table:
     """The findings of a step, those with the largest difference first."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    findings_table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("tensor", "quantity", "explanation", "update / law's", "off / rounding"):
-        made.add_column(column)
-    ordered = sorted(findings, key=lambda each: -(each.off or 0.0))
-    for each in ordered[:MOST]:
-        ratio = "" if each.ratio is None else f"{each.ratio:.3f}"
-        off = "" if each.off is None else f"{each.off:.3g}"
-        made.add_row(each.name, each.quantity, each.explanation, ratio, off)
+        findings_table.add_column(column)
+    ordered = sorted(findings, key=lambda finding: -(finding.off or 0.0))
+    for finding in ordered[:MOST]:
+        ratio = "" if finding.ratio is None else f"{finding.ratio:.3f}"
+        off = "" if finding.off is None else f"{finding.off:.3g}"
+        findings_table.add_row(finding.name, finding.quantity, finding.explanation, ratio, off)
     if len(ordered) > MOST:
-        made.add_row(f"and {len(ordered) - MOST} more")
-    return made
+        findings_table.add_row(f"and {len(ordered) - MOST} more")
+    return findings_table
 
 
 def sums(findings: Iterable[Finding]) -> Iterable[str]:
     """A line for each explanation: its steps and tensors."""
-    found: dict[str, list[Finding]] = defaultdict(list)
+    by_explanation: dict[str, list[Finding]] = defaultdict(list)
     for finding in findings:
-        found[finding.explanation].append(finding)
-    for explanation, each in found.items():
-        steps, names = [finding.step for finding in each], {finding.name for finding in each}
+        by_explanation[finding.explanation].append(finding)
+    for explanation, group in by_explanation.items():
+        steps, names = [finding.step for finding in group], {finding.name for finding in group}
         yield f"{explanation}: steps {min(steps)} to {max(steps)}, {shown(names)}"
 
 
 def shown(names: Iterable[str]) -> str:
-    """How many tensors, and some of their names."""
+    """Returns the number of tensors, and some of their names."""
     ordered = sorted(names)
     more = ", ..." if len(ordered) > 3 else ""
     count = "1 tensor" if len(ordered) == 1 else f"{len(ordered)} tensors"

@@ -56,10 +56,10 @@ def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
     except RecordingError:
         print("skip: the command recorded nothing")
         return SKIP
-    found = _parting(right, run, step)
-    if found is not None:
+    blame = _parting(right, run, step)
+    if blame is not None:
         like = "as bad does" if _parting(wrong, run, step) is None else "otherwise than bad"
-        print(short(f"bad: step {found.step}: {found.text} ({like})"))
+        print(short(f"bad: step {blame.step}: {blame.text} ({like})"))
         return BAD
     if step not in run.steps:
         print(f"skip: the command ended before step {step}")
@@ -69,9 +69,9 @@ def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
 
 
 def _parting(a: Recording, b: Recording, step: int) -> Blame | None:
-    """The first difference in steps up to one; a run that was ended there is none."""
-    found = compare(a, b).blame
-    return found if found and found.step <= step and found.kind != "length" else None
+    """The first difference in the steps up to `step`; a run that ended there does not differ."""
+    blame = compare(a, b).blame
+    return blame if blame and blame.step <= step and blame.kind != "length" else None
 
 
 def _record(out: Path, command: Sequence[str], step: int) -> None:

@@ -30,13 +30,13 @@ DESCRIPTION = (
 
 
 class Command(NamedTuple):
-    """Where a command's function is: its arguments and their help are the command's."""
+    """The place of a command's function, whose arguments and help are the command's."""
 
     module: str
     """Below megaopt.commands."""
     function: str
     line: str
-    """What the list of commands says of it."""
+    """The description in the list of commands."""
     interprets: bool = True
     """Whether kernels run on Triton's interpreter where there is no GPU."""
 
@@ -65,7 +65,7 @@ COMMANDS = {
 
 
 def choose_triton_mode() -> None:
-    """Where there is no GPU, runs Triton's kernels on its interpreter.
+    """Runs Triton's kernels on its interpreter where there is no GPU.
 
     Triton reads the variable when it compiles a kernel's definition: to be called before anything
     imports megaopt.kernels.
@@ -83,12 +83,12 @@ def _load(command: Command) -> Callable[..., int]:
     module = importlib.import_module(f"megaopt.commands.{command.module}")
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    found: Callable[..., int] = getattr(module, command.function)
-    return found
+    function: Callable[..., int] = getattr(module, command.function)
+    return function
 
 
 def _leave(*_: object) -> None:
-    """Ends the process: for while modules are imported, when there is nothing to undo."""
+    """Ends the process; used while modules are imported, when there is nothing to undo."""
     # a KeyboardInterrupt would be lost in some: extensions print it, or make an ImportError of it
     os.write(2, b"megaopt: interrupted\n")
     os._exit(exits.INTERRUPTED)
@@ -100,17 +100,17 @@ MODES = {"test": "test", "benchmark": "bench"}
 
 def _by_mode(arguments: Sequence[str]) -> list[str]:
     """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
-    found = list(arguments)
-    place = next((i for i, each in enumerate(found) if each.partition("=")[0] == "--mode"), None)
-    if place is None or found[0] != "galore":
-        return found
+    words = list(arguments)
+    place = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--mode"), None)
+    if place is None or words[0] != "galore":
+        return words
     from megaopt.commands.toml_tables import require
 
-    _, equals, mode = found.pop(place).partition("=")
-    if not equals and place < len(found):
-        mode = found.pop(place)
+    _, equals, mode = words.pop(place).partition("=")
+    if not equals and place < len(words):
+        mode = words.pop(place)
     require(mode in MODES, "mode", mode, f"one of {', '.join(MODES)}")
-    return ["galore", MODES[mode], *found[1:]]
+    return ["galore", MODES[mode], *words[1:]]
 
 
 def _require_dashes(arguments: Sequence[str]) -> None:
@@ -134,18 +134,18 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return exits.REFUSED
     import tyro
 
-    given = _by_mode(arguments)
-    _require_dashes(given)
-    words = 2 if given[:1] in (["galore"], ["muon"], ["ranks"]) else 1
-    name = " ".join(given[:words])
+    argv = _by_mode(arguments)
+    _require_dashes(argv)
+    words = 2 if argv[:1] in (["galore"], ["muon"], ["ranks"]) else 1
+    name = " ".join(argv[:words])
     if name in COMMANDS:
         function = _load(COMMANDS[name])
         _shorten(function)
-        return tyro.cli(function, prog=f"megaopt {name}", args=given[words:])
+        return tyro.cli(function, prog=f"megaopt {name}", args=argv[words:])
     lines = {name: _listed(command.line) for name, command in COMMANDS.items()}
-    # which shows the list, or says what is wrong
+    # it shows the list, or says what is wrong
     return tyro.extras.subcommand_cli_from_dict(
-        lines, prog="megaopt", description=DESCRIPTION, args=given
+        lines, prog="megaopt", description=DESCRIPTION, args=argv
     )
 
 
@@ -154,9 +154,9 @@ def _shorten(function: Callable[..., int]) -> None:
     import tyro
 
     for name, hint in get_type_hints(function, include_extras=True).items():
-        kinds = [each for each in get_args(hint) if each is not NoneType]
+        kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if isinstance(hint, UnionType) and len(kinds) < len(get_args(hint)):
-            words = "|".join(each.__name__.upper() for each in kinds)
+            words = "|".join(kind.__name__.upper() for kind in kinds)
             shown = tyro.conf.arg(metavar=words, help_behavior_hint="")
             function.__annotations__[name] = Annotated[hint, shown]
 
@@ -181,12 +181,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status. Whatever happens is told in words on stderr, without a traceback.
     """
-    owns_process, given = arguments is None, sys.argv[1:] if arguments is None else arguments
+    owns_process, argv = arguments is None, sys.argv[1:] if arguments is None else arguments
     if owns_process and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     try:
-        status = exits.run(lambda: _dispatch(given))
-        is_bisect = given[:1] == ["bisect"]
+        status = exits.run(lambda: _dispatch(argv))
+        is_bisect = argv[:1] == ["bisect"]
         return exits.STOP if is_bisect and status == exits.REFUSED else status
     finally:
         if owns_process:

@@ -64,26 +64,26 @@ def diff(
         differ; 2 where they cannot be compared.
     """
     names = None if map is None else read_names(map)
-    repeats = [Recording(each) for each in noise]
+    repeats = [Recording(folder) for folder in noise]
     try:
-        found = compare(Recording(a), Recording(b), names, repeats, tolerance)
+        comparison = compare(Recording(a), Recording(b), names, repeats, tolerance)
     except NamesError as error:
         raise RecordingError(f"{error}, in {str(map)!r}") from None
-    tell(found, make_console())
+    tell(comparison, make_console())
     for path in filter(None, (json, html)):
         path.parent.mkdir(parents=True, exist_ok=True)
     if json is not None:
-        write_json(json, found.as_json())
+        write_json(json, comparison.as_json())
     if html is not None:
         # its pictures are matplotlib's, which takes a second to import
         from megaopt.commands.page import page
 
-        tables = [GROWTH, *growth_rows(found.growth)], [NOISE, *noise_rows(found.noise)]
+        tables = [GROWTH, *growth_rows(comparison.growth)], [NOISE, *noise_rows(comparison.noise)]
         with replacing(html) as file:
-            file.write(page(found, *tables).encode())
+            file.write(page(comparison, *tables).encode())
     if github:
-        print(annotation("diff", found.line, STATUS[found.verdict]))
-    return STATUS[found.verdict]
+        print(annotation("diff", comparison.line, STATUS[comparison.verdict]))
+    return STATUS[comparison.verdict]
 
 
 def golden(
@@ -128,23 +128,29 @@ def golden(
 
 
 def _check(file: Path, recording: Recording, github: bool) -> int:
-    found, console = values.check(file, recording), make_console()
-    status = STATUS[found.comparison.verdict]
-    if found.is_own or not status:
-        tell(found.comparison, console)
+    outcome, console = values.check(file, recording), make_console()
+    status = STATUS[outcome.comparison.verdict]
+    if outcome.is_own or not status:
+        tell(outcome.comparison, console)
     else:
         status = REFUSED
-        _tell_drift(found, console)
+        _tell_drift(outcome, console)
     if github:
-        print(annotation("golden", found.line, status))
+        print(annotation("golden", outcome.line, status))
     return status
 
 
-def _tell_drift(found: values.Checked, console: Console) -> None:
-    console.print(found.line, highlight=False)
+def _tell_drift(outcome: values.Checked, console: Console) -> None:
+    console.print(outcome.line, highlight=False)
     rows = [
-        (what, str(step), repr(mine), repr(theirs), f"{abs(theirs - mine) / (abs(mine) or 1):.2g}")
-        for what, step, mine, theirs in found.drift
+        (
+            quantity,
+            str(step),
+            repr(expected),
+            repr(value),
+            f"{abs(value - expected) / (abs(expected) or 1):.2g}",
+        )
+        for quantity, step, expected, value in outcome.drift
     ]
     columns = ("norm of samples", "step", "golden", "now", "relative")
     print_table(console, "beside another environment", columns, rows)
@@ -195,10 +201,10 @@ def _tell_lines(different: Sequence[str], same: str) -> int:
 
 def read_names(path: Path) -> dict[str, str]:
     """A map of names: a JSON file of one dict of texts; RecordingError for another."""
-    found = read_json(path.read_bytes(), f"map {str(path)!r}")
-    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+    names = read_json(path.read_bytes(), f"map {str(path)!r}")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise RecordingError(f"map must be a dict of texts, as {{'b': 'a'}}, got {str(path)!r}")
-    return found
+    return names
 
 
 def annotation(command: str, line: str, status: int) -> str:
@@ -207,20 +213,26 @@ def annotation(command: str, line: str, status: int) -> str:
     return f"::{kind} title=megaopt {command}::{short(line).replace('%', '%25')}"
 
 
-def tell(found: Comparison, console: Console) -> None:
+def tell(comparison: Comparison, console: Console) -> None:
     """Prints the verdict, then what belongs to it."""
-    colour = COLOURS.get(found.verdict, "red")
-    verdict, colon, rest = found.line.partition(":")
+    colour = COLOURS.get(comparison.verdict, "red")
+    verdict, colon, rest = comparison.line.partition(":")
     console.print(coloured(colour, verdict, colon + rest), highlight=False, soft_wrap=True)
-    for line in found.remarks():
+    for line in comparison.remarks():
         console.print(line, highlight=False, soft_wrap=True)
-    for title, differences in (("environment", found.environment), ("options", found.options)):
-        rows = [(each.name, shown(each.a), shown(each.b)) for each in differences]
+    for title, differences in (
+        ("environment", comparison.environment),
+        ("options", comparison.options),
+    ):
+        rows = [
+            (difference.name, shown(difference.a), shown(difference.b))
+            for difference in differences
+        ]
         print_table(console, title, ("", "A", "B"), rows)
-    if found.blame is not None and found.blame.tensors:
-        console.print(_tensors(found.blame), highlight=False)
-    print_table(console, "how it grows", GROWTH, growth_rows(found.growth))
-    print_table(console, "B against repeats of A", NOISE, noise_rows(found.noise))
+    if comparison.blame is not None and comparison.blame.tensors:
+        console.print(_tensors(comparison.blame), highlight=False)
+    print_table(console, "how it grows", GROWTH, growth_rows(comparison.growth))
+    print_table(console, "B against repeats of A", NOISE, noise_rows(comparison.noise))
 
 
 def _tensors(blame: Blame) -> str:
@@ -245,11 +257,11 @@ GROWTH = ("quantity", "parts at step", "differ then", "at the last", "relative n
 def growth_rows(growth: Sequence[Growth]) -> list[tuple[str, ...]]:
     """A row for each quantity that differs: when, how many, and how far apart."""
     rows = []
-    for quantity in dict.fromkeys(each.quantity for each in growth):
-        own = [each for each in growth if each.quantity == quantity]
-        first, last = next((each for each in own if each.differ), None), own[-1]
+    for quantity in dict.fromkeys(entry.quantity for entry in growth):
+        entries = [entry for entry in growth if entry.quantity == quantity]
+        first, last = next((entry for entry in entries if entry.differ), None), entries[-1]
         if first is not None:
-            counts = (f"{each.differ} of {each.of}" for each in (first, last))
+            counts = (f"{entry.differ} of {entry.of}" for entry in (first, last))
             rows.append((quantity, str(first.step), *counts, _far(first, last), _number(last.ulp)))
     return rows
 
@@ -260,15 +272,17 @@ NOISE = ("quantity", "B is farther off", "B at the last step", "repeats at the l
 def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
     """A row for each quantity: how often B lies farther off than repeats, and how far at last."""
     rows: list[tuple[str, ...]] = []
-    for quantity in dict.fromkeys(each.quantity for each in noise):
-        own = [each for each in noise if each.quantity == quantity]
-        farther = f"{sum(each.change > each.repeats for each in own)} of {len(own)} steps"
-        rows.append((quantity, farther, f"{own[-1].change:.2g}", f"{own[-1].repeats:.2g}"))
+    for quantity in dict.fromkeys(entry.quantity for entry in noise):
+        entries = [entry for entry in noise if entry.quantity == quantity]
+        farther = (
+            f"{sum(entry.change > entry.repeats for entry in entries)} of {len(entries)} steps"
+        )
+        rows.append((quantity, farther, f"{entries[-1].change:.2g}", f"{entries[-1].repeats:.2g}"))
     return rows
 
 
 def _far(first: Growth, last: Growth) -> str:
-    relative = [_number(each.relative) for each in (first, last)]
+    relative = [_number(entry.relative) for entry in (first, last)]
     return "-" if relative == ["-", "-"] else " to ".join(relative)
 
 

@@ -66,7 +66,7 @@ class OptimizerConfig(Table):
 
 
 class Float8Config(Table):
-    """Which linear layers have fp8 weights: all, with every variant once for each recipe."""
+    """The fp8 weights of all linear layers; every variant runs once for each recipe."""
 
     recipes: Several[Recipe]  # each once
     scaled_matmul: bool = False
@@ -79,7 +79,7 @@ class Float8Config(Table):
 
 
 class GaLoreConfig(Table):
-    """How variants of kind "galore", or all of Megatron's, project; as GaLoreAdamW's arguments."""
+    """Projection of variants of kind "galore", or of all of Megatron's; GaLoreAdamW's arguments."""
 
     rank: Count
     """Dimensions of the projected gradients, at most the smaller dimension of each matrix."""
@@ -92,7 +92,7 @@ class GaLoreConfig(Table):
 
 
 class Named(Table):
-    """What all kinds of variant have."""
+    """The fields of all kinds of variant."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
     """Name in tables and records, and of files."""
@@ -107,8 +107,8 @@ class Own(Named):
     """A variant of `RunConfig`."""
 
     recipe: Annotated[Recipe | None, BeforeValidator(_refuse)] = None
-    """Under [float8], which sets it: how weights of linear layers are kept in fp8, or cast to it
-    and back."""
+    """The recipe under [float8], which sets it: how weights of linear layers are kept in fp8, or
+    cast to it and back."""
 
 
 class Baseline(Own):
@@ -123,7 +123,7 @@ class UnfusedVariant(Baseline):
 
     kind: Literal["unfused"] = "unfused"
     rounding: Literal["nearest_even", "nearest_away"] = "nearest_even"
-    """How a master is rounded to its bf16 weight: where ties between two neighbours go."""
+    """The rounding of a master to its bf16 weight: where ties between two neighbours go."""
 
 
 class PeerVariant(Baseline):
@@ -131,7 +131,7 @@ class PeerVariant(Baseline):
 
     kind: Literal["peer"] = "peer"
     library: Literal["transformer_engine"]
-    """Whose optimizer trains; it must be installed, and the device be an NVIDIA GPU."""
+    """The library whose optimizer trains; it must be installed, and needs an NVIDIA GPU."""
 
 
 class FusedVariant(Own):
@@ -208,11 +208,11 @@ UNDER_FLOAT8 = {
     "masters": ("created", "external"),
     "layout": ("whole",),
 }
-"""What variants with fp8 weights may have."""
+"""The values that variants with fp8 weights may have."""
 
 
 class Run(Table):
-    """What every training run has."""
+    """The fields of every training run."""
 
     name: str = Field(pattern=r"[^.]")  # out / ".." would be another folder than --out
     """The config file's name without its ending; names the folder of the run's output."""
@@ -220,7 +220,7 @@ class Run(Table):
     steps: Count  # of the optimizer
     batch_size: Count  # sequences in a step, over all ranks, whatever their number
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto: on the GPU where there is one, with ranks one on each."""
+    """The device to train on; auto: the GPU where there is one, with ranks one rank on each."""
     cpu_threads: Threads = 2  # of torch on the CPU: fixed, because sums depend on it
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -239,7 +239,7 @@ class RunConfig(Run):
     float8: Float8Config | None = None  # fp8 weights
     galore: GaLoreConfig | None = None  # there where a variant is of kind "galore"
     variant: Several[ByKind[Variant]]
-    """What is trained and compared; baselines first or last, as you like."""
+    """The variants to train and compare; baselines first or last, as you like."""
 
     def _check(self) -> None:
         need_once(self.variant)
@@ -258,25 +258,29 @@ class RunConfig(Run):
     def _check_baseline(self, variant: Variant) -> None:
         projects = self.galore is not None or not isinstance(variant, GaLoreVariant)
         self.need(projects, "galore", "a table, as a variant is 'galore'")
-        own = [each for each in self.variant if _family(each) is _family(variant)]
-        names = [each.name for each in own if each.baseline is None]
-        known = variant.baseline is None or variant.baseline in names
+        candidates = [
+            candidate for candidate in self.variant if _family(candidate) is _family(variant)
+        ]
+        names = [candidate.name for candidate in candidates if candidate.baseline is None]
+        is_known = variant.baseline is None or variant.baseline in names
         allowed = f"the name of a baseline variant: {', '.join(names) or 'there is none'}"
-        variant.need(known, "baseline", allowed)
+        variant.need(is_known, "baseline", allowed)
 
     @property
     def runs(self) -> tuple[Variant, ...]:
-        """What is trained: the variants; under [float8] for each recipe, as "recipe.variant"."""
+        """The variants that are trained; under [float8] one for each recipe, "recipe.variant"."""
         if self.float8 is None:
             return self.variant
         recipes = self.float8.recipes
-        return tuple(_with_recipe(each, recipe) for recipe in recipes for each in self.variant)
+        return tuple(
+            _with_recipe(variant, recipe) for recipe in recipes for variant in self.variant
+        )
 
     def find_variant(self, name: str) -> Variant:
-        """What is trained under that name; a `ConfigError` lists the names where there is none."""
-        found = {variant.name: variant for variant in self.runs}
-        require(name in found, "variant", name, f"one of {', '.join(found)}")
-        return found[name]
+        """Returns the variant of that name; a `ConfigError` lists the names where there is none."""
+        variants = {variant.name: variant for variant in self.runs}
+        require(name in variants, "variant", name, f"one of {', '.join(variants)}")
+        return variants[name]
 
 
 def _family(variant: Variant) -> type:
@@ -286,10 +290,10 @@ def _family(variant: Variant) -> type:
 
 def _with_recipe(variant: Variant, recipe: Recipe) -> Variant:
     """The variant with fp8 weights by this recipe, which leads its name and its baseline's."""
-    own = {"recipe": recipe, "name": f"{recipe}.{variant.name}"}
+    changes = {"recipe": recipe, "name": f"{recipe}.{variant.name}"}
     if variant.baseline is not None:
-        own["baseline"] = f"{recipe}.{variant.baseline}"
-    return variant.model_copy(update=own)
+        changes["baseline"] = f"{recipe}.{variant.baseline}"
+    return variant.model_copy(update=changes)
 
 
 def read_config(path: str | Path) -> RunConfig:

@@ -15,23 +15,23 @@ PACKAGE = Path(megaopt.__file__).parent
 
 
 def folder() -> Path:
-    """Where they lie: within the installed package, or beside it in a checkout."""
+    """Returns their folder: within the installed package, or beside it in a checkout."""
     installed = PACKAGE / "configs"
     return installed if installed.is_dir() else PACKAGE.parent / "configs"
 
 
 def shipped() -> list[str]:
-    """Their names, without .toml."""
+    """Returns the names of the package's configs, without .toml."""
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 
 def _help() -> str:
-    known = ", ".join(shipped())
-    return f"TOML file of the run, or the name of one that comes with megaopt: {known}."
+    names = ", ".join(shipped())
+    return f"TOML file of the run, or the name of one that comes with megaopt: {names}."
 
 
 Config = Annotated[Path, tyro.conf.arg(help=_help())]
-"""What commands take: a path, whose help names the package's own."""
+"""The argument of commands: a path, whose help names the package's configs."""
 
 
 def find_config(path: Path) -> Path:
@@ -49,10 +49,10 @@ def find_config(path: Path) -> Path:
     """
     if path.exists() or path.parent not in (Path(), Path("configs")):
         return path
-    found = folder() / path.with_suffix(".toml").name
-    if path.suffix in ("", ".toml") and found.is_file():
-        return found
+    file = folder() / path.with_suffix(".toml").name
+    if path.suffix in ("", ".toml") and file.is_file():
+        return file
     if path == Path(path.stem):
-        known = f"config must be a file or one of {', '.join(shipped())}"
-        raise FileNotFoundError(errno.ENOENT, known, str(path))
+        message = f"config must be a file or one of {', '.join(shipped())}"
+        raise FileNotFoundError(errno.ENOENT, message, str(path))
     return path

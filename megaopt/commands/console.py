@@ -59,7 +59,7 @@ class _Lines(Progress):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, auto_refresh=False, disable=True)
-        self._began = self._told = time.monotonic()
+        self._began = self._last_line = time.monotonic()
 
     def update(self, task_id: TaskID, **values: Any) -> None:
         """Changes a task, and says how far it is."""
@@ -73,10 +73,10 @@ class _Lines(Progress):
 
     def _tell(self, task_id: TaskID) -> None:
         now = time.monotonic()
-        if now - self._told < EVERY:
+        if now - self._last_line < EVERY:
             return
-        self._told = now
-        task = next(each for each in self.tasks if each.id == task_id)
+        self._last_line = now
+        task = next(task for task in self.tasks if task.id == task_id)
         line = f"{now - self._began:5.0f} s  {task.description}: {task.completed:.0f}"
         self.console.print(f"{line} of {task.total:.0f}", highlight=False, markup=False)
 

@@ -66,12 +66,12 @@ PROBED = 128
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one backend under one contract on one device, or of a mode beside a peer."""
+    """The result of one backend under one contract on one device, or of a mode beside a peer."""
 
     of: tuple[str, ...]
     """Device, backend and contract; or mode and peer."""
     works: bool | None
-    """Whether it works, or has the peer's bits; None where that cannot be tried here."""
+    """Whether the backend works, or the mode has the peer's bits; None where it cannot be tried."""
     note: str
 
     def __str__(self) -> str:
@@ -89,9 +89,9 @@ def main(*, check: bool = False) -> int:
         0 when all that is meant to work here works with the bits it promises, 1 otherwise.
     """
     console = make_console()
-    findings = [each for device in devices() for each in examine(device, check)]
+    findings = [finding for device in devices() for finding in examine(device, check)]
     if check:
-        findings += [each for device in devices()[1:] for each in examine_products(device)]
+        findings += [finding for device in devices()[1:] for finding in examine_products(device)]
     peers = examine_peers(MODES) if check else None
     verdict, healthy = judge(findings, peers)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
@@ -110,13 +110,13 @@ def main(*, check: bool = False) -> int:
 
 
 def host_memory() -> dict[str, str]:
-    """What there is for states in host memory (state_device="cpu"), and which cards map it."""
+    """Returns the room for states in host memory (state_device="cpu"), and which cards map it."""
     free = free_bytes()
-    known = "not known" if free is None else f"{free / 2**30:.1f} GiB"
-    cards = [each for each in devices() if CUDA.serves(each)]
+    amount = "not known" if free is None else f"{free / 2**30:.1f} GiB"
+    cards = [device for device in devices() if CUDA.serves(device)]
     mapped = "; ".join(f"{card}: {CUDA.why_not(card) or 'mapped'}" for card in cards)
     return {
-        "host memory": f"{known} free to be pinned; {held_bytes():,} bytes hold states here",
+        "host memory": f"{amount} free to be pinned; {held_bytes():,} bytes hold states here",
         "states in host memory": mapped
         or "no card here: those of weights on the CPU are there anyway",
     }
@@ -129,15 +129,19 @@ def judge(findings: Sequence[Finding], peers: Sequence[Finding] | None) -> tuple
         findings: Of all backends and contracts.
         peers: Our modes beside other libraries; None where they were not compared.
     """
-    wrong = [f"NOT working: {each}" for each in findings if each.works is False]
-    wrong += [f"NOT the peer's bits: {each}" for each in peers or () if each.works is False]
+    wrong = [f"NOT working: {finding}" for finding in findings if finding.works is False]
+    wrong += [
+        f"NOT the peer's bits: {finding}" for finding in peers or () if finding.works is False
+    ]
     if wrong:
         return "; ".join(wrong), False
-    backends = sorted({f"{each.of[1]} on {each.of[0]}" for each in findings if each.works})
+    backends = sorted(
+        {f"{finding.of[1]} on {finding.of[0]}" for finding in findings if finding.works}
+    )
     verdict = f"working, with the golden record's bits: {', '.join(backends)}"
     if peers is None:
         return f"{verdict}; --check steps more cases, and other libraries", True
-    equal = sum(each.works is True for each in peers)
+    equal = sum(finding.works is True for finding in peers)
     left = len(peers) - equal
     return f"{verdict}; {equal} modes have a peer's bits, {left} could not be compared here", True
 
@@ -200,9 +204,9 @@ def _examine_product(device: torch.device, dtype: torch.dtype) -> Finding:
             for _ in range(2)
         )
         left[:2, 3:5] = torch.tensor([[torch.inf, -torch.inf], [torch.nan, 0.0]])
-        (found,) = products([left.to(device)], [right.to(device)], out_dtype=torch.float32)
+        (product,) = products([left.to(device)], [right.to(device)], out_dtype=torch.float32)
         expected = product_reference(left, right)
-        different += int((found.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
+        different += int((product.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
     if not different:
         return Finding(of, True, "the bits of docs/numbers.md, which are the same everywhere")
     name = torch.cuda.get_device_name(device)
@@ -246,4 +250,4 @@ def libraries() -> dict[str, str]:
 
 
 def _rows(findings: Sequence[Finding]) -> list[tuple[str | Text, ...]]:
-    return [(*each.of, WORKS[each.works], each.note) for each in findings]
+    return [(*finding.of, WORKS[finding.works], finding.note) for finding in findings]

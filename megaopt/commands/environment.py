@@ -1,4 +1,4 @@
-"""What a result was made with: versions and hardware, for `doctor` and for every record."""
+"""The versions and hardware that a result was made with, for `doctor` and for every record."""
 
 import os
 import platform
@@ -44,7 +44,7 @@ def _gpu() -> dict[str, str | None]:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     # a container or a batch system often gives a process fewer cores than the machine has
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

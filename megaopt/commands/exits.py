@@ -1,4 +1,4 @@
-"""How a command ends: its exit status, and what it says of the error that ended it.
+"""The end of a command: its exit status, and what it says of the error that ended it.
 
 The commands turn errors into words and a status here, and nowhere else.
 """
@@ -69,7 +69,7 @@ def how_to_install(extra: str) -> str:
 
 
 def describe_error(error: Exception) -> str:
-    """What a user is told: the message, with MEGAOPT_DEBUG=1 after the traceback.
+    """Returns the text for a user: the message, with MEGAOPT_DEBUG=1 after the traceback.
 
     An error that no input explains is a fault of megaopt's, and is called one.
     """
@@ -80,7 +80,7 @@ def describe_error(error: Exception) -> str:
 
 
 def wants_traceback() -> bool:
-    """Whether the environment asks for tracebacks."""
+    """Returns whether the environment asks for tracebacks."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
 
 

@@ -64,24 +64,24 @@ def rows_of(recording: Recording, step: int) -> Iterator[Row]:
     """The rows of a step: numbers of each rank, its own digests, those of all ranks together."""
     for rank, lines in zip(recording.ranks, recording.scalars(step), strict=True):
         for source, line in lines.items():
-            own: Row = {"step": step, "rank": rank.number, "optimizer": source}
-            yield from ({**own, **row} for row in _of_line(line))
+            shared: Row = {"step": step, "rank": rank.number, "optimizer": source}
+            yield from ({**shared, **row} for row in _of_line(line))
     for (number, name, quantity), digests in recording.own(step).items():
-        own = {"step": step, "rank": number, "name": name, "quantity": quantity}
-        yield from ({**own, "digest": str(digest)} for digest in digests)
+        shared = {"step": step, "rank": number, "name": name, "quantity": quantity}
+        yield from ({**shared, "digest": str(digest)} for digest in digests)
     for (name, quantity), summed in recording.digests(step).items():
         yield {"step": step, "name": name, "quantity": quantity, "digest": str(summed.digest)}
 
 
 def _of_line(line: Mapping[str, Any]) -> Iterator[Row]:
     """The numbers of a step's line, and the digests in it."""
-    yield from ({"quantity": "loss", "value": shown(each)} for each in line.get("losses", ()))
-    yield from ({"quantity": "batch", "digest": each} for each in line.get("batch", ()))
+    yield from ({"quantity": "loss", "value": shown(loss)} for loss in line.get("losses", ()))
+    yield from ({"quantity": "batch", "digest": digest} for digest in line.get("batch", ()))
     yield from ({"quantity": "rng", "name": n, "digest": d} for n, d in line.get("rng", {}).items())
     groups = {f"group {i}": group for i, group in enumerate(line.get("groups", ()))}
     for name, group in groups.items():
         for option, value in flat(group).items():
             yield {"name": name, "quantity": option, "value": shown(value)}
     left = ("losses", "batch", "rng", "groups", "step", "source", "has_all_old")
-    for quantity in (each for each in line if each not in left and line[each] is not None):
+    for quantity in (key for key in line if key not in left and line[key] is not None):
         yield {"quantity": quantity, "value": shown(line[quantity])}

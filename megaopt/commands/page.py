@@ -46,28 +46,32 @@ def escape(text: str) -> str:
     return html.escape(short(text))
 
 
-def page(found: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Sequence[str]]) -> str:
+def page(
+    comparison: Comparison, growth: Sequence[Sequence[str]], noise: Sequence[Sequence[str]]
+) -> str:
     """A comparison as a page of HTML; growth and noise: the rows of tables, titles first."""
-    verdict, _, rest = found.line.partition(":")
+    verdict, _, rest = comparison.line.partition(":")
     parts = [
-        f"<h1>{escape(found.a)} and {escape(found.b)}</h1>",
-        f'<p class="verdict {SHADES.get(found.verdict, "")}">'
+        f"<h1>{escape(comparison.a)} and {escape(comparison.b)}</h1>",
+        f'<p class="verdict {SHADES.get(comparison.verdict, "")}">'
         f"<b>{escape(verdict)}</b>:{escape(rest)}</p>",
-        *(f'<p class="small">{escape(line)}</p>' for line in found.remarks()),
+        *(f'<p class="small">{escape(line)}</p>' for line in comparison.remarks()),
     ]
-    differences = [(d.name, shown(d.a), shown(d.b)) for d in (*found.environment, *found.options)]
+    differences = [
+        (d.name, shown(d.a), shown(d.b)) for d in (*comparison.environment, *comparison.options)
+    ]
     parts += _section("Environment and options", _table(("", "A", "B"), differences))
-    if found.growth:
-        parts += _section("What parts when", _picture(draw_timeline, found.growth))
-        parts += _section("How it grows", _picture(draw_growth, found.growth))
+    if comparison.growth:
+        parts += _section("What parts when", _picture(draw_timeline, comparison.growth))
+        parts += _section("How it grows", _picture(draw_growth, comparison.growth))
         parts += _section("", _table(growth[0], growth[1:]))
-    if found.histogram:
+    if comparison.histogram:
         title = "Units in the last place, at the last step with samples"
-        parts += _section(title, _picture(_draw_histogram, found.histogram))
-    if found.blame is not None and found.blame.tensors:
-        rows = found.blame.tensors[:MOST]
-        title = f"Step {found.blame.step}: {len(found.blame.tensors)} differ"
-        title += f", the first {MOST}" if len(rows) < len(found.blame.tensors) else ""
+        parts += _section(title, _picture(_draw_histogram, comparison.histogram))
+    if comparison.blame is not None and comparison.blame.tensors:
+        rows = comparison.blame.tensors[:MOST]
+        title = f"Step {comparison.blame.step}: {len(comparison.blame.tensors)} differ"
+        title += f", the first {MOST}" if len(rows) < len(comparison.blame.tensors) else ""
         parts += _section(title, _table(("tensor", "quantity"), rows))
     parts += _section("B against repeats of A", _table(noise[0], noise[1:]))
     head = f'<meta charset="utf-8"><title>megaopt diff</title><style>{STYLE}</style>'
@@ -91,7 +95,7 @@ def _label(name: str) -> str:
 
 
 def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
-    """What a function draws, as SVG that stands in a page; its text stays text."""
+    """Returns a function's drawing as SVG that stands in a page; its text stays text."""
     settings: Any = {"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "megaopt"}
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         # the picture's text stays text: whoever shows it has the letters that the font lacks
@@ -107,12 +111,12 @@ def _picture(draw: Callable[[Any, Any], None], content: Any) -> str:
 
 def draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
     """A row for each quantity, a cell for each step that was looked at."""
-    steps = sorted({each.step for each in growth})
-    names = list(dict.fromkeys(each.quantity for each in growth))
-    for each in growth:
-        share = each.differ / max(each.of, 1)
+    steps = sorted({entry.step for entry in growth})
+    names = list(dict.fromkeys(entry.quantity for entry in growth))
+    for entry in growth:
+        share = entry.differ / max(entry.of, 1)
         colour = EQUAL if not share else LITTLE if share < 0.5 else MUCH
-        place = (steps.index(each.step) - 0.46, names.index(each.quantity) - 0.4)
+        place = (steps.index(entry.step) - 0.46, names.index(entry.quantity) - 0.4)
         axes.add_patch(matplotlib.patches.Rectangle(place, 0.92, 0.8, color=colour))
     axes.set_xlim(-0.5, max(len(steps), 8) - 0.5)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -127,7 +131,7 @@ def draw_timeline(axes: Any, growth: Sequence[Growth]) -> None:
 
 def draw_growth(axes: Any, growth: Sequence[Growth]) -> None:
     """The relative norm of the difference over steps, on a logarithmic scale."""
-    names = dict.fromkeys(each.quantity for each in growth if each.relative)
+    names = dict.fromkeys(entry.quantity for entry in growth if entry.relative)
     for i, name in enumerate(names):
         curve = [(e.step, e.relative) for e in growth if e.quantity == name and e.relative]
         colour = COLOURS[i % len(COLOURS)]
@@ -149,8 +153,8 @@ def _draw_histogram(axes: Any, histogram: dict[str, dict[int, int]]) -> None:
     width = 0.8 / len(histogram)
     for i, (name, counts) in enumerate(histogram.items()):
         total = sum(counts.values()) or 1
-        places = [each - 0.4 + width * (i + 0.5) for each in bins]
-        shares = [100 * counts.get(each, 0) / total for each in bins]
+        places = [position - 0.4 + width * (i + 0.5) for position in bins]
+        shares = [100 * counts.get(position, 0) / total for position in bins]
         axes.bar(places, shares, width, color=COLOURS[i % len(COLOURS)], label=_label(name))
     words = ["0", *(f"$2^{{{i}}}$" for i in range(len(bins)))]
     every = -(-len(bins) // 12)

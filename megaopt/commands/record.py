@@ -66,16 +66,16 @@ def record(
         require(value is None or value >= 1, name, value, "a whole number >= 1")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
-    kept = list(steps_of(keep))
-    if kept and importlib.util.find_spec("safetensors") is None:
+    ranges = list(steps_of(keep))
+    if ranges and importlib.util.find_spec("safetensors") is None:
         where = f"where safetensors is not installed ({how_to_install('record')})"
         raise ConfigError(f"keep must be left out {where}, got {keep!r}")
-    given = {
+    settings = {
         "out": str(out.absolute()), "level": level, "every": every, "samples": samples,
-        "keep": kept, "names": map and read_names(map), "vocabulary": vocabulary,
+        "keep": ranges, "names": map and read_names(map), "vocabulary": vocabulary,
     }  # fmt: skip
     paths = [str(PRELOAD), *filter(None, [os.environ.get("PYTHONPATH")])]
-    changed = {VARIABLE: json.dumps(given), "PYTHONPATH": os.pathsep.join(paths)}
+    changed = {VARIABLE: json.dumps(settings), "PYTHONPATH": os.pathsep.join(paths)}
     out.mkdir(parents=True, exist_ok=True)
     child = subprocess.Popen(command, env={**os.environ, **changed})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to both
@@ -94,9 +94,9 @@ def record(
 
 def steps_of(keep: str) -> Iterator[tuple[int, int]]:
     """The first step and the one after the last of each range in a text as "100,200-210"."""
-    for each in filter(None, keep.split(",")):
-        first, _, last = each.partition("-")
+    for part in filter(None, keep.split(",")):
+        first, _, last = part.partition("-")
         numbers = first, last or first
-        if not all(each.isdecimal() for each in numbers) or not 0 < int(first) <= int(numbers[1]):
+        if not all(text.isdecimal() for text in numbers) or not 0 < int(first) <= int(numbers[1]):
             raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
         yield int(first), int(numbers[1]) + 1

@@ -59,7 +59,7 @@ def describe_source() -> Source:
 
 
 def made_with(source: Source) -> dict[str, Any]:
-    """What a record begins with: the source, versions and hardware, and the command line."""
+    """Returns a record's beginning: the source, versions and hardware, and the command line."""
     command = shlex.join(portable(["megaopt", *sys.argv[1:]]))
     return {"source": source, "environment": environment.describe(), "command": command}
 
@@ -82,8 +82,8 @@ def _portable(word: str) -> str:
     path = Path(text)
     if not path.is_absolute():
         return word
-    found = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path.name
-    return f"{before}{equals}{found}"
+    shortened = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path.name
+    return f"{before}{equals}{shortened}"
 
 
 def _named_commit() -> str | None:
@@ -94,7 +94,7 @@ def _named_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of the checkout; None where there is none, or no git."""
+    """Returns what git says of the checkout; None where there is no checkout, or no git."""
     # an installed package may lie in the folders of somebody else's checkout
     if not (CHECKOUT / ".git").exists():
         return None

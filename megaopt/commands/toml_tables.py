@@ -83,7 +83,7 @@ class Table(BaseModel):
         self._check()
 
     def _check(self) -> None:
-        """The checks of several fields: none, in most tables."""
+        """Checks several fields together; most tables have no such check."""
 
     def need(self, holds: bool, key: str, allowed: str) -> None:
         """`require` of a key of this table, or of one within it."""
@@ -123,19 +123,19 @@ def read_run(model: type[M], path: Path) -> M:
         require("name" not in table, "name", table.get("name"), "left out: it is the file's name")
         return model.model_validate({**table, "name": path.stem})
     except ValidationError as error:
-        lines = [_line(each) for each in error.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{path}: {each}" for each in lines[:MOST_LINES])) from None
+        lines = [_line(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines[:MOST_LINES])) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
 def _line(error: ErrorDetails) -> str:
-    """One of pydantic's errors: the key, what it should be, and what it is."""
-    kind, given, message = error["type"], error["input"], error["msg"]
-    parts = (each if str(each).isidentifier() else shown(each) for each in error["loc"])
-    place = "".join(f"{each}." for each in parts)
+    """Describes one of pydantic's errors: the key, what it should be, and what it is."""
+    kind, value, message = error["type"], error["input"], error["msg"]
+    parts = (key if str(key).isidentifier() else shown(key) for key in error["loc"])
+    place = "".join(f"{part}." for part in parts)
     if kind == "value_error":
         return f"{place}{error['ctx']['error']}"
     if kind == "union_tag_invalid":
-        given, message = given["kind"], f"kind should be one of {error['ctx']['expected_tags']}"
-    return f"{place[:-1]}: {message}, got {'nothing' if kind == 'missing' else shown(given)}"
+        value, message = value["kind"], f"kind should be one of {error['ctx']['expected_tags']}"
+    return f"{place[:-1]}: {message}, got {'nothing' if kind == 'missing' else shown(value)}"

@@ -66,24 +66,24 @@ def main(
         OSError: The record or a picture cannot be written.
     """
     console = make_console()
-    wanted = select(sets, only, tuple(PEERS.values()) if peers else ())
+    selection = select(sets, only, tuple(PEERS.values()) if peers else ())
     source = describe_source()
     report.require_gpu("bench")
     make_folder(out)
-    subjects = [case.subject for case in wanted]
-    skipped = {each.package: reason for each in subjects if (reason := each.why_not())}
+    subjects = [case.subject for case in selection]
+    skipped = {subject.package: reason for subject in subjects if (reason := subject.why_not())}
     for reason in skipped.values():
         console.print(f"skipped: {reason}")
     device = torch.device("cuda", torch.cuda.current_device())
     copy = Copy(device)
-    cases = [case for case in wanted if case.subject.package not in skipped]
+    cases = [case for case in selection if case.subject.package not in skipped]
     timed = [
         report.told(console, case.name, case.subject.description, partial(run, case, device, copy))
         for case in cases
     ]
     add_ratios(timed)
     peers_timed = [case.subject for case in cases if not case.subject.is_ours]
-    libraries = {each.package: each.version() for each in peers_timed}
+    libraries = {subject.package: subject.version() for subject in peers_timed}
     record = made_with(source) | {"libraries": dict(sorted(libraries.items())), "skipped": skipped}
     record |= {"sets": {case.tensors.name: case.tensors.description for case in cases}}
     record |= {"cases": timed}
@@ -140,13 +140,15 @@ def measure_host(
     checked = check(HOST_MODE, tensors_of(min(counts)), device) if backend == "triton" else None
     if checked is not None and checked.difference is not None:
         raise RuntimeError(f"differs from {checked.against}: {checked.difference}")
-    found = []
+    figures = []
     for count in counts:
-        ours, ours_moved = _host_times(HOST_MODE, count, device, backend=backend)
-        theirs, moved = _host_times(HOST_PEER, count, device)
-        in_place = {"tensors": count, "ours_ms": ours, "torch_ms": theirs}
-        found.append(in_place | {"ours_moved_ms": ours_moved, "torch_moved_ms": moved})
-    return found
+        ours_ms, ours_moved_ms = _host_times(HOST_MODE, count, device, backend=backend)
+        torch_ms, torch_moved_ms = _host_times(HOST_PEER, count, device)
+        in_place = {"tensors": count, "ours_ms": ours_ms, "torch_ms": torch_ms}
+        figures.append(
+            in_place | {"ours_moved_ms": ours_moved_ms, "torch_moved_ms": torch_moved_ms}
+        )
+    return figures
 
 
 def tensors_of(count: int) -> TensorSet:
@@ -171,10 +173,10 @@ def host_table(figures: Sequence[Record]) -> Table:
     title = "the host's share: ms of step() until it returns, and torch AdamW(fused=True)'s"
     headings = (">tensors", ">ours", ">torch", ">faster", ">new grads: ours", ">torch", ">faster")
     table = make_table(title, headings)
-    for each in figures:
-        pairs = [(each[f"ours{kind}"], each[f"torch{kind}"]) for kind in ("_ms", "_moved_ms")]
+    for figure in figures:
+        pairs = [(figure[f"ours{kind}"], figure[f"torch{kind}"]) for kind in ("_ms", "_moved_ms")]
         cells = [[f"{o:.3f}", f"{t:.3f}", f"{t / o:.2f}x"] for o, t in pairs]
-        table.add_row(f"{each['tensors']:,}", *cells[0], *cells[1])
+        table.add_row(f"{figure['tensors']:,}", *cells[0], *cells[1])
     return table
 
 

@@ -17,7 +17,7 @@ from megaopt.recording.pair import differences
 
 @dataclass(frozen=True)
 class Check:
-    """What a mode's bits were compared with, and what came of it."""
+    """The comparison of a mode's bits: with what, and the first difference."""
 
     against: str | None
     """"reference", or a peer's name; None where there was nothing to compare with."""
@@ -44,9 +44,9 @@ def check(mode: Subject, tensors: TensorSet, device: torch.device) -> Check:
 def _difference(
     mode: Subject, peer: Subject | None, tensors: TensorSet, device: torch.device
 ) -> str | None:
-    for label, ours, theirs in pairs(mode, peer, tensors, device):
-        if found := first_difference(ours, theirs):
-            return f"{label} gradients, {found}"
+    for label, candidate, baseline in pairs(mode, peer, tensors, device):
+        if difference := first_difference(candidate, baseline):
+            return f"{label} gradients, {difference}"
     return None
 
 
@@ -58,33 +58,39 @@ def pairs(
     if peer is not None and peer.decoupled_grad and mode.weight_dtype is not torch.float32:
         grad_dtypes.append(torch.float32)
     for dtype in grad_dtypes:
-        own = (tensors, device, dtype)
+        arguments = (tensors, device, dtype)
         more: dict[str, Any] = {"use_decoupled_grad": True} if dtype else {}
-        ours = mode.instance(*own, backend="triton", **more)
-        theirs = peer.instance(*own, **more) if peer else mode.instance(*own, backend="reference")
-        yield str(dtype or mode.weight_dtype), ours, theirs
+        candidate = mode.instance(*arguments, backend="triton", **more)
+        baseline = (
+            peer.instance(*arguments, **more)
+            if peer
+            else mode.instance(*arguments, backend="reference")
+        )
+        yield str(dtype or mode.weight_dtype), candidate, baseline
 
 
-def first_difference(ours: Instance, theirs: Instance, steps: int = 4) -> str | None:
+def first_difference(candidate: Instance, baseline: Instance, steps: int = 4) -> str | None:
     """Step two new instances of one seed, and say where a weight or state first differs in a bit.
 
     Gradients are new at each step. None where all agree.
     """
     for step in range(1, steps + 1):
-        for instance in (ours, theirs):
+        for instance in (candidate, baseline):
             instance.draw_gradients()
             instance.optimizer.step()
-        if found := compare(ours, theirs):
-            return f"step {step}, {found}"
+        if difference := compare(candidate, baseline):
+            return f"step {step}, {difference}"
     return None
 
 
-def compare(ours: Instance, theirs: Instance) -> str | None:
+def compare(candidate: Instance, baseline: Instance) -> str | None:
     """Return the first difference between two instances of one case, None where there is none."""
-    one, two = (dict(_tensors(each)) for each in (ours, theirs))
-    kinds = ({name: (t.dtype, tuple(t.shape)) for name, t in each.items()} for each in (one, two))
-    found = differences(*kinds) or differences(_digests(one), _digests(two))
-    return str(found[0]) if found else None
+    one, two = (dict(_tensors(instance)) for instance in (candidate, baseline))
+    kinds = (
+        {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} for tensors in (one, two)
+    )
+    mismatches = differences(*kinds) or differences(_digests(one), _digests(two))
+    return str(mismatches[0]) if mismatches else None
 
 
 def _tensors(instance: Instance) -> Iterator[tuple[str, Tensor]]:
@@ -94,5 +100,5 @@ def _tensors(instance: Instance) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    found = digest_many(list(tensors.values())).cpu()
-    return dict(zip(tensors, map(hexadecimal, found), strict=True))
+    digests = digest_many(list(tensors.values())).cpu()
+    return dict(zip(tensors, map(hexadecimal, digests), strict=True))

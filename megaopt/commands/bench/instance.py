@@ -43,8 +43,8 @@ class Instance:
         """Put every gradient at another address, as a backward pass after zero_grad does."""
         old = self.gradients
         new = _allocate(self.tensors, old[0].dtype, old[0].device)
-        for parameter, there, here in zip(self.parameters, old, new, strict=True):
-            setattr(parameter, self.grad_name, here.view_as(there).copy_(there))
+        for parameter, gradient, storage in zip(self.parameters, old, new, strict=True):
+            setattr(parameter, self.grad_name, storage.view_as(gradient).copy_(gradient))
 
 
 def build(
@@ -175,12 +175,12 @@ def _stored_in(value: Any) -> Iterator[Tensor]:
 
 
 def is_float8(parameter: Parameter) -> bool:
-    """Whether the weight is kept in fp8: a Float8Weight, or a tensor of TransformerEngine's."""
+    """Return whether the weight is in fp8: a Float8Weight, or a tensor of TransformerEngine's."""
     return isinstance(parameter, Float8Weight) or hasattr(parameter, "_quantizer")
 
 
 def is_cast_afterwards(parameter: Parameter) -> bool:
-    """Whether the fp8 codes need all new values first: one scale, from the tensor's own amax."""
+    """Return whether fp8 codes need all new values first: one scale, from the tensor's amax."""
     if isinstance(parameter, Float8Weight):
         return parameter.recipe.quantizer.store.left is Left.CODES
     quantizer = getattr(parameter, "_quantizer", None)

@@ -1,4 +1,4 @@
-"""How a step is timed: interleaved with a copy, on a queue that is never empty."""
+"""The timing of a step: interleaved with a copy, on a queue that is never empty."""
 
 import statistics
 import time
@@ -205,5 +205,5 @@ def product_speed(device: torch.device, precision: str) -> float:
             event.record()
             torch.mm(some, some, out=out)
     torch.cuda.synchronize()
-    times = [one.elapsed_time(other) for one, other in pairwise(events)]
+    times = [start.elapsed_time(end) for start, end in pairwise(events)]
     return float(2 * SIDE**3 / (1e-3 * min(times)))

@@ -1,4 +1,4 @@
-"""What is measured of ours: the formats and contracts of a step."""
+"""The modes of ours that are measured: the formats and contracts of a step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -89,13 +89,13 @@ def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns
             table.add_section()
         previous = case.get("set", cells[:2])
         without = [coloured("red", "no speed"), *[""] * (len(timed) - 1)]
-        found = [cell(case) for cell in timed.values()] if is_timed(case) else without
-        table.add_row(*cells, *found)
+        figures = [cell(case) for cell in timed.values()] if is_timed(case) else without
+        table.add_row(*cells, *figures)
     return table
 
 
 def is_timed(case: Record) -> bool:
-    """Whether something was measured."""
+    """Returns whether something was measured."""
     return "step_ms" in case
 
 
@@ -129,8 +129,8 @@ def draw_bars(
         bars: Label, length (0: there is none), whether it is ours, and note.
         column: Where notes begin; None: behind their bars.
     """
-    labels, lengths, ours, notes = zip(*bars, strict=True)
-    axes.barh(places, lengths, color=[OURS if own else PEER for own in ours])
+    labels, lengths, are_ours, notes = zip(*bars, strict=True)
+    axes.barh(places, lengths, color=[OURS if is_ours else PEER for is_ours in are_ours])
     axes.set_yticks(places, labels, fontsize=8)
     for place, length, note in zip(places, lengths, notes, strict=True):
         colour = "black" if length else FAILED

@@ -59,8 +59,8 @@ def select(
         for name in names:
             require(name in table, parameter, name, f"of {', '.join(table)}")
     modes = [mode for mode in MODES.values() if mode.name in (only or MODES)]
-    wanted = {*only, *(name for mode in modes for name in mode.against)}
-    chosen = [peer for peer in peers if not only or peer.name in wanted]
+    peer_names = {*only, *(name for mode in modes for name in mode.against)}
+    chosen = [peer for peer in peers if not only or peer.name in peer_names]
     cases = [
         Case(tensor_set, subject)
         for tensor_set in SETS.values()
@@ -124,10 +124,10 @@ def add_ratios(cases: Sequence[Record]) -> None:
     for case in cases:
         if "ours" in case and report.is_timed(case):
             names = MODES[case["ours"]].against
-            found = {n: peers[case["set"], n] for n in names if (case["set"], n) in peers}
+            timed_peers = {n: peers[case["set"], n] for n in names if (case["set"], n) in peers}
             case["times_faster_than"] = [
                 {"peer": name, **{kind: peer[f"{kind}_ms"] / case[f"{kind}_ms"] for kind in TIMES}}
-                for name, peer in found.items()
+                for name, peer in timed_peers.items()
             ]
 
 
@@ -185,8 +185,8 @@ def _draw_set(record: Record, name: str) -> Figure:
     # notes stand in one column, right of the line and of the longest bar
     column = 3 + max(100.0, *speeds)
     labels = [f"{c.get('ours') or c['peer']} ({c['bytes_per_parameter']:.4g} B)" for c in cases]
-    ours, notes = ["ours" in case for case in cases], list(map(_note, cases))
-    report.draw_bars(axes, rows, list(zip(labels, speeds, ours, notes, strict=True)), column)
+    are_ours, notes = ["ours" in case for case in cases], list(map(_note, cases))
+    report.draw_bars(axes, rows, list(zip(labels, speeds, are_ours, notes, strict=True)), column)
     axes.axvline(100, color=report.FLOOR, linewidth=1, linestyle="--")
     for row, heading in headings:
         axes.text(1, row, heading, va="center", fontsize=8, color="#555555", style="italic")

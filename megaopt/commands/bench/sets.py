@@ -52,14 +52,14 @@ def _shrunk(shape: Shape, elements: int) -> Shape:
     """
     if len(shape) != 2:
         return (elements,)
-    wanted = int(shape[1] * math.sqrt(elements / math.prod(shape)))
+    ideal = int(shape[1] * math.sqrt(elements / math.prod(shape)))
     least = next(size for size in (128, 16, 1) if size * size <= elements)
-    columns = _multiple(min(max(wanted, least), elements // least, shape[1]))
+    columns = _multiple(min(max(ideal, least), elements // least, shape[1]))
     return _multiple(elements // columns, (16,)), columns
 
 
-def _multiple(size: int, wanted: Sequence[int] = (128, 16)) -> int:
-    return next((size - size % each for each in wanted if size >= each), size)
+def _multiple(size: int, divisors: Sequence[int] = (128, 16)) -> int:
+    return next((size - size % divisor for divisor in divisors if size >= divisor), size)
 
 
 def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple[Shape, ...]:

@@ -21,7 +21,7 @@ from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.kernels.quantizers.scale import scale_from_amax_reference
 
 SHARED: Mapping[str, Any] = MappingProxyType({"lr": 1e-3, "weight_decay": 0.1})
-"""What every optimizer is given; a decay, so that a step does all that it does in training."""
+"""Arguments of every optimizer; a decay, so that a step does all that it does in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +38,17 @@ class Subject:
     once; the master twice where fp8 codes wait for the whole tensor's amax. Scales of blocks are
     left out."""
     module: str = "megaopt"
-    """What is imported, when the optimizer is made; its top level names the library."""
+    """The module to import when the optimizer is made; its top level names the library."""
     kind: str = "FusedAdam"
     """The optimizer's class in that module."""
     around: Callable[..., Any] | None = None
-    """What is made instead: it is given the class, and then the arguments."""
+    """A function that makes the optimizer: it takes the class, and then the arguments."""
     weight_dtype: torch.dtype = torch.bfloat16
     """The dtype of weights and of gradients."""
     recipe: Float8Recipe | None = None
-    """How matrices are kept in fp8; None: all weights are of weight_dtype."""
+    """The fp8 format of matrices; None: all weights are of weight_dtype."""
     contract: str = "ieee"
-    """That of FusedAdam's step: no other optimizer has others."""
+    """The contract of FusedAdam's step: no other optimizer has others."""
     twin: str | None = None
     """The peer whose bits the contract promises, by its name in PEERS."""
     against: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Subject:
     decoupled_grad: bool = False
     """Whether a peer can read `p.decoupled_grad`, of another dtype than the weight."""
     title: str = ""
-    """In the pictures of Muon."""
+    """The title in the pictures of Muon."""
 
     @property
     def package(self) -> str:
@@ -65,17 +65,17 @@ class Subject:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is of this package."""
+        """Return whether the optimizer is of this package."""
         return self.package == "megaopt"
 
     @property
     def is_installed(self) -> bool:
-        """Whether the library is there; nothing is imported."""
+        """Return whether the library is installed; nothing is imported."""
         return find_spec(self.package) is not None
 
     @property
     def weight(self) -> Callable[[Tensor], Parameter] | None:
-        """What makes an fp8 weight of a matrix; None where weights are of weight_dtype."""
+        """Return what makes a matrix an fp8 weight; None where weights are of weight_dtype."""
         if self.recipe is None:
             return None
         return partial(_float8_weight if self.is_ours else float8_parameter, recipe=self.recipe)
@@ -86,9 +86,9 @@ class Subject:
 
     def version(self) -> str:
         """Return the version of the library, which is installed; "unknown" where it says none."""
-        found = getattr(importlib.import_module(self.package), "__version__", None)
+        attribute = getattr(importlib.import_module(self.package), "__version__", None)
         try:
-            return str(found or version(self.package))
+            return str(attribute or version(self.package))
         except PackageNotFoundError:
             return "unknown"
 
@@ -106,8 +106,8 @@ class Subject:
         **more: Any,
     ) -> Instance:
         """Make parameters and gradients with the optimizer: `build`; `more` as `optimizer`."""
-        make, own = partial(self.optimizer, **more), (tensors, self.weight_dtype, device)
-        return build(make, *own, weight=self.weight, grad_dtype=grad_dtype)
+        make, arguments = partial(self.optimizer, **more), (tensors, self.weight_dtype, device)
+        return build(make, *arguments, weight=self.weight, grad_dtype=grad_dtype)
 
 
 @cache
@@ -153,9 +153,9 @@ def float8_parameter(values: Tensor, recipe: Float8Recipe) -> Parameter:
     else:
         quantizer = _tensor_kind("float8_blockwise", "Float8BlockQuantizer")(e4m3, **usage)
     with torch.no_grad():
-        made: Any = Parameter(quantizer(values))
-    made.initial_value, made.amax_history = values, history
-    parameter: Parameter = made
+        weight: Any = Parameter(quantizer(values))
+    weight.initial_value, weight.amax_history = values, history
+    parameter: Parameter = weight
     return parameter
 
 
@@ -236,10 +236,12 @@ class AdamThenCast:
     @property
     def state(self) -> dict[Parameter, dict[str, Any]]:
         """Moments and `master_param`, by parameter."""
-        found = {parameter: state for adam in self.adams for parameter, state in adam.state.items()}
+        states = {
+            parameter: state for adam in self.adams for parameter, state in adam.state.items()
+        }
         for weight, master in zip(self.weights, self.masters, strict=True):
-            found[weight] = {**found.pop(master, {}), "master_param": master.detach()}
-        return found
+            states[weight] = {**states.pop(master, {}), "master_param": master.detach()}
+        return states
 
     @torch.no_grad()
     def step(self) -> None:
@@ -319,7 +321,7 @@ def _peer(
     around: Callable[..., Any] | None = None,
     **options: Any,
 ) -> Subject:
-    """One whose name begins with its library's."""
+    """Make a peer whose name begins with its library's."""
     library = name.partition("-")[0]
     return Subject(
         name=name,

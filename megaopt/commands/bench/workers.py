@@ -30,31 +30,31 @@ class Worker:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA allows no copies
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, theirs))
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(work, child_pipe))
         with apart(), deaf():
             self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     def ask(self, question: Any, seconds: float) -> Any:
         """The answer to a question; Failed where there is none, and after so many seconds."""
         try:
             self._pipe.send(question)
-            there = self._pipe.poll(seconds)
-            is_done, found = self._pipe.recv() if there else (False, None)
+            has_answer = self._pipe.poll(seconds)
+            is_done, answer = self._pipe.recv() if has_answer else (False, None)
         except (EOFError, OSError):
             self.end()
             raise Failed("its process ended") from None
-        if not there:
+        if not has_answer:
             self.end()
             raise Failed(f"no answer within {seconds:g} seconds")
         if not is_done:
-            raise Failed(found)
-        return found
+            raise Failed(answer)
+        return answer
 
     @property
     def is_over(self) -> bool:
-        """Whether the process has ended."""
+        """Returns whether the process has ended."""
         return not self._process.is_alive()
 
     def kill(self) -> None:

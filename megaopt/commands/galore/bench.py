@@ -63,7 +63,7 @@ COLOURS = {
 COMPILED, GALORE_TORCH = "compiled", "galore_torch"
 PEERS = (COMPILED, GALORE_TORCH)
 PACKAGES = ("galore_torch", "transformers")
-"""What galore_torch needs."""
+"""The packages that galore_torch needs."""
 BETAS, EPS = (0.9, 0.999), 1e-6
 
 
@@ -82,8 +82,8 @@ def floor_bytes(setup: Setup) -> int:
     low = torch.Size(low_rank.low_shape(shape)).numel()
     projection = torch.Size(low_rank.projection_shape(shape)).numel()
     grad = WEIGHTS[setup.grad or setup.weights].itemsize
-    each, moments = grad + size + 4 + master, WEIGHTS[setup.moments].itemsize * low
-    bytes_of_one = setup.rows * setup.columns * each + 2 * 2 * moments + 4 * projection
+    element_bytes, moments = grad + size + 4 + master, WEIGHTS[setup.moments].itemsize * low
+    bytes_of_one = setup.rows * setup.columns * element_bytes + 2 * 2 * moments + 4 * projection
     return setup.matrices * bytes_of_one
 
 
@@ -93,28 +93,28 @@ def operations(setup: Setup) -> int:
 
 
 def select(
-    given: Mapping[str, Sequence[Any]], device: torch.device, matched: bool = False
+    options: Mapping[str, Sequence[Any]], device: torch.device, matched: bool = False
 ) -> list[Setup]:
     """The cases of a run; kernels stand beside each other.
 
     Args:
-        given: the values of each option by its name; N: of (rows, columns).
+        options: the values of each option by its name; N: of (rows, columns).
         device: where they are to run.
         matched: as `main` has it.
 
     Raises:
         ValueError: there are none, or `check_setup` refuses one of them on the device.
     """
-    for name, values in given.items():
+    for name, values in options.items():
         require(len(values) > 0, name, [], "at least one value")
     fields = ("weights", "grad", "moments", "precision", "matrices", "rank", "kernel")
     setups = [
-        Setup(rows=rows, columns=columns, **dict(zip(fields, own, strict=True)))
-        for (rows, columns), *own in itertools.product(*given.values())
+        Setup(rows=rows, columns=columns, **dict(zip(fields, settings, strict=True)))
+        for (rows, columns), *settings in itertools.product(*options.values())
     ]
     for setup in setups:
         check_case(setup, device)
-    return [each for each in setups if is_there(each) and (not matched or _is_matched(each))]
+    return [setup for setup in setups if is_there(setup) and (not matched or _is_matched(setup))]
 
 
 def _is_matched(setup: Setup) -> bool:
@@ -200,12 +200,12 @@ def main(
     """
     report.require_gpu("galore bench")
     device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
-    given: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
-    given |= {"grads": [each or None for each in grads], "moments": moments}
-    given |= {"precisions": (TF32,) if allow_tf32 else precisions, "matrices": matrices}
-    given |= {"ranks": ranks, "kernels": kernels}
+    options: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
+    options |= {"grads": [grad or None for grad in grads], "moments": moments}
+    options |= {"precisions": (TF32,) if allow_tf32 else precisions, "matrices": matrices}
+    options |= {"ranks": ranks, "kernels": kernels}
     try:
-        setups = select(given, device, matched)
+        setups = select(options, device, matched)
         source = describe_source()
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -214,7 +214,7 @@ def main(
     record: dict[str, Any] = made_with(source)
     for setup, case in _measured(setups, device, console, repetitions, seconds or math.inf):
         measured[setup] = case
-        record["cases"] = [measured[each] for each in setups if each in measured]
+        record["cases"] = [measured[key] for key in setups if key in measured]
         write_json(out / "record.json", record)  # each time: a run may be ended
     table = report.table_of(TITLE, record["cases"], NAMED, TIMED)
     report.write(console, out, record, [table], {"speed.png": partial(draw, record)})
@@ -224,10 +224,10 @@ def main(
 def _measured(
     setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
 ) -> Iterator[tuple[Setup, Record]]:
-    """Each case with its record, rank by rank; those of COMPILED come last."""
+    """Gives each case with its record, rank by rank; those of COMPILED come last."""
     copy, start = Copy(device), time.monotonic()
-    speeds = {name: product_speed(device, name) for name in {each.precision for each in setups}}
-    ranks = list(dict.fromkeys(each.rank for each in setups))
+    speeds = {name: product_speed(device, name) for name in {setup.precision for setup in setups}}
+    ranks = list(dict.fromkeys(setup.rank for setup in setups))
     for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
         speed = speeds[setup.precision]
         measured = partial(run, setup, device, copy, speed, most)
@@ -280,7 +280,7 @@ def run(
     try:
         checked = replace(setup, grad=None, moments="float32")
         wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
-        if beyond := [each.name for each in wrong if not each.holds]:
+        if beyond := [finding.name for finding in wrong if not finding.holds]:
             problem = f"errors beyond their bounds: {', '.join(beyond)}"
             return record_of(setup, speed, None, problem)
         return record_of(setup, speed, measure(_instance(setup, device), copy, most))
@@ -305,8 +305,8 @@ def _instance(setup: Setup, device: torch.device) -> Instance:
     shapes = [(setup.rows, setup.columns)] * setup.matrices
     tensors, dtype = TensorSet.of_shapes(_name(setup), _name(setup), shapes), WEIGHTS[setup.weights]
     grads = WEIGHTS[setup.grad] if setup.grad else None
-    own = (make, tensors, dtype, device)
-    return build(*own, weight=Parameter, grad_dtype=grads, seed=setup.seed)
+    arguments = (make, tensors, dtype, device)
+    return build(*arguments, weight=Parameter, grad_dtype=grads, seed=setup.seed)
 
 
 def draw(record: Record) -> Figure:
@@ -352,7 +352,7 @@ def _draw_field(axes: Axes, title: str, cases: Sequence[Record]) -> None:
 
 
 def is_there(setup: Setup) -> bool:
-    """Whether there is such a case: galore_torch's products are of its weights' dtype."""
+    """Returns whether there is such a case: galore_torch's products have its weights' dtype."""
     if setup.kernel != GALORE_TORCH:
         return True
     is_plain = setup.grad is None and setup.moments == "float32"
@@ -363,7 +363,9 @@ def why_not_peer(name: str, device: torch.device) -> str | None:
     """The reason why a peer does not run on a device; None where it does."""
     if name == COMPILED:
         return why_not_kernel("compiled", device)
-    missing = [each for each in PACKAGES if each not in sys.modules and find_spec(each) is None]
+    missing = [
+        package for package in PACKAGES if package not in sys.modules and find_spec(package) is None
+    ]
     return f"it needs {', '.join(missing)}" if missing else None
 
 
@@ -401,24 +403,24 @@ class Compiled:
         self._step = torch.compile(reference, fullgraph=True, mode="max-autotune", dynamic=False)
         dtype = torch.bfloat16 if setup.precision == BF16 else torch.float32
         for param in params:
-            own, low = self.state[param], setup.low_rank.low_shape(param.shape)
-            own["exp_avg"] = torch.zeros(low, device=param.device)
-            own["exp_avg_sq"] = torch.zeros_like(own["exp_avg"])
-            own["projection"] = _projection(setup, param, dtype)
+            state, low = self.state[param], setup.low_rank.low_shape(param.shape)
+            state["exp_avg"] = torch.zeros(low, device=param.device)
+            state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+            state["projection"] = _projection(setup, param, dtype)
             is_plain = param.dtype == torch.float32
-            own["master_param"] = None if is_plain else param.detach().float()
+            state["master_param"] = None if is_plain else param.detach().float()
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of every matrix."""
+        """Steps every matrix once."""
         with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
             # the compiler advises TF32 where fp32 was asked for
             warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
-            for param, own in self.state.items():
+            for param, state in self.state.items():
                 weight = param.detach()
-                projection, master = own["projection"], own["master_param"]
+                projection, master = state["projection"], state["master_param"]
                 grad = getattr(param, self._setup.grad_name).to(projection.dtype)
-                tensors = (grad, projection, own["exp_avg"], own["exp_avg_sq"])
+                tensors = (grad, projection, state["exp_avg"], state["exp_avg_sq"])
                 right = self._setup.low_rank.side == RIGHT
                 self._step(*tensors, weight if master is None else master, weight, right)
 
@@ -428,25 +430,25 @@ class GaLoreTorch:
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
         """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
-        own: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
-        own["proj_type"] = setup.proj_type
+        options: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        options["proj_type"] = setup.proj_type
         module = _adamw()
-        group = {"params": list(params), **own}
-        self._own = module.AdamW([group], **SHARED, no_deprecation_warning=True)
-        self.state, self._tf32 = self._own.state, setup.precision == TF32
+        group = {"params": list(params), **options}
+        self._optimizer = module.AdamW([group], **SHARED, no_deprecation_warning=True)
+        self.state, self._tf32 = self._optimizer.state, setup.precision == TF32
         for param in params:
-            projector = module.GaLoreProjector(**own)
+            projector = module.GaLoreProjector(**options)
             projector.ortho_matrix = _projection(setup, param, param.dtype)
             self.state[param] |= {"step": 1, "projector": projector}
 
     def step(self) -> None:
-        """One step of every matrix."""
+        """Steps every matrix once."""
         with _tf32(self._tf32):
-            self._own.step()
+            self._optimizer.step()
 
 
 def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A random one, whose rows or columns are about as long as those of an orthonormal one."""
+    """Returns a random projection, with rows or columns about as long as an orthonormal one's."""
     size = setup.low_rank.projection_shape(param.shape)
     return torch.randn(size, device=param.device).div_(max(size) ** 0.5).to(dtype)
 

@@ -103,10 +103,12 @@ def _table(findings: Sequence[Finding]) -> Table:
     """Errors in parts of the norm of what fp64 gives."""
     headings = ("against fp64, by norm", ">error", ">torch's error", ">bound", ">error / bound", "")
     table = make_table(None, headings)
-    for each in findings:
-        shares = [f"{part / each.norm:.3g}" for part in (each.error, each.torchs, each.bound)]
-        verdict = "within" if each.holds else coloured("red", "BEYOND")
-        table.add_row(each.name, *shares, f"{_part_of_bound(each):.3f}", verdict)
+    for finding in findings:
+        shares = [
+            f"{part / finding.norm:.3g}" for part in (finding.error, finding.torchs, finding.bound)
+        ]
+        verdict = "within" if finding.holds else coloured("red", "BEYOND")
+        table.add_row(finding.name, *shares, f"{_part_of_bound(finding):.3f}", verdict)
     return table
 
 

@@ -24,7 +24,7 @@ WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MOST = 2**20
 """Rows or columns; of their square in fp64 torch can still say that there is no memory for it."""
 FACTOR = 1.5
-"""How much larger than torch's own an error may be: two orders of the same roundings give errors
+"""The largest quotient of an error and torch's own: two orders of the same roundings give errors
 of about one size."""
 GROUP: Mapping[str, Any] = MappingProxyType(
     # with this lr an update is about as large as the weight, so that rounding the weight hides none
@@ -54,7 +54,7 @@ class Setup:
     precision: str = IEEE
     """One of products.PRECISIONS."""
     matrices: int = 1
-    """How many matrices of this shape are stepped together."""
+    """The number of matrices of this shape that are stepped together."""
     seed: int = 0
     grad: str | None = None
     """Dtype of the gradient, one of WEIGHTS; None: the weight's."""
@@ -73,9 +73,11 @@ class Setup:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What GaLoreAdamW is given of it."""
-        found = {name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")}
-        return {**found, **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)}
+        """Returns the arguments of GaLoreAdamW that it sets."""
+        arguments = {
+            name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")
+        }
+        return {**arguments, **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Finding:
     torchs: float
     """The same of plain torch in the same dtypes."""
     bound: float
-    """What error may be."""
+    """The largest error allowed."""
     norm: float
     """Norm of what fp64 gives."""
     mean: float
@@ -99,7 +101,7 @@ class Finding:
 
     @property
     def holds(self) -> bool:
-        """Whether the error is within its bound; of NaN it is not."""
+        """Returns whether the error is within its bound; a NaN is not."""
         return self.error <= self.bound
 
 
@@ -133,10 +135,10 @@ def check_setup(setup: Setup, device: torch.device) -> None:
 def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
     """Takes two steps of random gradients on the device, and compares the second one's results."""
     before, after, projection = _kernels_step(setup, device)
-    given = {name: t for name, t in before.items() if name != "weight"}
+    inputs = {name: t for name, t in before.items() if name != "weight"}
     exact, torchs = (
         plain_step(
-            {name: tensor.to(dtype) for name, tensor in given.items()},
+            {name: tensor.to(dtype) for name, tensor in inputs.items()},
             projection.to(dtype),
             setup.low_rank.side,
             GROUP,
@@ -146,16 +148,16 @@ def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
         for dtype in (torch.float64, torch.float32)
     )
     derived = derived_update_error(exact, setup.rank)
-    for each in (exact, torchs):
-        each["weight"] = each["param"]
+    for tensors in (exact, torchs):
+        tensors["weight"] = tensors["param"]
     torchs["weight"] = torchs["weight"].to(after["weight"].dtype)
     return compared(before, after, exact, torchs, derived)
 
 
 def _kernels_step(setup: Setup, device: torch.device) -> tuple[Tensors, Tensors, torch.Tensor]:
-    """What there is before and after the step of the last matrix, and its projection, fp32."""
+    """Returns the tensors before and after the last matrix's step, and its projection, fp32."""
     dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
-    values, first, second = (each.to(dtype) for each in _drawn(shape, setup.seed, device))
+    values, first, second = (tensor.to(dtype) for tensor in _drawn(shape, setup.seed, device))
     drawn = 0.02 * values
     weights = [Parameter(drawn.clone()) for _ in range(setup.matrices)]
     weight = weights[-1]
@@ -190,11 +192,11 @@ def _give(grad: torch.Tensor, weights: list[Parameter]) -> None:
 def _copies(optimizer: GaLoreAdamW, weight: Parameter) -> Tensors:
     """Copies of weight and moments; param is the master, or a weight that is its own."""
     state = optimizer.state[weight]
-    found = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-    found["weight"] = weight.detach().clone()
+    copies = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    copies["weight"] = weight.detach().clone()
     master = state.get("master_param")
-    found["param"] = (weight if master is None else master).detach().clone()
-    return found
+    copies["param"] = (weight if master is None else master).detach().clone()
+    return copies
 
 
 def compared(
@@ -210,7 +212,7 @@ def compared(
         derived: what the bound of an update has beside torch's error: `derived_update_error`.
     """
     # moments get nothing beside torch's error: the same products, and operations in the same order
-    found = [
+    findings = [
         _finding(name, after[name], torchs[name], exact[name], float(exact[name].abs().mean()))
         for name in ("exp_avg", "exp_avg_sq")
     ]
@@ -219,10 +221,12 @@ def compared(
         updates = {"update of the master": "param", "update of the weight": "weight"}
     for name, slot in updates.items():
         old = before[slot].double()
-        value, others, wanted = (each[slot].double() - old for each in (after, torchs, exact))
+        value, torchs_update, exact_update = (
+            tensors[slot].double() - old for tensors in (after, torchs, exact)
+        )
         mean = float(exact[slot].abs().mean())
-        found.append(_finding(name, value, others, wanted, mean, derived))
-    return found
+        findings.append(_finding(name, value, torchs_update, exact_update, mean, derived))
+    return findings
 
 
 def _finding(
@@ -234,9 +238,11 @@ def _finding(
     derived: float = 0.0,
 ) -> Finding:
     value = value.double()
-    error, others = (float((each - exact).norm()) for each in (value, torchs.double()))
+    error, torchs_error = (float((tensor - exact).norm()) for tensor in (value, torchs.double()))
     norm = float(exact.norm())
-    return Finding(name, error, others, FACTOR * others + derived, norm, mean, value, exact)
+    return Finding(
+        name, error, torchs_error, FACTOR * torchs_error + derived, norm, mean, value, exact
+    )
 
 
 # --- the step in torch's own operations: of the kernels' twin it has only the products

@@ -1,4 +1,4 @@
-"""What a case is: its name says it all."""
+"""A case of the golden record: its name says it all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DTYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """Which optimizer steps by a rule, and what it is given."""
+    """The optimizer that steps by a rule, and its arguments."""
 
     optimizer: str
     options: dict[str, Any]
     moments: tuple[str, ...]
-    """Those whose formats a case names."""
+    """The moments whose formats a case names."""
     numbers: tuple[str, ...]
     """The numbers of a group, beside lr and weight_decay."""
 
@@ -112,7 +112,7 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "external-write": {},  # weights are written by somebody else after step 9
     "resume": {},  # after step 10 from a state_dict, in a new optimizer with new parameters
 }
-"""What may follow in a name, and the options that it adds."""
+"""The variations that a name may end with, and the options that each adds."""
 
 
 def _dtypes(moments: str) -> list[str]:
@@ -139,12 +139,12 @@ class Case:
 
     @cached_property
     def parts(self) -> list[str]:
-        """What the name consists of."""
+        """Returns the parts of the name."""
         return self.name.split("/")
 
     @property
     def kind(self) -> Kind:
-        """Which optimizer it is."""
+        """Returns the optimizer of the case's rule."""
         return RULES[self.parts[1]]
 
     @property
@@ -159,7 +159,7 @@ class Case:
 
     @property
     def is_projected(self) -> bool:
-        """Whether matrices are stepped through a projection of their gradients."""
+        """Returns whether matrices are stepped through a projection of their gradients."""
         return "rank" in self.kind.options
 
     @property
@@ -169,20 +169,20 @@ class Case:
 
     @cached_property
     def recipe(self) -> Float8Recipe | None:
-        """How matrices are kept in fp8; None where no weight is."""
+        """Returns the fp8 format of matrices; None where no weight is in fp8."""
         return FLOAT8.get(self.parts[2].removesuffix("-weight"))
 
     @cached_property
     def has_blocks(self) -> bool:
-        """Whether a moment is kept in blocks, as those of small parameters never are."""
+        """Returns whether a moment is kept in blocks, as those of small parameters never are."""
         return any(moment.startswith("block") for moment in _dtypes(self.parts[4]))
 
     @cached_property
     def weight(self) -> torch.dtype:
         """The dtype of weights, of fp8 ones what they are to everybody."""
         if self.recipe is None:
-            own: torch.dtype = DTYPES[self.parts[2].removesuffix("-weight")]
-            return own
+            dtype: torch.dtype = DTYPES[self.parts[2].removesuffix("-weight")]
+            return dtype
         return self._dtype("values", torch.bfloat16)
 
     @cached_property
@@ -191,14 +191,14 @@ class Case:
         return self._dtype("grad", self.weight)
 
     def _dtype(self, of: str, otherwise: torch.dtype) -> torch.dtype:
-        given = [name.removesuffix(f"-{of}") for name in self.parts[5:] if name.endswith(f"-{of}")]
-        return DTYPES[given[0]] if given else otherwise
+        names = [name.removesuffix(f"-{of}") for name in self.parts[5:] if name.endswith(f"-{of}")]
+        return DTYPES[names[0]] if names else otherwise
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """What the optimizer is given beside parameters, groups and backend."""
+        """Returns the optimizer's arguments, without parameters, groups and backend."""
         moments = zip(self.kind.moments, _dtypes(self.parts[4]), strict=True)
-        found = {
+        arguments = {
             **({} if self.contract == "ieee" else {"contract": self.contract}),
             **self.kind.options,
             **{f"{name}_dtype": DTYPES[dtype] for name, dtype in moments},
@@ -206,9 +206,9 @@ class Case:
             **MASTERS[self.parts[3]],
         }
         for variation in self.parts[5:]:
-            found |= VARIATIONS[variation]
-        return found
+            arguments |= VARIATIONS[variation]
+        return arguments
 
     def has(self, variation: str) -> bool:
-        """Whether it has one of VARIATIONS."""
+        """Returns whether the case has this one of VARIATIONS."""
         return variation in self.parts[5:]

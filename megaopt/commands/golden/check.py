@@ -30,9 +30,9 @@ from megaopt.recording.pair import differences
 from megaopt.saving.files import replacing
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
-"""What a record says of the machine on which the part of NVIDIA GPUs was made."""
+"""The record's keys for the machine on which the part of NVIDIA GPUs was made."""
 SHARED = ("megaopt", *DESCRIBED, "gpu_memory", "python", "cpu", "cores")
-"""What a report to share says of the machine: nothing that names a user, a host or a path."""
+"""A shared report's keys for the machine: nothing that names a user, a host or a path."""
 
 
 MOST_WORKERS = 12
@@ -50,7 +50,7 @@ HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "u
 
 
 class Outcome(NamedTuple):
-    """What became of the steps of a case."""
+    """The result of a case's steps."""
 
     digests: Mapping[str, str]
     """The digest of each quantity; none where a step raised an error."""
@@ -70,9 +70,9 @@ class Task:
     reason: str | None
     """Why they are not checked here; None where they are."""
     chosen: Sequence[Case] = ()
-    """Those of the cases that are stepped."""
+    """The cases that are stepped."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
-    """What became of each case that was stepped."""
+    """The outcome of each case that was stepped."""
 
     @property
     def where(self) -> str:
@@ -81,12 +81,14 @@ class Task:
 
     @property
     def different(self) -> dict[str, str]:
-        """For each case the quantities that are not those of the record, or what went wrong."""
-        return {name: each.different for name, each in self.outcomes.items() if each.different}
+        """Returns by case the quantities that differ from the record's, or what went wrong."""
+        return {
+            name: outcome.different for name, outcome in self.outcomes.items() if outcome.different
+        }
 
     @property
     def row(self) -> tuple[str, ...]:
-        """What HEADINGS are of."""
+        """Returns the cells beneath HEADINGS."""
         cases, stepped, different = map(len, (self.cases, self.outcomes, self.different))
         counts = map(str, (cases, stepped - different, different, cases - stepped))
         return self.part, self.contract, self.where, *counts
@@ -274,8 +276,8 @@ def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
     reasons = ((*t.row[:3], t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
     yield from _markdown((*HEADINGS[:3], "why not checked"), reasons)
     different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
-    found = [(name, task.where, _class_or_digests(each)) for name, task, each in different]
-    yield from _markdown(("case", "backend", "not identical: digests here, or the error"), found)
+    lines = [(name, task.where, _class_or_digests(outcome)) for name, task, outcome in different]
+    yield from _markdown(("case", "backend", "not identical: digests here, or the error"), lines)
     stepped = {name for task in tasks for name in task.outcomes}
     yield "\n<details><summary>cases that were stepped</summary>\n\n```"
     yield from sorted(stepped)
@@ -287,15 +289,17 @@ def _digest(text: str) -> str:
 
 
 def _digest_of(task: Task) -> str:
-    """One digest for all of a task's, the same on each machine with the same bits."""
-    found = sorted((name, *sorted(each.digests.items())) for name, each in task.outcomes.items())
-    return _digest(repr(found)) if found else ""
+    """Returns one digest of all of a task's, the same on each machine with the same bits."""
+    digests = sorted(
+        (name, *sorted(outcome.digests.items())) for name, outcome in task.outcomes.items()
+    )
+    return _digest(repr(digests)) if digests else ""
 
 
-def _class_or_digests(found: Outcome) -> str:
-    if not found.digests:
-        return str(found.different).partition(":")[0]
-    return ", ".join(f"{name} {digest}" for name, digest in found.digests.items())
+def _class_or_digests(outcome: Outcome) -> str:
+    if not outcome.digests:
+        return str(outcome.different).partition(":")[0]
+    return ", ".join(f"{name} {digest}" for name, digest in outcome.digests.items())
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -323,7 +327,9 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
         require(any(fnmatchcase(name, pattern) for name in names), "only", pattern, words)
     return {
         part: [
-            case for case in cases if any(fnmatchcase(case.name, each) for each in only or ("*",))
+            case
+            for case in cases
+            if any(fnmatchcase(case.name, pattern) for pattern in only or ("*",))
         ]
         for part, cases in CASES.items()
     }
@@ -332,23 +338,23 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
 def plan(
     record: Record, chosen: Mapping[str, list[Case]], backends: Sequence[str] = ()
 ) -> list[Task]:
-    """What is to be checked, and what cannot be checked here; no backends mean all.
+    """Returns the tasks to check, and those not to be checked here; no backends mean all.
 
-    A contract that none of these backends serves is among the latter.
+    A contract that none of these backends serves is among those not to be checked.
     """
-    found = []
+    tasks = []
     for part, cases in chosen.items():
         for name in dict.fromkeys(case.contract for case in cases):
-            own = [case for case in cases if case.contract == name]
+            subset = [case for case in cases if case.contract == name]
             serving = CONTRACTS[name].backends
-            asked = [each for each in serving if not backends or each in backends]
+            candidates = [backend for backend in serving if not backends or backend in backends]
             for device in _devices(name):
-                for backend in asked or serving:
+                for backend in candidates or serving:
                     reason = why_not(backend, CONTRACTS[name], device)
                     reason = reason or why_not_compared(record, part)
-                    reason = reason if asked else "its backend was not asked for"
-                    found.append(Task(part, name, backend, device, own, reason, own))
-    return found
+                    reason = reason if candidates else "its backend was not asked for"
+                    tasks.append(Task(part, name, backend, device, subset, reason, subset))
+    return tasks
 
 
 def take_few(tasks: Sequence[Task]) -> None:
@@ -398,12 +404,12 @@ def outcome(
         expected: digests by quantity; None where they are not known: steps alone are asked for.
     """
     try:
-        found = run(case, backend, device)
+        digests = run(case, backend, device)
     # a step that fails where it did not is what this looks for
     except Exception as error:
         return Outcome({}, f"{type(error).__name__}: {error}")
-    unlike = () if expected is None else differences(expected, found)
-    return Outcome(found, ", ".join(each.name for each in unlike) or None)
+    unlike = () if expected is None else differences(expected, digests)
+    return Outcome(digests, ", ".join(difference.name for difference in unlike) or None)
 
 
 def why_not_recorded() -> str | None:

@@ -19,7 +19,7 @@ Digests = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Record:
-    """What was recorded."""
+    """The digests that were recorded, and what they were made on."""
 
     digests: Mapping[str, Digests]
     """The digests of each part."""
@@ -46,5 +46,7 @@ def render(record: Record) -> str:
 
 
 def _lines(digests: Digests) -> str:
-    lines = [f"  {json.dumps(name)}: {json.dumps(own)}" for name, own in digests.items()]
+    lines = [
+        f"  {json.dumps(name)}: {json.dumps(quantities)}" for name, quantities in digests.items()
+    ]
     return "{\n" + ",\n".join(lines) + "\n}"

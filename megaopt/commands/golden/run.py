@@ -22,7 +22,7 @@ from megaopt.optimizer import FusedOptimizer
 
 STEPS = 20
 WRITE, RESUME = 9, 10
-"""After which steps weights are written by somebody else, and the run goes on from a state dict."""
+"""The steps after which somebody else writes weights, and the run goes on from a state dict."""
 
 GROUPS: tuple[dict[str, Any], ...] = (
     {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "momentum": 0.9,
@@ -53,13 +53,13 @@ class Hashes:
     def add(self, name: str, where: str, tensor: Tensor) -> None:
         """Takes in name, place, dtype, shape and the elements' bytes, little end first."""
         quantity = "scales" if name.endswith(SCALES) else QUANTITIES.get(name, name)
-        found = self._hashes.setdefault(quantity, hashlib.sha256())
-        found.update(f"{where} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        found.update(_bytes_of(tensor, self._any_nan))
+        hasher = self._hashes.setdefault(quantity, hashlib.sha256())
+        hasher.update(f"{where} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        hasher.update(_bytes_of(tensor, self._any_nan))
 
     def digests(self) -> dict[str, str]:
         """The first digits of each, by quantity."""
-        return {name: found.hexdigest()[:DIGITS] for name, found in sorted(self._hashes.items())}
+        return {name: hasher.hexdigest()[:DIGITS] for name, hasher in sorted(self._hashes.items())}
 
 
 def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
@@ -112,24 +112,26 @@ def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer
     groups = [
         {
             "params": [p for p, spec in zip(params, specs, strict=True) if spec.group == index],
-            **{name: own[name] for name in names},
+            **{name: group[name] for name in names},
         }
-        for index, own in enumerate(GROUPS)
+        for index, group in enumerate(GROUPS)
     ]
     if case.is_projected:
-        for index, own in enumerate(groups):
-            own["param_numbers"] = [500 + i for i, s in enumerate(specs) if s.group == index]
+        for index, group in enumerate(groups):
+            group["param_numbers"] = [500 + i for i, s in enumerate(specs) if s.group == index]
     options = case.options
     if case.kind.optimizer == "FusedAdam":  # contract torch's records too were made with these
         options = {**options, "step_counts": "group"}
     if case.has("external-masters"):
         options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
-    made: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(groups, backend=backend, **options)
-    return made
+    optimizer: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(
+        groups, backend=backend, **options
+    )
+    return optimizer
 
 
 def _master(param: Tensor) -> Tensor:
-    """What a master made by the optimizer would start as."""
+    """Returns the values that a master made by the optimizer would start with."""
     values = param.high_precision_initial_value() if isinstance(param, Float8Weight) else param
     assert values is not None
     return values.detach().to(torch.float32, copy=True)
@@ -175,7 +177,7 @@ def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device
 def _seen(
     case: Case, params: list[Tensor], optimizer: FusedOptimizer, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """All that a step may have changed: its name, where it belongs, the tensor."""
+    """Gives all that a step may have changed: its name, where it belongs, the tensor."""
     packed = optimizer.state_dict()
     for index, param in enumerate(params):
         parts = param.tensors() if isinstance(param, Float8Weight) else {"weights": param}
@@ -199,6 +201,6 @@ def _resumed(
     case: Case, params: list[Tensor], optimizer: FusedOptimizer, backend: str
 ) -> tuple[list[Tensor], FusedOptimizer]:
     fresh = copies(params, case)
-    other = _optimizer(case, fresh, backend)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return fresh, other
+    fresh_optimizer = _optimizer(case, fresh, backend)
+    fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return fresh, fresh_optimizer

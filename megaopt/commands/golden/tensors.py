@@ -36,7 +36,7 @@ fp16 subnormal."""
 
 LOWEST_NORMAL_OF_FP16 = -14
 KEPT_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
-"""How many bits of an fp32 mantissa each dtype has room for: a conversion rounds nothing."""
+"""The bits of an fp32 mantissa that each dtype has room for: a conversion rounds nothing."""
 
 COARSE_TOP = 0x41600000
 """14, the first number of a coarse row: a power of two times 448."""
@@ -133,7 +133,7 @@ OF_MUON = (
 
 
 def specs_of(case: Case) -> tuple[Spec, ...]:
-    """What parameters a case has."""
+    """Returns the specs of a case's parameters."""
     if case.is_projected:
         return PROJECTED_IN_BLOCKS if case.has_blocks else PROJECTED
     if case.kind.optimizer == "FusedMuon":
@@ -153,13 +153,13 @@ def parameters(case: Case, device: torch.device) -> list[Tensor]:
 
 def copies(params: Sequence[Tensor], case: Case) -> list[Tensor]:
     """New parameters of the same bits, in memory that lies as theirs does."""
-    found = []
+    duplicates = []
     for param, spec in zip(params, specs_of(case), strict=True):
         if case.recipe is not None and spec.float8:
-            found.append(copy.deepcopy(param))
+            duplicates.append(copy.deepcopy(param))
         else:
-            found.append(nn.Parameter(placed(param.detach(), spec, param.device)))
-    return found
+            duplicates.append(nn.Parameter(placed(param.detach(), spec, param.device)))
+    return duplicates
 
 
 @torch.no_grad()
@@ -239,9 +239,9 @@ def placed(values: Tensor, spec: Spec, device: torch.device) -> Tensor:
     """The values in memory of their own, where and as the spec wants them to lie."""
     shape = spec.shape[::-1] if spec.transposed else spec.shape
     memory = torch.empty(spec.offset + values.numel(), dtype=values.dtype, device=device)
-    found = memory[spec.offset :].view(shape)
-    found = found.t() if spec.transposed else found
-    return found.copy_(values)
+    view = memory[spec.offset :].view(shape)
+    view = view.t() if spec.transposed else view
+    return view.copy_(values)
 
 
 def _parameter(
@@ -260,12 +260,12 @@ def _parameter(
 
 
 def _mixed(words: Words) -> Words:
-    """Each of them through `mixed`; products and sums are modulo 2**64."""
+    """Returns each word through `mixed`; products and sums are modulo 2**64."""
     return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
 
 
 def _words(count: int, *seeds: int) -> Words:
-    """So many 64-bit words of splitmix64; other seeds, or another order of them, give others."""
+    """Returns 64-bit words of splitmix64; other seeds, or another order of them, give others."""
     start = numpy.zeros(1, dtype=numpy.uint64)
     for seed in seeds:
         start = _mixed(start + numpy.uint64(seed + 1))
@@ -275,8 +275,8 @@ def _words(count: int, *seeds: int) -> Words:
 
 def _field(drawn: Words, start: int, width: int) -> Patterns:
     mask = numpy.uint64((1 << width) - 1)
-    found: Patterns = ((drawn >> numpy.uint64(start)) & mask).astype(numpy.int64)
-    return found
+    values: Patterns = ((drawn >> numpy.uint64(start)) & mask).astype(numpy.int64)
+    return values
 
 
 def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
@@ -300,7 +300,7 @@ def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
 def _coarse(bits: Patterns) -> Patterns:
     """Numbers of at most 8 significant bits below 14, their first: scales by 448 are powers of two.
 
-    So that products with a scale, and sums, are often halfway between two codes.
+    Products with a scale, and sums, are then often halfway between two codes.
     """
     bits = bits & 0xFFFF0000
     top = ((bits >> 23) & 0xFF) == LOWEST_BINADE + BINADES - 1 + 127

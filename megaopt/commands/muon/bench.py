@@ -45,8 +45,8 @@ TITLE = (
     "copy of its bytes; host: ms of step() until it returns"
 )
 BYTES = 20
-"""What a step must move of a parameter: bf16 gradient and weight, fp32 master and momentum, twice.
-"""
+"""The bytes that a step must move of a parameter: bf16 gradient and weight; fp32 master and
+momentum, both twice."""
 
 
 # --- what is timed
@@ -62,30 +62,30 @@ class Masters:
         self, make: Callable[..., Any], parameters: Sequence[Parameter], **options: Any
     ) -> None:
         self._parameters = parameters
-        self._masters = [Parameter(each.detach().float()) for each in parameters]
+        self._masters = [Parameter(parameter.detach().float()) for parameter in parameters]
         for master in self._masters:
             master.grad = torch.empty_like(master)
-        self._own = make(self._masters, **options)
+        self._optimizer = make(self._masters, **options)
 
     @property
     def state(self) -> dict[Parameter, dict[str, Any]]:
         """The library's state of each parameter, and its `master_param`."""
         pairs = zip(self._parameters, self._masters, strict=True)
-        return {p: {**self._own.state[m], "master_param": m.detach()} for p, m in pairs}
+        return {p: {**self._optimizer.state[m], "master_param": m.detach()} for p, m in pairs}
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of all: gradients to fp32, the library's step, weights from masters."""
+        """Steps all parameters: gradients to fp32, the library's step, weights from masters."""
         copy: Any = torch._foreach_copy_  # whose types know no lists of parameters
-        grads = [[each.grad for each in kind] for kind in (self._masters, self._parameters)]
+        grads = [[tensor.grad for tensor in kind] for kind in (self._masters, self._parameters)]
         copy(*map(_local, grads))
-        self._own.step()
+        self._optimizer.step()
         copy(_local(self._parameters), _local(self._masters))
 
 
 def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """What this rank has of them."""
-    return [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+    """Returns this rank's parts of tensors."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _subject(
@@ -109,10 +109,10 @@ def _subjects() -> Iterator[Subject]:
     yield _subject("ours-fp16", "FusedMuon, fp16", "fp16, form by shape", precision="fp16")
     yield _subject("torch", "torch.optim.Muon, bf16", "bf16, one after another", "torch.optim")
     module = "emerging_optimizers.orthogonalized_optimizers.muon"
-    own: dict[str, Any] = {"nesterov": True, "coefficient_type": "simple"}
-    yield _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", module, **own)
+    options: dict[str, Any] = {"nesterov": True, "coefficient_type": "simple"}
+    yield _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", module, **options)
     row = ("emerging-syrk", "the same, syrk", "the same by syrk", module)
-    yield _subject(*row, use_syrk=True, **own)
+    yield _subject(*row, use_syrk=True, **options)
     yield _subject("dion", "dion, bf16", "bf16, stacked by shape", "dion", nesterov=True)
     row = ("dion-triton", "the same, Triton", "the same by Triton", "dion")
     yield _subject(*row, nesterov=True, use_triton=True)
@@ -121,7 +121,7 @@ def _subjects() -> Iterator[Subject]:
     yield _subject(*row, nesterov=True)
 
 
-SUBJECTS = {each.name: each for each in _subjects()}
+SUBJECTS = {subject.name: subject for subject in _subjects()}
 """All have momentum 0.95, nesterov and 5 steps; coefficients, which cost none, are others."""
 
 
@@ -145,7 +145,7 @@ def operations(tensors: TensorSet) -> int:
 
 
 def operations_of(shape: Shape) -> int:
-    """Those of one matrix, in Gram's form.
+    """Returns the operations of one matrix, in Gram's form.
 
     Of short side s and long side l: two X X^T of s^2 l, as they are symmetric, two Q X of 2 s^2 l,
     and 14 products [s, s], each symmetric, of s^3.
@@ -197,7 +197,7 @@ def main(
         OSError: the record or the picture cannot be written.
     """
     for name, values, table in (("sets", sets, SETS), ("only", only, SUBJECTS)):
-        unknown = next((each for each in values if each not in table), None)
+        unknown = next((value for value in values if value not in table), None)
         require(unknown is None and len(values) > 0, name, unknown, f"of {', '.join(table)}")
     for name, value in (("rounds", rounds), ("patience", patience), ("repetitions", repetitions)):
         require(value >= 1, name, value, "a whole number >= 1")
@@ -230,7 +230,9 @@ def _in_turn(
     An optimizer that lost its process, and any after so many seconds, is not asked.
     """
     workers = {name: Worker(partial(measured, name)) for name in dict.fromkeys(names)}
-    found: dict[tuple[str, str], list[Record]] = {(own, name): [] for own, _, name in turns}
+    records: dict[tuple[str, str], list[Record]] = {
+        (tensors, name): [] for tensors, _, name in turns
+    }
     problems: dict[tuple[str, str], str] = {}
     gone: dict[str, str] = {}
     last = time.monotonic() + seconds
@@ -241,24 +243,24 @@ def _in_turn(
                 problems.setdefault(key, gone.get(name, "not begun in time"))
                 continue
             try:
-                own: Record = workers[name].ask((tensors, most), patience)
+                figures: Record = workers[name].ask((tensors, most), patience)
             except Failed as error:
                 problems[key] = str(error)
                 if workers[name].is_over:
                     gone[name] = f"its process ended with set {tensors}"
                 console.print(f"{tensors}, {name}: {error}", style="red")
                 continue
-            found[key].append(own)
-            words = f"{tensors}, {name}: {own['step_ms']:.3f} ms"
+            records[key].append(figures)
+            words = f"{tensors}, {name}: {figures['step_ms']:.3f} ms"
             console.print(words, highlight=False)
     finally:
         for worker in workers.values():
             worker.end()
-    return [record_of(*key, rounds, problems.get(key)) for key, rounds in found.items()]
+    return [record_of(*key, rounds, problems.get(key)) for key, rounds in records.items()]
 
 
 def measured(name: str, question: tuple[str, int]) -> Record:
-    """One round of a case, in its process: (one of SETS, the most steps behind a time).
+    """Measures one round of a case, in its process: (one of SETS, the most steps behind a time).
 
     Returns:
         The figures, with the bytes of the floor; host_ms, median milliseconds of step() until it
@@ -268,18 +270,18 @@ def measured(name: str, question: tuple[str, int]) -> Record:
     (tensors, most), subject = question, SUBJECTS[name]
     device = torch.device("cuda", torch.cuda.current_device())
     report.free_memory()
-    speed, own = product_speed(device, BF16), SETS[tensors]
-    instance = subject.instance(own, device)
-    found = with_rates(measure(instance, Copy(device), most) | {"bytes": floor_bytes(own)})
-    count = found["repetitions"]
-    found["host_ms"] = wall_ms(instance.optimizer.step, lambda: None, count, waits=False)
-    if any(bool(each.isnan().any()) for each in instance.parameters):
+    speed, tensor_set = product_speed(device, BF16), SETS[tensors]
+    instance = subject.instance(tensor_set, device)
+    figures = with_rates(measure(instance, Copy(device), most) | {"bytes": floor_bytes(tensor_set)})
+    count = figures["repetitions"]
+    figures["host_ms"] = wall_ms(instance.optimizer.step, lambda: None, count, waits=False)
+    if any(bool(parameter.isnan().any()) for parameter in instance.parameters):
         raise RuntimeError("weights became NaN")
-    found["speed"] = speed
-    found["version"] = "" if subject.is_ours else subject.version()
+    figures["speed"] = speed
+    figures["version"] = "" if subject.is_ours else subject.version()
     del instance
     report.free_memory()  # for the next one's process
-    return found
+    return figures
 
 
 def floor_ms(case: Record, speed: float) -> float:
@@ -292,15 +294,15 @@ def record_of(
     tensors: str, name: str, rounds: Sequence[Record], problem: str | None = None
 ) -> Record:
     """The record of a case: of the round of median time, the slower of two; and all times."""
-    own, moved = SETS[tensors], floor_bytes(SETS[tensors])
-    record: Record = {"set": own.description, "optimizer": name}
+    tensor_set, moved = SETS[tensors], floor_bytes(SETS[tensors])
+    record: Record = {"set": tensor_set.description, "optimizer": name}
     record |= {"what": SUBJECTS[name].description, "problem": problem}
-    record |= {"floor_bytes": moved, "operations": operations(own)}
+    record |= {"floor_bytes": moved, "operations": operations(tensor_set)}
     if rounds:
         in_order = sorted(rounds, key=itemgetter("step_ms"))
         record |= in_order[len(rounds) // 2]
         record["floor_ms"] = floor_ms(record, record["speed"])
-        record["rounds_ms"] = [each["step_ms"] for each in rounds]
+        record["rounds_ms"] = [figures["step_ms"] for figures in rounds]
     return record
 
 
@@ -309,7 +311,7 @@ def _is_ours(case: Record) -> bool:
 
 
 def _set_of(case: Record) -> TensorSet:
-    return next(own for own in SETS.values() if own.description == case["set"])
+    return next(tensor_set for tensor_set in SETS.values() if tensor_set.description == case["set"])
 
 
 NAMED: Columns = {
@@ -363,7 +365,7 @@ def draw(record: Record) -> Figure:
 def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
     """The fastest first; below them those without a time."""
     bars = []
-    for case in sorted(cases, key=lambda each: each.get("step_ms", math.inf)):
+    for case in sorted(cases, key=lambda case: case.get("step_ms", math.inf)):
         ms, title = case.get("step_ms", 0.0), SUBJECTS[case["optimizer"]].title
         note = f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
         bars.append((title, ms, _is_ours(case), note))
@@ -372,7 +374,10 @@ def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
         axes.axvline(min(floors), color=report.FLOOR, linewidth=1.2, linestyle="--")
     axes.set_xlim(0, 1.15 * max(1e-9, *(ms for _, ms, _, _ in bars)))
     axes.invert_yaxis()
-    own = _set_of(cases[0])
-    title = f"{own.description}: {len(own.sizes)} matrices, {sum(own.sizes) / 1e6:.0f}e6 parameters"
+    tensor_set = _set_of(cases[0])
+    title = (
+        f"{tensor_set.description}: {len(tensor_set.sizes)} matrices, "
+        f"{sum(tensor_set.sizes) / 1e6:.0f}e6 parameters"
+    )
     axes.set_title(title, loc="left", fontsize=9, style="italic", color="#555555")
     axes.tick_params(labelsize=8)

@@ -32,7 +32,7 @@ likely as not, more of them are so with a chance that `chance` gives; below this
 FEWEST = 14
 """Matrices of which all may be so with less than that chance."""
 DECADES = 3
-"""How far the columns of a decaying matrix fall off."""
+"""The decades by which the columns of a decaying matrix fall off."""
 SPECTRA = ("random", "decaying")
 SHAPES = {
     "cpu": ((48, 48), (64, 96), (96, 40), (40, 128)),
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is such a case: Gram's form is of long matrices, with fp16."""
+        """Returns whether there is such a case: Gram's form is of long matrices, with fp16."""
         is_long = max(self.rows, self.columns) >= GRAM_RATIO * min(self.rows, self.columns)
         return (self.method, self.precision) in PARTS and (self.method != GRAM or is_long)
 
@@ -75,29 +75,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Finding:
-    """What came out; errors are norms of all matrices together, in parts of what fp64 gives."""
+    """A case's errors: norms of all matrices together, in parts of what fp64 gives."""
 
     case: Case
     error: float
     torchs: float
     """The same of torch.optim.Muon, which multiplies in bf16."""
     count: int
-    """How many matrices there are."""
+    """The number of matrices."""
     above: int
-    """Those of them with more than the case's part of torch's error."""
+    """The number of them with more than the case's part of torch's error."""
     same_bits: bool | None
     """Whether launches gave the twin's bits; None where only one of the two ran."""
 
     @property
     def holds(self) -> bool:
-        """Whether errors are no more than torch's, as far as chance says, and no bit differs."""
+        """Returns whether errors are, by chance's measure, at most torch's, and no bit differs."""
         is_likely = chance(self.count, self.above) >= LEAST_CHANCE
         return is_likely and math.isfinite(self.error) and self.same_bits is not False
 
 
 def chance(count: int, above: int) -> float:
-    """How likely so many or more of a count are, where each is as likely as not."""
-    return float(sum(math.comb(count, each) for each in range(above, count + 1)) / 2**count)
+    """Returns the chance of so many or more of a count, where each is as likely as not."""
+    return float(sum(math.comb(count, number) for number in range(above, count + 1)) / 2**count)
 
 
 def main(
@@ -132,8 +132,8 @@ def main(
     """
     device = current_device()
     check_arguments(shapes, spectra, methods, precisions, matrices, seed)
-    given = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
-    cases = [case for shape, *how in given if (case := Case(*shape, *how)).is_there]
+    combinations = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
+    cases = [case for shape, *how in combinations if (case := Case(*shape, *how)).is_there]
     if not cases:
         long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
         allowed = f"gram alone with fp16 and {long}"
@@ -143,7 +143,7 @@ def main(
     console.print(f"on {device}; launches: {reason or 'by Triton'}", highlight=False)
     findings = [measure(case, matrices, seed, device, reason is None) for case in cases]
     print_table(console, table_of(findings))
-    wrong = sum(not each.holds for each in findings)
+    wrong = sum(not finding.holds for finding in findings)
     words = f"above torch's part, or of other bits: {wrong}" if wrong else "none is above its part"
     console.print(words, style="red" if wrong else "green", highlight=False)
     return exits.DIFFERENT if wrong else exits.DONE
@@ -158,8 +158,8 @@ def check_arguments(
     seed: int,
 ) -> None:
     """Raises ConfigError for an argument of `main` that is out of its range."""
-    known = (("spectra", spectra, SPECTRA), ("methods", methods, (STANDARD, GRAM)))
-    for name, values, allowed in (*known, ("precisions", precisions, ("bf16", "fp16"))):
+    choices = (("spectra", spectra, SPECTRA), ("methods", methods, (STANDARD, GRAM)))
+    for name, values, allowed in (*choices, ("precisions", precisions, ("bf16", "fp16"))):
         for value in values:
             require(value in allowed, name, value, f"of {', '.join(allowed)}")
     sizes = f"whole numbers from 1 to {MOST}"
@@ -171,8 +171,8 @@ def check_arguments(
 
 def measure(case: Case, count: int, seed: int, device: torch.device, launches: bool) -> Finding:
     """Steps so many matrices at once; the first alone, too, by the twin on a CPU."""
-    own = drawn(case, count, seed)
-    placed = [each.to(device) for each in own]
+    matrices = drawn(case, count, seed)
+    placed = [matrix.to(device) for matrix in matrices]
 
     def ours(backend: str) -> Callable[[list[Parameter]], Any]:
         more: dict[str, Any] = {
@@ -184,18 +184,18 @@ def measure(case: Case, count: int, seed: int, device: torch.device, launches: b
 
     is_slow = launches and device.type == "cpu"
     first = updates(ours("triton"), placed[:2]) if is_slow else []
-    found = updates(ours("triton" if launches and not is_slow else "reference"), placed)
+    fused_updates = updates(ours("triton" if launches and not is_slow else "reference"), placed)
     torchs = updates(lambda params: torch.optim.Muon(params, **EXACT), placed)
     short, long = sorted((case.rows, case.columns))
     same = None
     if launches and 10 * short * short * (2 * long + short) <= MOST_TWINS:
-        (twin,) = updates(ours("reference"), own[:1])
-        launched = (first or found)[0].cpu()
+        (twin,) = updates(ours("reference"), matrices[:1])
+        launched = (first or fused_updates)[0].cpu()
         same = torch.equal(twin.view(torch.int32), launched.view(torch.int32))
-    exact = [in_fp64(each) for each in placed]
-    pairs = zip(found, torchs, exact, strict=True)
+    exact = [in_fp64(matrix) for matrix in placed]
+    pairs = zip(fused_updates, torchs, exact, strict=True)
     above = [not distance([a], [c]) <= case.part * distance([b], [c]) for a, b, c in pairs]
-    errors = distance(found, exact), distance(torchs, exact)
+    errors = distance(fused_updates, exact), distance(torchs, exact)
     return Finding(case, *errors, count, sum(above), same)
 
 
@@ -203,12 +203,12 @@ def drawn(case: Case, count: int, seed: int) -> Matrices:
     """Random matrices, fp32 on the CPU: the same numbers for every device."""
     generator, columns = torch.Generator().manual_seed(seed), case.columns
     falls = torch.logspace(0, -DECADES, columns) if case.spectrum == "decaying" else 1.0
-    made = [torch.randn(case.rows, columns, generator=generator) for _ in range(count)]
-    return [each * falls for each in made]
+    matrices = [torch.randn(case.rows, columns, generator=generator) for _ in range(count)]
+    return [matrix * falls for matrix in matrices]
 
 
 def updates(make: Callable[[list[Parameter]], Any], grads: Matrices) -> Matrices:
-    """What an optimizer, made of parameters, subtracts in a step of these gradients, fp32."""
+    """Returns what an optimizer of parameters subtracts in a step of these gradients, fp32."""
     params = [Parameter(torch.zeros_like(grad)) for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad.clone()
@@ -221,21 +221,23 @@ def in_fp64(grad: torch.Tensor) -> torch.Tensor:
 
     A gradient of zeros is divided by 0.
     """
-    own = grad.double() / grad.double().norm()
-    is_tall = len(own) > own.shape[1]
-    own = own.mT if is_tall else own
+    matrix = grad.double() / grad.double().norm()
+    is_tall = len(matrix) > matrix.shape[1]
+    matrix = matrix.mT if is_tall else matrix
     for a, b, c in COEFFICIENTS["simple"] * 5:
-        gram = own @ own.mT
-        own = a * own + (b * gram + c * gram @ gram) @ own
-    found: torch.Tensor = (own.mT if is_tall else own) * RATIOS["original"](*grad.shape)
-    return found
+        gram = matrix @ matrix.mT
+        matrix = a * matrix + (b * gram + c * gram @ gram) @ matrix
+    update: torch.Tensor = (matrix.mT if is_tall else matrix) * RATIOS["original"](*grad.shape)
+    return update
 
 
-def distance(found: Matrices, exact: Matrices) -> float:
+def distance(matrices: Matrices, exact: Matrices) -> float:
     """The norm of all differences, in parts of the norm of all of `exact`."""
-    pairs = zip(found, exact, strict=True)
-    away = sum(float((each.double() - other).square().sum()) for each, other in pairs)
-    return math.sqrt(away / sum(float(each.square().sum()) for each in exact))
+    pairs = zip(matrices, exact, strict=True)
+    away = sum(
+        float((matrix.double() - exact_matrix).square().sum()) for matrix, exact_matrix in pairs
+    )
+    return math.sqrt(away / sum(float(matrix.square().sum()) for matrix in exact))
 
 
 def table_of(findings: Sequence[Finding]) -> Table:
@@ -248,11 +250,16 @@ def table_of(findings: Sequence[Finding]) -> Table:
         True: "the same",
         False: coloured("red", "OTHERS"),
     }
-    for each in findings:
-        case, part = each.case, each.error / each.torchs if each.torchs else math.nan
-        numbers = f"{each.error:.3g}", f"{each.torchs:.3g}", f"{part:.3f}", f"<= {case.part:g}"
+    for finding in findings:
+        case, part = finding.case, finding.error / finding.torchs if finding.torchs else math.nan
+        numbers = (
+            f"{finding.error:.3g}",
+            f"{finding.torchs:.3g}",
+            f"{part:.3f}",
+            f"<= {case.part:g}",
+        )
         named = f"{case.rows} x {case.columns}", case.spectrum, case.method, case.precision
-        verdict = "within" if each.holds else coloured("red", "BEYOND")
-        above = f"{each.above} of {each.count}"
-        table.add_row(*named, *numbers, above, bits[each.same_bits], verdict)
+        verdict = "within" if finding.holds else coloured("red", "BEYOND")
+        above = f"{finding.above} of {finding.count}"
+        table.add_row(*named, *numbers, above, bits[finding.same_bits], verdict)
     return table

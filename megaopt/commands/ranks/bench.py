@@ -88,8 +88,8 @@ def main(
         for tensors, name in itertools.product(sets, only):
             if tensors not in ENTRIES[name].sets or {tensors, name} & skipped.keys():
                 continue
-            asked = ask if time.monotonic() <= last else _too_late
-            cases.append(_case(question_of(tensors, name, repetitions), cards, asked))
+            ask_case = ask if time.monotonic() <= last else _too_late
+            cases.append(_case(question_of(tensors, name, repetitions), cards, ask_case))
             console.print(_line(cases[-1]), highlight=False)
     grown = [growth_of(case, speeds) for case in cases if _has_growth(case)]
     record = made_with(source) | {"skipped": skipped, "cards": cards, "speeds": speeds}
@@ -119,7 +119,7 @@ def _skipped(sets: Sequence[str], only: Sequence[str]) -> dict[str, str]:
 
 
 def question_of(tensors: str, name: str, repetitions: int = 10) -> Question:
-    """What ranks are asked of a set and a subject; without names of the hardware's speeds."""
+    """Returns the question of a set and a subject; without names that of the hardware's speeds."""
     shapes = SETS[tensors].shapes if tensors in SETS else ()
     return Question(name, tensors, shapes, repetitions)
 
@@ -131,7 +131,7 @@ Ask = Callable[[Question, int], Record]
 
 @contextmanager
 def _begun(device: str, cards: int, patience: float) -> Iterator[Ask]:
-    """What asks a team of so many ranks, begun when it is needed, and anew after a failure."""
+    """Gives what asks a team of so many ranks, begun when needed, and anew after a failure."""
     teams: dict[int, Team] = {}
     meetings = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +198,7 @@ def _line(case: Record) -> str:
 
 
 def _is_wrong(case: Record) -> bool:
-    """Whether a case of ours has no time, or other bits where the same are promised."""
+    """Returns whether a case of ours has no time, or other bits where the same are promised."""
     entry = ENTRIES[case["optimizer"]]
     return entry.subject.is_ours and bool(case["problem"] or (entry.same_bits and case["differ"]))
 
@@ -211,7 +211,7 @@ def _has_growth(case: Record) -> bool:
 
 
 def growth_of(case: Record, speeds: Record) -> Record:
-    """What the model says of a case on all cards and on others.
+    """Returns what the model says of a case on all cards and on others.
 
     Its speeds are those of the case on one card, and of the exchange that was measured on all.
     """
@@ -239,7 +239,7 @@ def _two(key: str, form: str, scale: float = 1.0) -> Callable[[Record], str]:
 
 
 def bits_of(case: Record) -> str:
-    """How many weights are others on all cards than on one; nothing of iterations."""
+    """Returns how many weights differ between all cards and one; nothing of iterations."""
     count = len(case["differ"])
     differing = f"{count} of {case['weights']} differ" if count else "0 bits differ"
     return differing if case["weights"] else ""

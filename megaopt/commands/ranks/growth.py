@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step does, over all cards."""
+    """The work of a step, over all cards."""
 
     moved: float
     """Bytes of gradients, weights and states that are read and written, each element on one card.

@@ -33,7 +33,7 @@ USUAL = Size()
 
 
 def is_installed() -> bool:
-    """Whether transformers is there."""
+    """Returns whether transformers is installed."""
     return find_spec("transformers") is not None
 
 
@@ -66,8 +66,8 @@ def optimizer_of(name: str, model: nn.Module) -> Any:
     named = dict(model.named_parameters())
     names = {key for key, param in named.items() if param.ndim == 2 and ".layers." in key}
     hidden = [param for key, param in named.items() if key in names]
-    others = [param for key, param in named.items() if key not in names]
-    groups: Any = [{"params": hidden}, {"params": others, "use_muon": False}]
+    rest = [param for key, param in named.items() if key not in names]
+    groups: Any = [{"params": hidden}, {"params": rest, "use_muon": False}]
     return ENTRIES[name].subject.optimizer(groups)
 
 

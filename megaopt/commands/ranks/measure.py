@@ -1,4 +1,4 @@
-"""What a process of the bench measures: a step over the ranks, or on one card alone."""
+"""The measurements of a process of the bench: a step over the ranks, or on one card alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Question:
-    """What all ranks are asked to measure."""
+    """The question that all ranks are asked: what to measure."""
 
     subject: str
     """One of ENTRIES; empty: the speeds of memory and link."""
@@ -123,7 +123,7 @@ def _drawn(shape: Shape, seed: int, device: torch.device) -> Tensor:
 
 
 def _part(whole: Tensor, param: Parameter) -> Tensor:
-    """What this rank has of a whole tensor; nothing is sent."""
+    """Returns this rank's part of a whole tensor; nothing is sent."""
     if not isinstance(param, DTensor):
         return whole
     return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)

@@ -78,7 +78,7 @@ SETS = {**muon.SETS, "E": _stacked(muon.SETS["E"], 64)}
 
 
 def work_of(name: str, shapes: Sequence[Shape]) -> Work:
-    """What a step of a subject does to weights of these shapes.
+    """Returns the work of a subject's step on weights of these shapes.
 
     Muon's directions go to owners and updates back, in 2 bytes each; experts are whole on a rank.
     GaLore's wide matrices have owners, too: 2 bytes a number there, 4 back, and 8 of each number of

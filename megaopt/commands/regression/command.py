@@ -98,11 +98,11 @@ def _train(regression: Regression, console: Console, write: Callable[[], None]) 
             console.print(line, soft_wrap=True, highlight=False)
             write()
 
-        regression.train(tell, lambda made: progress.update(task, completed=made))
+        regression.train(tell, lambda count: progress.update(task, completed=count))
 
 
 def _told(outcome: Outcome) -> str:
-    """What came of a trial."""
+    """Describes the outcome of a trial."""
     if outcome.failure is not None:
         return f"failed: {outcome.failure}"
     if outcome.baseline is None:
@@ -113,7 +113,7 @@ def _told(outcome: Outcome) -> str:
 
 
 def _draw(regression: Regression, folder: Path) -> None:
-    run, outcomes = regression.run, [each for each in regression.outcomes if each.ran]
+    run, outcomes = regression.run, [outcome for outcome in regression.outcomes if outcome.ran]
     if not outcomes:
         return
     ranks = max(job.ranks for trial in regression.trials for job in trial.jobs)
@@ -168,12 +168,12 @@ def _compared(regression: Regression) -> Table:
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
-    trial, found = outcome.trial, outcome.difference
+    trial, difference = outcome.trial, outcome.difference
     identical: str | Text = ""
     if outcome.failure is not None:
         identical = coloured("red", "failed")
     elif trial.baseline is not None:
-        identical = coloured("green", "yes") if found is None else coloured("red", "no")
+        identical = coloured("green", "yes") if difference is None else coloured("red", "no")
     return {
         "recipe": trial.recipe or "",
         "variant": trial.short_name,
@@ -181,7 +181,9 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "ranks": " then ".join(dict.fromkeys(str(job.ranks) for job in trial.jobs)),
         "final loss": f"{outcome.losses[-1]:.9g}" if outcome.losses else "",
         "identical": identical,
-        "first difference": "" if found is None else f"step {found.step}: {found.tensor}",
+        "first difference": ""
+        if difference is None
+        else f"step {difference.step}: {difference.tensor}",
     }
 
 
@@ -189,9 +191,9 @@ def _measured(regression: Regression) -> Table:
     """A row for each trial: time, memory and bytes."""
     title, headings = "a rank's optimizer step, norm and clip included", [f">{n}" for n in MEASURED]
     table = make_table(title, ("variant", *headings))
-    for outcome in (each for each in regression.outcomes if each.is_timed):
-        found = measured(regression, outcome)
-        cells = (show(found[key]) for key, show in MEASURED.values())
+    for outcome in (outcome for outcome in regression.outcomes if outcome.is_timed):
+        figures = measured(regression, outcome)
+        cells = (show(figures[key]) for key, show in MEASURED.values())
         table.add_row(outcome.trial.name, *cells)
     return table
 
@@ -217,11 +219,11 @@ def _report(regression: Regression, config_path: Path, folder: Path, console: Co
         lines.append(coloured("red", "different", f": {difference}"))
         status = exits.DIFFERENT
     elif regression.failed:
-        told = (f"{each.trial.name}: {each.failure}" for each in regression.failed)
-        lines += [coloured("red", "failed", f": {each}") for each in told]
+        failures = (f"{outcome.trial.name}: {outcome.failure}" for outcome in regression.failed)
+        lines += [coloured("red", "failed", f": {failure}") for failure in failures]
         status = exits.REFUSED
     else:
-        final = {each.trial.name: each.losses[-1] for each in regression.outcomes}
+        final = {outcome.trial.name: outcome.losses[-1] for outcome in regression.outcomes}
         lines.append(describe_losses(config_path, final))
         lines.append(
             coloured(

@@ -83,13 +83,13 @@ def e8m0_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Each element's scale."""
+    """Returns each element's scale."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return whole[: shape[0], : shape[1]]
 
 
 class FakeQuantizer(nn.Module):
-    """How one bf16 weight is cast to fp8: by blocks, or by the amax of the whole weight.
+    """The cast of one bf16 weight to fp8: by blocks, or by the amax of the whole weight.
 
     Args:
         weight: bf16, a matrix.
@@ -101,7 +101,7 @@ class FakeQuantizer(nn.Module):
         self.recipe = recipe
 
     def tensors(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What an fp8 weight would keep: codes, scale_inv, and with delayed scaling more."""
+        """Returns what an fp8 weight would keep: codes, scale_inv, with delayed scaling more."""
         codes, scale_inv = self.quantize(weight)
         return {"codes": codes, "scale_inv": scale_inv}
 

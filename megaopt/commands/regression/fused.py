@@ -101,7 +101,7 @@ def give_masters(optimizer: FusedAdam) -> None:
 
 
 def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
-    """Where the shards of a weight begin, and where the last one ends: ranks + 1 elements.
+    """Returns the first elements of a weight's shards, and the last one's end: ranks + 1 elements.
 
     Odd elements, so that shards are not aligned, and shares from 0 up to `ranks` that take turns
     with the weight's number, so that some ranks own nothing of it.
@@ -120,7 +120,7 @@ class ShardPiece(Piece):
     """A rank's shard of a parameter, of which every rank has the whole, with the same gradient."""
 
     bounds: Sequence[int] = ()
-    """Where the ranks' shards begin, and where the last ends."""
+    """The first elements of the ranks' shards, and the end of the last."""
 
     def spread(self) -> None:
         """Takes the others' bytes as they lie: of an fp8 weight its codes."""
@@ -181,7 +181,7 @@ def numbered_groups(
 
     Parameters keep their place in the model as their number.
     """
-    is_whole, numbers = layout == "whole", {each.tensor: n for n, each in enumerate(pieces)}
+    is_whole, numbers = layout == "whole", {piece.tensor: n for n, piece in enumerate(pieces)}
     ordered = pieces if is_whole else pieces[::-1]
     groups = group_pieces(ordered, config, ways=1 if is_whole else 3)
     for group in groups:
@@ -213,12 +213,12 @@ def muon(model: nn.Module, run: RunConfig, variant: MuonVariant) -> OptimizerWei
     for piece in pieces:
         is_embedding = piece.name.endswith("embedding.weight")
         piece.tensor.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
-    own = arguments(run.optimizer)
+    hyperparameters = arguments(run.optimizer)
     optimizer = FusedMuon(
         numbered_groups(pieces, run.optimizer, variant.layout),
-        lr=own["lr"],
-        betas=own["betas"],
-        adam_eps=own["eps"],
+        lr=hyperparameters["lr"],
+        betas=hyperparameters["betas"],
+        adam_eps=hyperparameters["eps"],
         adjust_lr_fn="match_rms_adamw",
         dtype=torch.float32,
         precision=variant.precision,
@@ -238,8 +238,8 @@ class RowsPiece(Piece):
 
     def spread(self) -> None:
         """Gathers the others' rows."""
-        own: Any = self.tensor.detach()
-        self.source.detach().copy_(own.full_tensor())
+        rows: Any = self.tensor.detach()
+        self.source.detach().copy_(rows.full_tensor())
 
 
 def rows_of(tensor: torch.Tensor) -> torch.Tensor:

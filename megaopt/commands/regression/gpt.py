@@ -69,9 +69,9 @@ class Training:
             return
         for name, layer in list(self.model.named_modules()):
             if in_a_block(name, layer):
-                owner, _, own = name.rpartition(".")
-                made = FakeQuantizedLinear(layer.weight, recipe, self.scaled)
-                setattr(self.model.get_submodule(owner), own, made)
+                owner, _, attribute = name.rpartition(".")
+                replacement = FakeQuantizedLinear(layer.weight, recipe, self.scaled)
+                setattr(self.model.get_submodule(owner), attribute, replacement)
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains on a step's batch; the loss is that before the update, in nats."""
@@ -133,7 +133,7 @@ OWNERS: dict[type, Any] = {
     GaLoreVariant: galore,
     MuonVariant: muon,
 }
-"""What makes of a model, a run and a variant the owner of the weights."""
+"""The functions that make of a model, a run and a variant the owner of the weights."""
 
 
 def build(task: Task) -> Training:
@@ -148,11 +148,11 @@ def build(task: Task) -> Training:
 
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
-    """What must be the same where a checkpoint is loaded again: all that its bits depend on."""
-    own = config.model_dump(
+    """Returns what must be the same where a checkpoint is loaded: all that its bits depend on."""
+    description = config.model_dump(
         include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
     )
-    return own | {"variant": variant.model_dump()}
+    return description | {"variant": variant.model_dump()}
 
 
 def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -160,8 +160,8 @@ def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -
     saved = payload.get("run")
     if not isinstance(saved, dict) or "training" not in payload:
         raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
-    for key, own, other in differences(flat(expected), flat(saved)):
+    for key, expected_value, saved_value in differences(flat(expected), flat(saved)):
         raise ConfigError(
-            f"resume must be a checkpoint of this run, whose {key} is {own!r}, got {str(path)!r}, "
-            f"whose {key} is {other!r}"
+            f"resume must be a checkpoint of this run, whose {key} is {expected_value!r}, "
+            f"got {str(path)!r}, whose {key} is {saved_value!r}"
         )

@@ -31,7 +31,7 @@ there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
 
 
 def context_for(task: Task) -> Any:
-    """How processes are made: on the CPU as copies of one that has imported what they need.
+    """Returns the context of processes: on the CPU copies of one that has imported what they need.
 
     That one computes nothing, so that they are fresh, and seconds of imports are spent once. CUDA
     allows no copies.
@@ -42,8 +42,10 @@ def context_for(task: Task) -> Any:
     if task.device == "cuda" or len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    ours, theirs = f"{__package__}.preload", f"{__package__}.megatron.preload"
-    context.set_forkserver_preload([ours, theirs] if isinstance(task.run, MegatronRun) else [ours])
+    module, megatron_module = f"{__package__}.preload", f"{__package__}.megatron.preload"
+    context.set_forkserver_preload(
+        [module, megatron_module] if isinstance(task.run, MegatronRun) else [module]
+    )
     return context
 
 
@@ -104,24 +106,24 @@ class Group:
         self._counts: list[int | None] = [None for _ in tasks]
         context = context_for(tasks[0])
         # its end tells the processes that the command has ended
-        self._own, self._theirs = context.Pipe(duplex=False)
+        self._read_end, self._write_end = context.Pipe(duplex=False)
         self._context, self._moved = context, time.monotonic()
 
     def start(self) -> None:
         """Starts the processes, which do not hear Ctrl-C."""
         for task in self.tasks:
-            own = {"target": serve, "args": (task, self._own), "name": task.name}
-            self.processes.append(self._context.Process(**own))
+            arguments = {"target": serve, "args": (task, self._read_end), "name": task.name}
+            self.processes.append(self._context.Process(**arguments))
             with apart(), deaf():
                 self.processes[-1].start()
 
     @property
     def steps(self) -> int:
-        """How many rank 0 has recorded."""
+        """Returns the number of steps that rank 0 has recorded."""
         return self._counts[0] or 0
 
     def look(self) -> bool:
-        """Whether the job has ended well.
+        """Returns whether the job has ended well.
 
         Raises:
             RankError: a rank failed, or none finished a step in time; the message ends with what it
@@ -151,11 +153,11 @@ class Group:
 
     def end(self) -> None:
         """Ends the processes; none is left then."""
-        for process in (each for each in self.processes if each.pid is not None):
+        for process in (process for process in self.processes if process.pid is not None):
             process.kill()
             process.join()
-        self._own.close()
-        self._theirs.close()
+        self._read_end.close()
+        self._write_end.close()
 
 
 def _told(task: Task) -> str:
@@ -170,6 +172,6 @@ def _told(task: Task) -> str:
 
 
 def count_steps(task: Task) -> int | None:
-    """How many steps a rank has recorded, a line each; None: it has not begun."""
+    """Returns the number of steps that a rank has recorded, a line each; None: it has not begun."""
     path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else None

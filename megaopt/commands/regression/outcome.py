@@ -1,4 +1,4 @@
-"""What became of a trial: its recordings joined, and the first place where they differ."""
+"""The outcome of a trial: its recordings joined, and the first place where they differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a trial first differs from its baseline."""
+    """The first place where a trial differs from its baseline."""
 
     step: int
     """The step, counted from 1, after whose update the tensor differs, or whose loss differs."""
@@ -42,8 +42,8 @@ class Difference:
 
 def earliest(differences: Iterable[Difference | None]) -> Difference | None:
     """The one of the lowest step; the first of these where several share it."""
-    found = [difference for difference in differences if difference is not None]
-    return min(found, key=lambda difference: difference.step, default=None)
+    candidates = [difference for difference in differences if difference is not None]
+    return min(candidates, key=lambda difference: difference.step, default=None)
 
 
 class Outcome:
@@ -72,13 +72,13 @@ class Outcome:
     def _compare(self, baseline: Outcome) -> None:
         """Notes the first difference, by step and then in the order in which a step makes it."""
         for step in range(1, self.trial.jobs[-1].last + 1):
-            found = differences(self.quantities(step), baseline.quantities(step))
-            if odd := [each.name for each in found if None in each]:
+            mismatches = differences(self.quantities(step), baseline.quantities(step))
+            if odd := [difference.name for difference in mismatches if None in difference]:
                 self.failure = f"step {step}: only one of the two has {odd[:4]}"
-            elif found:
+            elif mismatches:
                 names = self.trial.name, baseline.trial.name
-                self.difference = Difference(step, *names, *found[0])
-            if found:
+                self.difference = Difference(step, *names, *mismatches[0])
+            if mismatches:
                 return
 
     def recording_at(self, step: int) -> Recording:
@@ -91,35 +91,37 @@ class Outcome:
         return [sources[0] for sources in self.recording_at(step).scalars(step)]
 
     def quantities(self, step: int) -> dict[str, str]:
-        """All that is compared of a step, with the bits."""
-        found, lines = {}, self.lines(step)
+        """Returns all that is compared of a step, with the bits."""
+        bits, lines = {}, self.lines(step)
         if isinstance(self.trial.variant, SharedKeys):
             for rank, line in enumerate(lines):
                 for batch, loss in enumerate(line["losses"]):
-                    found[f"loss of rank {rank}, micro batch {batch}"] = loss
+                    bits[f"loss of rank {rank}, micro batch {batch}"] = loss
         else:  # every rank has the whole batch
             alike = dict.fromkeys(loss for line in lines for loss in line["losses"])
-            found["loss"] = " and ".join(alike)
+            bits["loss"] = " and ".join(alike)
         for rank, line in enumerate(lines):
             if line["grad_norm"] is not None:
-                found[f"gradient norm on rank {rank}"] = line["grad_norm"]
-        return found | self.digests(step)
+                bits[f"gradient norm on rank {rank}"] = line["grad_norm"]
+        return bits | self.digests(step)
 
     def digests(self, step: int) -> dict[str, str]:
         """The digest of each tensor after a step, by "name quantity"."""
-        found = self.recording_at(step).digests(step)
-        return {f"{name} {quantity}": told(each) for (name, quantity), each in found.items()}
+        by_tensor = self.recording_at(step).digests(step)
+        return {
+            f"{name} {quantity}": told(summed) for (name, quantity), summed in by_tensor.items()
+        }
 
     @cached_property
     def losses(self) -> list[float]:
         """The mean loss of each step, over ranks and micro batches, in fp64; none if it failed."""
         steps = range(1, self.trial.jobs[-1].last + 1) if self.ran else ()
         of_steps = ([loss for line in self.lines(s) for loss in line["losses"]] for s in steps)
-        return [statistics.fmean(map(float.fromhex, each)) for each in of_steps]
+        return [statistics.fmean(map(float.fromhex, step_losses)) for step_losses in of_steps]
 
     @property
     def ran(self) -> bool:
-        """Whether there is a recording of every step."""
+        """Returns whether there is a recording of every step."""
         return hasattr(self, "recordings")
 
     # --- times and memory
@@ -132,25 +134,25 @@ class Outcome:
         return list(steps[WARM_UP:] or steps)
 
     def each(self, key: str) -> list[list[Any]]:
-        """For each measured step what the ranks say under a key, those that do."""
+        """Returns for each measured step what the ranks say under a key, those that do."""
         lines = (self.lines(step) for step in self.measured)
         return [[line[key] for line in ranks if key in line] for ranks in lines]
 
     @property
     def is_timed(self) -> bool:
-        """Whether the optimizer's steps were timed."""
+        """Returns whether the optimizer's steps were timed."""
         return self.ran and any(self.each("optimizer_seconds"))
 
     def median(self, key: str) -> float:
-        """Over the measured steps, of the slowest rank's seconds."""
+        """Returns the median over the measured steps of the slowest rank's seconds."""
         return statistics.median(float(max(ranks)) for ranks in self.each(key))
 
     def largest(self, key: str) -> int | None:
-        """Over the measured steps and ranks, of bytes; None where they were not measured."""
+        """Returns the most bytes over the measured steps and ranks; None where unmeasured."""
         return max((value for ranks in self.each(key) for value in ranks), default=None)
 
 
-def told(found: Summed) -> str:
+def told(summed: Summed) -> str:
     """A tensor's digest, and which ranks have others where replicas differ."""
-    apart = " and ".join(f"{', '.join(map(str, ranks))}" for ranks in found.replicas)
-    return f"{found.digest} (ranks {apart} differ)" if apart else str(found.digest)
+    apart = " and ".join(f"{', '.join(map(str, ranks))}" for ranks in summed.replicas)
+    return f"{summed.digest} (ranks {apart} differ)" if apart else str(summed.digest)

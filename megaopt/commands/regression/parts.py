@@ -1,4 +1,4 @@
-"""What of a training is recorded: tensors, or a rank's parts of them, and their digests."""
+"""The recorded parts of a training: tensors, or a rank's parts of them, and their digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megaopt.recording.files import Value, Writer
 from megaopt.recording.table import Array, Rows
 
 Part = tuple[Value, torch.Tensor]
-"""What a rank holds of a quantity: all of it, or elements that follow each other."""
+"""A rank's part of a quantity: all of it, or elements that follow each other."""
 
 
 def part(
@@ -51,14 +51,14 @@ def rows_of(parts: Iterable[Part], writer: Writer, device: torch.device) -> Arra
     Every NaN counts as the same: its sign and payload come from the processor, and from which
     operation met it first. A NaN beside a number is a difference, and so is 0.0 beside -0.0.
     """
-    own = [(value, tensor.to(device)) for value, tensor in parts if tensor.numel()]
-    places = [Place(0, value.place[0]) for value, _ in own if value.place is not None]
-    found = of_places([tensor for _, tensor in own], places).cpu()
-    for number in found[:, 2].nonzero().flatten().tolist():
-        tensor = own[number][1]
+    entries = [(value, tensor.to(device)) for value, tensor in parts if tensor.numel()]
+    places = [Place(0, value.place[0]) for value, _ in entries if value.place is not None]
+    digests = of_places([tensor for _, tensor in entries], places).cpu()
+    for number in digests[:, 2].nonzero().flatten().tolist():
+        tensor = entries[number][1]
         alike = alike_codes(tensor).view(tensor.dtype)
-        found[number] = of_places([alike], [places[number]])[0].cpu()
-    return Rows(numpy.array([writer.number(value) for value, _ in own]), found).array()
+        digests[number] = of_places([alike], [places[number]])[0].cpu()
+    return Rows(numpy.array([writer.number(value) for value, _ in entries]), digests).array()
 
 
 def flip_master_bit(parts: Iterable[Part]) -> None:

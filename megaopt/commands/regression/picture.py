@@ -49,10 +49,10 @@ def _differences(outcome: Outcome) -> list[float]:
 
 def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
     """A line at the first step at which any bit differs, which may be none of a loss."""
-    found = earliest(outcome.difference for outcome in variants)
-    if found is None:
+    difference = earliest(outcome.difference for outcome in variants)
+    if difference is None:
         return
-    step = found.step
+    step = difference.step
     axes.axvline(step, color="#444444", linewidth=0.9, linestyle="--", zorder=0)
     is_late = step > max(len(outcome.losses) for outcome in variants) / 2
     axes.annotate(
@@ -64,7 +64,7 @@ def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
 
 
 def _scale_to_one_unit(axes: Any, variants: Sequence[Outcome]) -> None:
-    """Where all differences are zero, shows how small one would be that still counts."""
+    """Shows, where all differences are zero, how small one would be that still counts."""
     losses = [loss for outcome in variants for loss in outcome.losses if math.isfinite(loss)]
     if not losses:
         return
@@ -79,7 +79,7 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Outcome]) -> None:
 
 
 def _summary(variants: Sequence[Outcome], in_short: bool = False) -> str:
-    """What differs; in short for a narrow column."""
+    """Describes the first difference; in short for a narrow column."""
     first = earliest(outcome.difference for outcome in variants)
     if not variants:
         return "Nothing was compared"
@@ -155,10 +155,10 @@ def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     axes = figure.subplots()
     times = [1000 * outcome.median("optimizer_seconds") for outcome in outcomes]
     stock = [isinstance(outcome.trial.variant, StockVariant) for outcome in outcomes]
-    colours = [BASELINE_COLOURS[0] if each else COLOURS[0] for each in stock]
+    colours = [BASELINE_COLOURS[0] if is_stock else COLOURS[0] for is_stock in stock]
     bars = axes.barh(range(len(outcomes)), times, color=colours)
     axes.bar_label(bars, fmt="%.2f", padding=4)
-    labels = [f"{each.trial.name} ({each.trial.jobs[-1].ranks})" for each in outcomes]
+    labels = [f"{outcome.trial.name} ({outcome.trial.jobs[-1].ranks})" for outcome in outcomes]
     axes.set_yticks(range(len(outcomes)), labels)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(times))

@@ -1,4 +1,4 @@
-"""What is run for a config: jobs, each of which trains some steps of a variant."""
+"""The plan of a config's run: jobs, each of which trains some steps of a variant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
 
     @property
     def steps(self) -> int:
-        """How many it trains."""
+        """Returns the number of steps that it trains."""
         return self.last - self.first + 1
 
     @property
@@ -57,11 +57,11 @@ class Trial:
     """Name of another trial."""
     variant: AnyVariant
     jobs: tuple[Job, ...]
-    """In order; the first may be that of another trial, of which it then is a beginning."""
+    """The jobs in order; the first may be another trial's, of which it then is a beginning."""
 
     @property
     def recipe(self) -> str | None:
-        """Under [float8]: the variant's."""
+        """Returns the variant's recipe, under [float8]."""
         return getattr(self.variant, "recipe", None)
 
     @property
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def number(self) -> int:
-        """Which run of its variant it is, from 1."""
+        """Returns the number of this run among its variant's, from 1."""
         return int(self.name.removeprefix(self.variant.name).lstrip(".") or 1)
 
 
@@ -83,7 +83,7 @@ def ranks_of(run: AnyRun, variant: AnyVariant) -> int:
 
 
 def settings(variant: AnyVariant) -> tuple[tuple[str, Any], ...]:
-    """What a variant's bits depend on in an unbroken run."""
+    """Returns the keys and values on which a variant's bits depend in an unbroken run."""
     return tuple(variant.model_dump(exclude=WITHOUT_BITS).items())
 
 
@@ -98,8 +98,8 @@ def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> Job:
     """The one job of a trial; it saves where a resumed one needs its checkpoint."""
     alike = [v for v in run.runs if settings(v) == settings(variant)]
     saves = {v.resume_after for v in alike if v.resume_after is not None}
-    wanted = tuple(sorted(saves)) if name == variant.name else ()
-    return Job(name, variant, ranks_of(run, variant), 1, run.steps, wanted)
+    steps = tuple(sorted(saves)) if name == variant.name else ()
+    return Job(name, variant, ranks_of(run, variant), 1, run.steps, steps)
 
 
 def resumed_jobs(run: AnyRun, variant: AnyVariant, name: str, trunk: Job | None) -> tuple[Job, ...]:
@@ -113,11 +113,11 @@ def resumed_jobs(run: AnyRun, variant: AnyVariant, name: str, trunk: Job | None)
 def plan_trials(run: AnyRun) -> list[Trial]:
     """All trials: by the config's variants, and the runs of each."""
     trunks: dict[Any, Job] = {}
-    trials = [Trial(*own, v, ()) for v in run.runs for own in runs_of(v)]
-    for trial in (each for each in trials if each.variant.resume_after is None):
+    trials = [Trial(*names, v, ()) for v in run.runs for names in runs_of(v)]
+    for trial in (trial for trial in trials if trial.variant.resume_after is None):
         trial.jobs = (straight_job(run, trial.variant, trial.name),)
         trunks.setdefault(settings(trial.variant), trial.jobs[0])
-    for trial in (each for each in trials if each.variant.resume_after is not None):
+    for trial in (trial for trial in trials if trial.variant.resume_after is not None):
         trunk = trunks.get(settings(trial.variant))
         trial.jobs = resumed_jobs(run, trial.variant, trial.name, trunk)
     return trials
@@ -134,7 +134,7 @@ def in_order(trials: list[Trial]) -> list[Job]:
 
 
 def holds_masters(variant: AnyVariant) -> bool:
-    """Whether a variant that is compared keeps fp32 masters, of which a bit can be flipped."""
+    """Returns whether a compared variant keeps fp32 masters, of which a bit can be flipped."""
     if isinstance(variant, SharedKeys):
         return variant.mode == "main_shards"
     fused = isinstance(variant, FusedVariant) and variant.masters != "remainders"

@@ -1,4 +1,4 @@
-"""What the CPU's processes have imported, and made, before they are made."""
+"""Imports what the CPU's processes need, and loads their text, before they are made."""
 
 import megaopt.commands.regression.rank  # noqa: F401
 from megaopt.commands.training.text import load_corpus

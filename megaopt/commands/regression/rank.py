@@ -1,4 +1,4 @@
-"""What a rank's process does: trains a job's steps of a variant and records its bits."""
+"""The process of a rank: trains a job's steps of a variant and records its bits."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from megaopt.commands.training.determinism import deterministic
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a rank's process is told."""
+    """The task of a rank's process."""
 
     run: AnyRun
     job: Job
     device: str
     """ "cuda" or "cpu"."""
     folder: Path
-    """Where the ranks of all jobs meet, write and save."""
+    """The folder where the ranks of all jobs meet, write and save."""
     rank: int
     perturb: int | None = None
     """Step after which this rank flips one bit of a master; None: never."""
@@ -53,7 +53,7 @@ class Task:
 
     @property
     def meeting(self) -> str:
-        """How the job's ranks meet: by a file."""
+        """Returns the address of the file by which the job's ranks meet."""
         return f"file://{self.folder / self.job.name}.meeting"
 
 

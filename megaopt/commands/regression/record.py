@@ -30,7 +30,7 @@ SIZES = ("state_bytes", "peak_bytes", "optimizer_extra_bytes", "allocated_bytes"
 
 
 def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
-    """What a record begins with: source, versions, hardware, config and text."""
+    """Returns a record's beginning: source, versions, hardware, config and text."""
     described = environment.describe()
     versions = {key: described[key] for key in VERSIONS}
     of_megatron: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def measured(regression: Regression, outcome: Outcome) -> dict[str, Any]:
 
 
 def summaries(outcome: Outcome) -> list[dict[str, Any]]:
-    """What each rank of the last job says of itself, and how much of the weights it steps."""
+    """Returns the summary of each rank of the last job, and how much of the weights it steps."""
     lines = outcome.lines(outcome.measured[-1])
     return [
         {
@@ -95,17 +95,17 @@ def times_of(regression: Regression) -> dict[str, Any]:
 
     of_baseline is the median over that of the baseline, which has runs between these.
     """
-    found: dict[str, Any] = {}
+    times: dict[str, Any] = {}
     for variant in regression.run.runs:
         runs = [e for e in regression.outcomes if e.trial.variant == variant and e.is_timed]
         if runs:
             spreads = {key: spread_of(runs, name) for key, name in TIMES.items()}
-            found[variant.name] = {"runs": len(runs), **spreads}
+            times[variant.name] = {"runs": len(runs), **spreads}
     for variant in regression.run.runs:
-        for key in TIMES if variant.name in found else ():
-            own, other = found[variant.name][key], found.get(variant.baseline or "")
-            own["of_baseline"] = own["median"] / other[key]["median"] if other else None
-    return found
+        for key in TIMES if variant.name in times else ():
+            spread, baseline = times[variant.name][key], times.get(variant.baseline or "")
+            spread["of_baseline"] = spread["median"] / baseline[key]["median"] if baseline else None
+    return times
 
 
 def spread_of(runs: list[Outcome], name: str) -> dict[str, float]:
@@ -115,7 +115,7 @@ def spread_of(runs: list[Outcome], name: str) -> dict[str, float]:
 
 
 def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
-    """What is known of a trial."""
+    """Returns all that is known of a trial."""
     trial, difference = outcome.trial, outcome.difference
     compared = trial.baseline is not None and outcome.failure is None
     record: dict[str, Any] = {
@@ -145,7 +145,8 @@ def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict
         **made_with(regression, corpus, source),
         "perturb": regression.perturb,
         "variants": {
-            each.trial.name: outcome_record(regression, each) for each in regression.outcomes
+            outcome.trial.name: outcome_record(regression, outcome)
+            for outcome in regression.outcomes
         },
         "times": times_of(regression),
         "finished": finished,

@@ -17,9 +17,9 @@ FILE = Path(__file__).with_name("losses.json")
 
 
 def recorded() -> dict[str, Any]:
-    """For each config its file's SHA-256, torch's version, and losses by processor and variant."""
-    found: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
-    return found
+    """Returns by config its file's SHA-256, torch's version, losses by processor and variant."""
+    records: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return records
 
 
 def digest_of(config_path: Path) -> str:
@@ -37,9 +37,9 @@ def describe_losses(config_path: Path, losses: Mapping[str, float]) -> str:
     record = recorded().get(config_path.stem)
     if record is None or record["config"] != digest_of(config_path):
         return "losses: none are recorded of this config"
-    found = {name: loss.hex() for name, loss in losses.items()}
-    for processor, own in record["losses"].items():
-        if own == found:
+    hexadecimals = {name: loss.hex() for name, loss in losses.items()}
+    for processor, recorded_losses in record["losses"].items():
+        if recorded_losses == hexadecimals:
             return (
                 f"losses: those recorded with {processor} and torch {record['torch']}, to the bit"
             )

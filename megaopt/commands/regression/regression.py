@@ -80,7 +80,7 @@ class Regression:
                 self._running[-1].start()
 
     def _may_start(self, job: Job) -> bool:
-        """Whether what it continues is there, and a core for each rank; on GPUs nobody else.
+        """Returns whether what it continues is there, and a core for each rank; on GPUs no other.
 
         A job that needs more has all cores to itself.
         """
@@ -92,8 +92,8 @@ class Regression:
 
     def _tasks(self, job: Job) -> list[Task]:
         perturbs = [self.perturb if job == self.perturbed else None, *[None] * (job.ranks - 1)]
-        own = self.run, job, self.device, self.folder
-        return [Task(*own, rank, perturb) for rank, perturb in enumerate(perturbs)]
+        arguments = self.run, job, self.device, self.folder
+        return [Task(*arguments, rank, perturb) for rank, perturb in enumerate(perturbs)]
 
     def _look_at(self, group: Group) -> None:
         try:
@@ -118,8 +118,8 @@ class Regression:
         """Compares the trials that have ended since the last time, baselines first."""
         for trial in sorted(self.trials, key=lambda trial: trial.baseline is not None):
             jobs = [job for job in trial.jobs if job in self._ended]
-            known = trial.baseline is None or trial.baseline in self._outcomes
-            if trial.name in self._outcomes or not known or len(jobs) < len(trial.jobs):
+            is_ready = trial.baseline is None or trial.baseline in self._outcomes
+            if trial.name in self._outcomes or not is_ready or len(jobs) < len(trial.jobs):
                 continue
             failures = [self._ended[job] for job in jobs if self._ended[job] is not None]
             baseline = None if trial.baseline is None else self._outcomes[trial.baseline]
@@ -134,22 +134,22 @@ class Regression:
 
     def first_difference(self) -> Difference | None:
         """The earliest difference of all trials."""
-        return earliest(each.difference for each in self.outcomes)
+        return earliest(outcome.difference for outcome in self.outcomes)
 
     @property
     def failed(self) -> list[Outcome]:
         """The trials that could not be run or compared."""
-        return [each for each in self.outcomes if each.failure is not None]
+        return [outcome for outcome in self.outcomes if outcome.failure is not None]
 
 
 def require_parts(run: MegatronRun, device: str) -> None:
     """Raises a `ConfigError` where the packages, the memory or the GPUs of a run are not here."""
     needed = {"megatron.core": "megatron-core"}
-    if any(each.resume_after is not None for each in run.variant):
+    if any(variant.resume_after is not None for variant in run.variant):
         needed["psutil"] = "psutil"
-    stock = [each for each in run.variant if isinstance(each, StockVariant)]
-    inner = any(each.inner == "transformer_engine" for each in stock)
-    graphs = any(each.cuda_graph for each in run.variant)
+    stock = [variant for variant in run.variant if isinstance(variant, StockVariant)]
+    inner = any(variant.inner == "transformer_engine" for variant in stock)
+    graphs = any(variant.cuda_graph for variant in run.variant)
     if inner or graphs or run.megatron.fp8_recipe is not None:
         needed["transformer_engine"] = "transformer_engine[pytorch]"
     require(device == "cuda" or not graphs, "cuda_graph", True, "false on the CPU")
@@ -165,7 +165,7 @@ def require_parts(run: MegatronRun, device: str) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module can be imported."""
+    """Returns whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:

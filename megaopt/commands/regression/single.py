@@ -25,10 +25,14 @@ from megaopt.commands.training.limits import require_room
 
 def _choose_variant(config: RunConfig, name: str | None) -> Variant:
     """The named variant, or else the first that an optimizer of this package trains."""
-    ours = [each.name for each in config.runs if isinstance(each, (FusedVariant, MatrixVariant))]
-    names = ", ".join(each.name for each in config.runs)
-    require(bool(name or ours), "variant", name, f"one of {names}, as none is fused")
-    variant = config.find_variant(name or ours[0])
+    candidates = [
+        variant.name
+        for variant in config.runs
+        if isinstance(variant, (FusedVariant, MatrixVariant))
+    ]
+    names = ", ".join(variant.name for variant in config.runs)
+    require(bool(name or candidates), "variant", name, f"one of {names}, as none is fused")
+    variant = config.find_variant(name or candidates[0])
     alone = getattr(variant, "ranks", None) is None
     allowed = "one without ranks, which train in `megaopt regress` only"
     require(alone, "variant", variant.name, allowed)

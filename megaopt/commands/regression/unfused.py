@@ -113,7 +113,7 @@ class UnfusedAdam(torch.optim.Optimizer):
             if group["params"]:
                 # Megatron wants one count for all groups that have parameters
                 group["step"] = group.get("step", 0) + 1
-            for param in (each for each in group["params"] if each.grad is not None):
+            for param in (param for param in group["params"] if param.grad is not None):
                 state = self.state[param]
                 if not state:
                     state |= {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}

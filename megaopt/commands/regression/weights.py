@@ -18,14 +18,14 @@ QUANTITIES = {
     "master_param": "master",
     **{name: name for name in ("exp_avg", "exp_avg_sq", "momentum_buffer")},
 }
-"""What is recorded of a state in fp32, by what it is called there."""
+"""The names of a state's tensors that are recorded in fp32, by their keys in the state."""
 BESIDE = ("projection", "captured_energy")
-"""What is recorded as it is."""
+"""The keys of a state's tensors that are recorded as they are."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What an optimizer is given of a parameter."""
+    """A parameter, or a piece of it, as an optimizer is given it."""
 
     name: str
     """Name of the parameter in the model."""
@@ -43,7 +43,7 @@ class Piece:
             self.tensor.grad = grad.to(self.tensor.dtype).view(self.tensor.shape)
 
     def spread(self) -> None:
-        """After a step: completes the parameter from what this rank and the others have of it."""
+        """Completes the parameter after a step from what this rank and the others have of it."""
 
 
 def whole_pieces(model: nn.Module) -> list[Piece]:
@@ -85,7 +85,7 @@ class OptimizerWeights:
             piece.spread()
 
     def weights_of(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """What is recorded of a weight: itself, or what an fp8 weight is made of."""
+        """Returns the recorded tensors of a weight: itself, or those that make up an fp8 weight."""
         if not isinstance(piece.source, Float8Weight):
             return {"weight": piece.source}
         tensors = piece.source.tensors()
@@ -96,16 +96,16 @@ class OptimizerWeights:
 
         An fp32 weight is its own master. Of DTensors every rank gathers the whole.
         """
-        state, own = self.optimizer.state[piece.tensor], dict(QUANTITIES)
+        state, quantities = self.optimizer.state[piece.tensor], dict(QUANTITIES)
         if piece.source.dtype == torch.float32:
-            del own["master_param"]
-        found: dict[str, Any] = {
+            del quantities["master_param"]
+        tensors: dict[str, Any] = {
             quantity: self.optimizer.get_unscaled_state(piece.tensor, kind)
-            for kind, quantity in own.items()
+            for kind, quantity in quantities.items()
             if state.get(kind) is not None
         }
-        found |= {name: state[name] for name in BESIDE if name in state}
-        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+        tensors |= {name: state[name] for name in BESIDE if name in state}
+        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
 
     def parts(self) -> Iterator[Part]:
         """The weights, whole, and the state of the pieces."""
@@ -113,7 +113,7 @@ class OptimizerWeights:
             for number, piece in enumerate(pieces):
                 if number == 0:
                     weights = self.weights_of(piece).items()
-                    yield from (part(name, *each) for each in weights)
+                    yield from (part(name, *entry) for entry in weights)
                 whole = None if piece.tensor is piece.source else piece.source.shape
                 for quantity, tensor in self.state_of(piece).items():
                     yield part(name, quantity, tensor, whole, piece.start)

@@ -1,4 +1,4 @@
-"""What a run must fit into: a machine that cannot hold it is told so before anything is built."""
+"""The limits of a run: one that the machine cannot hold is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def require_room(config: RunConfig, variant: Variant, device: torch.device) -> N
 
 def require_memory(needed: int, device: torch.device) -> None:
     """Raises a ConfigError where a device has less memory than is needed; in bytes."""
-    there = memory_of(device)
-    if there is not None and needed > there:
+    memory = memory_of(device)
+    if memory is not None and needed > memory:
         raise ConfigError(
-            f"model and batch_size must be small enough for the {there / 2**30:.1f} GiB of memory "
+            f"model and batch_size must be small enough for the {memory / 2**30:.1f} GiB of memory "
             f"on this {device.type}, got a run that needs at least {needed / 2**30:.1f} GiB"
         )
 

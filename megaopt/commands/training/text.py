@@ -69,7 +69,7 @@ class _Writer:
         self.state = seed
 
     def below(self, count: int) -> int:
-        """From 0 to count - 1."""
+        """Returns a whole number from 0 to count - 1."""
         self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
         return (self.state >> 32) * count >> 32
 
@@ -77,7 +77,7 @@ class _Writer:
         """One of the entries of a name, the first of them more often, with its names written."""
         entries = GRAMMAR[name]
         entry = entries[self.below(1 + self.below(len(entries)))]
-        return NAME.sub(lambda found: self.write(found[0]), entry)
+        return NAME.sub(lambda match: self.write(match[0]), entry)
 
 
 def sentences(seed: int, length: int) -> str:

@@ -51,7 +51,7 @@ def cast_masters(chunk: Any, optimizer: Any) -> None:
     Megatron's checkpoints hold fp8 weights as what they stand for. Under delayed scaling, what it
     quantizes again at a load was seen not to be what a run that went on had (docs/numbers.md).
     """
-    for each in leaves(optimizer):
-        each._copy_main_params_to_model_params()
+    for leaf in leaves(optimizer):
+        leaf._copy_main_params_to_model_params()
     if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers
         chunk.start_param_sync()

@@ -27,7 +27,7 @@ StateDtype = Literal[
 
 
 class MegatronConfig(Table):
-    """How Megatron-Core trains: what all variants share."""
+    """The settings of Megatron-Core that all variants share."""
 
     ranks: Ranks  # processes, a GPU for each where there are some
     micro_batch_size: Count
@@ -85,8 +85,8 @@ class SharedKeys(Named):
     """The keys that both kinds of variant have."""
 
     mode: Literal["main_shards", "precision_aware"] = "main_shards"
-    """Who owns the fp32 masters: Megatron, or, precision_aware, the inner optimizer: ours, or of
-    the others TransformerEngine's alone."""
+    """The owner of the fp32 masters: Megatron, or, precision_aware, the inner optimizer: ours, or
+    of the others TransformerEngine's alone."""
     layout: Literal["shards", "whole", "owners"] = "shards"
     """Whether a data-parallel rank steps shards, as the distributed optimizer cuts them, or, with
     Muon and GaLore, whole weights: all of them, or those that the layer-wise optimizer gives it."""
@@ -120,7 +120,7 @@ class StockVariant(SharedKeys):
 
     kind: Literal["stock"] = "stock"
     inner: Literal["transformer_engine", "torch", "unfused"]
-    """Whose Adam is inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
+    """The Adam inside: TransformerEngine's FusedAdam, torch's AdamW, or this command's own in
     plain torch operations; with Muon the last, and Emerging-Optimizers' Muon or, where that is not
     installed, what stands for it."""
     cast_after_load: bool = False
@@ -198,7 +198,7 @@ class MegatronRun(Run):
     """Matrices are stepped by GaLoreAdamW, everything else by its AdamW, in variants of kind
     "megaopt": there are no others; None: by megatron.optimizer."""
     variant: Several[ByKind[MegatronVariant]]
-    """What is trained and compared, in any order."""
+    """The variants to train and compare, in any order."""
 
     def _check(self) -> None:
         need_once(self.variant)
@@ -228,17 +228,19 @@ class MegatronRun(Run):
         return self.megatron.optimizer if self.galore is None else "galore"
 
     def _check_rule(self, variant: MegatronVariant) -> None:
-        own = self.megatron
-        beside = f"optimizer = {own.optimizer!r}" if self.galore is None else "a table [galore]"
+        config = self.megatron
+        condition = (
+            f"optimizer = {config.optimizer!r}" if self.galore is None else "a table [galore]"
+        )
         for key, allowed in ALLOWED[self.rule].items():
             is_so = getattr(variant, key, allowed[0]) in allowed
-            variant.need(is_so, key, f"{spelled(*allowed)} with {beside}")
+            variant.need(is_so, key, f"{spelled(*allowed)} with {condition}")
         if self.rule == "muon" and isinstance(variant, StockVariant):
-            variant.need(variant.inner == "unfused", "inner", f"'unfused' with {beside}")
+            variant.need(variant.inner == "unfused", "inner", f"'unfused' with {condition}")
             words = "'whole' or 'owners', as Megatron's own Muon has no others"
             variant.need(variant.layout != "shards", "layout", words)
         elif self.rule == "muon":
-            parts = own.tensor_parallel > 1 and own.muon_tp_mode == "duplicated"
+            parts = config.tensor_parallel > 1 and config.muon_tp_mode == "duplicated"
             words = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
             variant.need(variant.layout != "shards" or not parts, "layout", words)
 
@@ -258,12 +260,14 @@ class MegatronRun(Run):
     def _check_baseline(self, variant: MegatronVariant) -> None:
         if variant.baseline is None:
             return
-        others = {each.name: each for each in self.variant if each.baseline is None}
-        names = ", ".join(others) or "there is none"
+        baselines = {
+            candidate.name: candidate for candidate in self.variant if candidate.baseline is None
+        }
+        names = ", ".join(baselines) or "there is none"
         allowed = f"the name of another variant, without a baseline: {names}"
-        variant.need(variant.baseline in others, "baseline", allowed)
+        variant.need(variant.baseline in baselines, "baseline", allowed)
         for of, words in {
-            lambda each: self.clips and each.layout: "with the same layout, or clip_grad = 0: the "
+            lambda v: self.clips and v.layout: "with the same layout, or clip_grad = 0: the "
             "norm's sums have its order",
             self.overlaps_grad_reduce: "with the same overlap_grad_reduce: it decides about the "
             "buckets",
@@ -271,7 +275,7 @@ class MegatronRun(Run):
             self.ranks_after: "whose number of ranks changes at the same step: sums have their "
             "order",
         }.items():
-            same = of(variant) == of(others[variant.baseline])
+            same = of(variant) == of(baselines[variant.baseline])
             variant.need(same, "baseline", f"a variant {words}")
 
     def ranks_after(self, variant: MegatronVariant) -> tuple[int, int]:
@@ -283,38 +287,38 @@ class MegatronRun(Run):
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are multiplied by what their norm says; else nobody compares it."""
+        """Returns whether gradients are clipped by their norm; else nobody compares the norm."""
         return self.megatron.clip_grad > 0
 
     def overlaps_grad_reduce(self, variant: MegatronVariant) -> bool:
-        """Whether the variant reduces gradients during the backward pass."""
+        """Returns whether the variant reduces gradients during the backward pass."""
         return self._setting(variant, "overlap_grad_reduce")
 
     def reduces_in_fp32(self, variant: MegatronVariant) -> bool:
-        """Whether the variant's gradients are fp32, as those of fp32 weights are anyway."""
+        """Returns whether the variant's gradients are fp32, as those of fp32 weights are anyway."""
         return self._setting(variant, "grad_reduce_in_fp32") or self.megatron.precision == "fp32"
 
     def overlaps_param_gather(self, variant: MegatronVariant) -> bool:
-        """Whether the variant gathers weights during the forward pass; never without the other.
+        """Returns whether the variant gathers weights during the forward pass.
 
-        Nor where ranks have whole weights.
+        It never does without the other, nor where ranks have whole weights.
         """
         overlaps = self._setting(variant, "overlap_param_gather") and variant.layout == "shards"
         return overlaps and self.overlaps_grad_reduce(variant)
 
     def _setting(self, variant: MegatronVariant, key: str) -> bool:
-        found: bool | None = getattr(variant, key)
-        return bool(getattr(self.megatron, key) if found is None else found)
+        setting: bool | None = getattr(variant, key)
+        return bool(getattr(self.megatron, key) if setting is None else setting)
 
     @property
     def runs(self) -> tuple[MegatronVariant, ...]:
-        """What is trained: the variants."""
+        """Returns the variants that are trained."""
         return self.variant
 
     @property
     def most_ranks(self) -> int:
         """Ranks of the largest group."""
-        return max(self.megatron.ranks, *(each.resume_ranks or 1 for each in self.variant))
+        return max(self.megatron.ranks, *(variant.resume_ranks or 1 for variant in self.variant))
 
 
 def spelled(*values: object) -> str:

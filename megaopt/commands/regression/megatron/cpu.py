@@ -1,4 +1,4 @@
-"""What makes Megatron-Core run without CUDA: it names the GPU in some forty places.
+"""Makes Megatron-Core run without CUDA: it names the GPU in some forty places.
 
 Tensors that it wants on "cuda" are made on the CPU, dtypes are spelled as those of CUDA tensors
 (Megatron tells weights by "torch.cuda.BFloat16Tensor"), streams do nothing, and the random states
@@ -50,13 +50,13 @@ def gather_padded(alike: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def all_gather(
-        parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **others: Any
+        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any
     ) -> Any:
         most = max(part.numel() for part in parts)
         if all(part.numel() == most for part in parts):
-            return alike(parts, own, group, **others)
+            return alike(parts, tensor, group, **options)
         padded = [part.new_zeros(most) for part in parts]
-        alike(padded, torch.nn.functional.pad(own, (0, most - own.numel())), group)
+        alike(padded, torch.nn.functional.pad(tensor, (0, most - tensor.numel())), group)
         for part, wide in zip(parts, padded, strict=True):
             part.copy_(wide[: part.numel()])
         return None

@@ -45,12 +45,12 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         *,
         weight_decay: float,
         scaled_orthogonalize_fn: Callable[..., torch.Tensor],
-        **others: Any,
+        **options: Any,
     ) -> None:
         self.scaled_orthogonalize_fn = scaled_orthogonalize_fn
-        self.nesterov = others.get("nesterov", others.get("use_nesterov"))
-        assert others["weight_decay_method"] == "decoupled"
-        assert others["fp32_matmul_prec"] == "medium"
+        self.nesterov = options.get("nesterov", options.get("use_nesterov"))
+        assert options["weight_decay_method"] == "decoupled"
+        assert options["fp32_matmul_prec"] == "medium"
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     def _init_group(self, group: Any, skip_non_grad_params: bool = True) -> None:
@@ -64,7 +64,7 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
-        """One step of each parameter that has a gradient."""
+        """Steps each parameter that has a gradient."""
         for group in self.param_groups:
             self._init_group(group)
             for param in group["params"]:
@@ -86,13 +86,13 @@ def newton_schulz(x: torch.Tensor, steps: int, coefficient_type: str) -> torch.T
     turned = x.size(0) > x.size(1)
     normal: Any = torch.nn.functional.normalize  # takes several dimensions
     now = normal(x.mT if turned else x, p=2, dim=(-2, -1), eps=1e-7)
-    now, own = now.bfloat16(), SETS[coefficient_type]
+    now, coefficients = now.bfloat16(), SETS[coefficient_type]
     for step in range(steps):
-        a, b, c = own[step % len(own)]
+        a, b, c = coefficients[step % len(coefficients)]
         square = now @ now.mT
         now = torch.addmm(now, torch.addmm(square, square, square, beta=b, alpha=c), now, beta=a)
-    found: torch.Tensor = now.float()
-    return found.mT if turned else found
+    matrix: torch.Tensor = now.float()
+    return matrix.mT if turned else matrix
 
 
 def newton_schulz_tp(
@@ -110,12 +110,12 @@ def newton_schulz_tp(
     parts = [torch.empty_like(x) for _ in range(tp_group.size())]
     dist.all_gather(parts, x.contiguous(), tp_group)
     whole = newton_schulz(torch.cat(parts, partition_dim), steps, coefficient_type)
-    own: torch.Tensor = whole.chunk(tp_group.size(), partition_dim)[tp_group.rank()]
-    return own
+    part: torch.Tensor = whole.chunk(tp_group.size(), partition_dim)[tp_group.rank()]
+    return part
 
 
 def standing() -> dict[str, ModuleType]:
-    """One module that has all that Megatron takes of several, by the names of these."""
+    """Returns one module with all that Megatron takes of several, by the names of these."""
     root = "emerging_optimizers"
     orthogonalized, module = f"{root}.orthogonalized_optimizers", ModuleType(root)
     vars(module).update(
@@ -129,8 +129,8 @@ def standing() -> dict[str, ModuleType]:
         Lion=object,
         SOAP=object,
     )
-    own = (f"{root}.registry", f"{root}.scalar_optimizers", f"{root}.soap")
-    return dict.fromkeys((root, orthogonalized, f"{orthogonalized}.muon_utils", *own), module)
+    names = (f"{root}.registry", f"{root}.scalar_optimizers", f"{root}.soap")
+    return dict.fromkeys((root, orthogonalized, f"{orthogonalized}.muon_utils", *names), module)
 
 
 @contextlib.contextmanager
@@ -142,21 +142,21 @@ def megatrons_muon() -> Iterator[None]:
     factory = importlib.import_module("megatron.core.optimizer")
     is_16 = not hasattr(factory, "_get_megatron_emerging_optimizer")
     name = "muon" if is_16 else "emerging_optimizers"
-    own, modules = importlib.import_module(f"megatron.core.optimizer.{name}"), standing()
+    muon_module, modules = importlib.import_module(f"megatron.core.optimizer.{name}"), standing()
     names = ("_EMERGING_OPTIMIZERS", "_create_emerging_optimizer", "HAVE_EMERGING_OPTIMIZERS")
 
     def load() -> None:
-        importlib.reload(own)
-        for each in () if is_16 else names:
-            setattr(factory, each, getattr(own, each))
+        importlib.reload(muon_module)
+        for attribute in () if is_16 else names:
+            setattr(factory, attribute, getattr(muon_module, attribute))
 
     sys.modules.update(modules)
     try:
         load()
         yield
     finally:
-        for each in modules:
-            del sys.modules[each]
+        for module_name in modules:
+            del sys.modules[module_name]
         load()
 
 

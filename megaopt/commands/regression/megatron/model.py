@@ -20,28 +20,32 @@ def megatron(name: str) -> Any:
 
 
 def weights_dtype(run: MegatronRun) -> torch.dtype:
-    """What the model computes in, fp8 apart."""
+    """Returns the dtype that the model computes in, fp8 apart."""
     return torch.bfloat16 if run.megatron.precision == "bf16" else torch.float32
 
 
 def transformer_config(run: MegatronRun, device: torch.device) -> Any:
     """Megatron's TransformerConfig: nothing random, nothing fused that TransformerEngine brings."""
-    own, dtype = run.megatron, weights_dtype(run)
+    megatron_config, dtype = run.megatron, weights_dtype(run)
     experts = {
-        "num_moe_experts": own.experts,
-        "expert_model_parallel_size": own.expert_parallel,
+        "num_moe_experts": megatron_config.experts,
+        "expert_model_parallel_size": megatron_config.expert_parallel,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",
         "add_bias_linear": False,
     }
-    fp8 = {"fp8": "hybrid", "fp8_recipe": own.fp8_recipe, "fp8_param": own.fp8_param_gather}
+    fp8 = {
+        "fp8": "hybrid",
+        "fp8_recipe": megatron_config.fp8_recipe,
+        "fp8_param": megatron_config.fp8_param_gather,
+    }
     return megatron("transformer").TransformerConfig(
         num_layers=run.model.layers,
         hidden_size=run.model.width,
         num_attention_heads=run.model.heads,
         ffn_hidden_size=FEED_FORWARD_FACTOR * run.model.width,
-        tensor_model_parallel_size=own.tensor_parallel,
-        pipeline_model_parallel_size=own.pipeline_parallel,
+        tensor_model_parallel_size=megatron_config.tensor_parallel,
+        pipeline_model_parallel_size=megatron_config.pipeline_parallel,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -56,8 +60,8 @@ def transformer_config(run: MegatronRun, device: torch.device) -> Any:
         # where TransformerEngine is installed and apex is not, the other norm asks for apex
         normalization="RMSNorm",
         attention_backend=megatron("transformer.enums").AttnBackend.unfused,
-        **(experts if own.experts is not None else {}),
-        **(fp8 if own.fp8_recipe is not None else {}),
+        **(experts if megatron_config.experts is not None else {}),
+        **(fp8 if megatron_config.fp8_recipe is not None else {}),
     )
 
 
@@ -86,15 +90,15 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
 
 def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) -> Any:
     """Megatron's DistributedDataParallel around the model, for the variant's layout."""
-    distributed, own = megatron("distributed"), run.megatron
+    distributed, megatron_config = megatron("distributed"), run.megatron
     settings = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=variant.layout == "shards",
         grad_reduce_in_fp32=run.reduces_in_fp32(variant),
         overlap_grad_reduce=run.overlaps_grad_reduce(variant),
         overlap_param_gather=run.overlaps_param_gather(variant),
-        bucket_size=own.bucket_size,
+        bucket_size=megatron_config.bucket_size,
         average_in_collective=False,
-        fp8_param_gather=own.fp8_param_gather,
+        fp8_param_gather=megatron_config.fp8_param_gather,
     )
     return distributed.DistributedDataParallel(config, settings, model)
 
@@ -122,7 +126,7 @@ class ForwardStep:
         self.micro_batch_size = run.megatron.micro_batch_size
         share = run.batch_size // groups.get_data_parallel_world_size()
         first = groups.get_data_parallel_rank() * share
-        self.own = slice(first, first + share)
+        self.rows = slice(first, first + share)
         self.micro_batches = share // self.micro_batch_size
         """Forward passes of this rank in a step."""
         shape = (1, 1, context, context)
@@ -132,7 +136,7 @@ class ForwardStep:
 
     def data(self, step: int) -> Iterator[tuple[torch.Tensor, ...]]:
         """Inputs and targets of each micro batch of a step; steps count from 1."""
-        inputs, targets = (each[self.own].to(self.device) for each in self.batches.at(step))
+        inputs, targets = (tensor[self.rows].to(self.device) for tensor in self.batches.at(step))
         size = self.micro_batch_size
         return zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
 

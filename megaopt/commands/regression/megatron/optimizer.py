@@ -39,7 +39,7 @@ def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) ->
     if name == "muon":
         more["muon_tp_mode"] = run.megatron.muon_tp_mode
     if variant.layout == "owners":  # release 0.16 has another name
-        if LAYER_WISE in {each.name for each in fields(kind)}:
+        if LAYER_WISE in {field.name for field in fields(kind)}:
             more[LAYER_WISE] = True
         else:
             name = "dist_muon"
@@ -111,7 +111,9 @@ def whole_galore(run: MegatronRun, variant: MegaoptVariant, chunk: Any, galore: 
         return GaLoreAdamW(params, backend=variant.backend, **kwargs, **galore)
 
     put_inside(adam)
-    made = megatron("optimizer").get_megatron_optimizer(optimizer_config(run, variant), [chunk])
+    optimizer = megatron("optimizer").get_megatron_optimizer(
+        optimizer_config(run, variant), [chunk]
+    )
     plug = import_module("megaopt.integration.megatron.distributed")
     for buffers in (chunk.buffers, chunk.expert_parallel_buffers):
         for param, number in plug.numbers_of(buffers).items():
@@ -119,11 +121,11 @@ def whole_galore(run: MegatronRun, variant: MegaoptVariant, chunk: Any, galore: 
             master = getattr(param, "main_param", param)
             master.megaopt_number = number
             setattr(master, EMBEDDING, getattr(param, EMBEDDING, None))
-    return made
+    return optimizer
 
 
 def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
-    """That of megaopt.integration.megatron, which is imported by name: nobody else needs it."""
+    """Makes megaopt.integration.megatron's optimizer, imported by name: nobody else needs it."""
     plug = import_module("megaopt.integration.megatron")
     galore = None if run.galore is None else run.galore.model_dump()
     if galore is not None and variant.layout == "whole":
@@ -148,18 +150,20 @@ def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
 def build_optimizer(run: MegatronRun, variant: MegatronVariant, chunk: Any) -> Any:
     """Megatron's optimizer object for a wrapped model."""
     if isinstance(variant, StockVariant):
-        made = stock_optimizer(run, variant, chunk)
+        optimizer = stock_optimizer(run, variant, chunk)
     else:
-        made = our_optimizer(run, variant, chunk)
+        optimizer = our_optimizer(run, variant, chunk)
     if variant.cuda_graph:  # as Megatron's training loop does it
-        made.step = megatron("optimizer.optimizer_cuda_graph").OptimizerCudaGraphWrapper(made.step)
-    return made
+        optimizer.step = megatron("optimizer.optimizer_cuda_graph").OptimizerCudaGraphWrapper(
+            optimizer.step
+        )
+    return optimizer
 
 
 def leaves(optimizer: Any) -> list[Any]:
     """The optimizers of a chain, or of chains within it, that step weights; or the one."""
-    own = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if own is None else [leaf for each in own for leaf in leaves(each)]
+    chain = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chain is None else [leaf for member in chain for leaf in leaves(member)]
 
 
 def scheduler_of(run: MegatronRun, optimizer: Any) -> Any:

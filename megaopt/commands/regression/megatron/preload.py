@@ -1,4 +1,4 @@
-"""What of Megatron-Core the CPU's processes have imported before they are made."""
+"""Imports what the CPU's processes need of Megatron-Core, before they are made."""
 
 import contextlib
 import warnings

@@ -1,4 +1,4 @@
-"""What a rank owns of weights, masters and moments: what is recorded, and their bytes."""
+"""The weights, masters and moments that a rank owns: those recorded, and their bytes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,16 @@ def as_master(weight: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
 
 
 def parts(chunk: Any, optimizer: Any, suffix: str, of_experts: str) -> Iterator[Part]:
-    """What this rank steps of the weights, and their states after a step, in the model's order.
+    """Gives the weights that this rank steps, and their states after a step, in the model's order.
 
     The tensors are those that Megatron would save, a state in another format being decoded to fp32.
     The suffixes tell names apart from those of ranks with other parts of the model, or experts.
     """
-    held = {own: tensors for each in leaves(optimizer) for own, tensors in held_by(each, chunk)}
+    held = {
+        parameter: tensors
+        for leaf in leaves(optimizer)
+        for parameter, tensors in held_by(leaf, chunk)
+    }
     for name, parameter in chunk.module.named_parameters():
         if parameter in held:
             stored, shape, start = held[parameter]["master"]
@@ -64,49 +68,54 @@ Held = list[tuple[torch.Tensor, Tensors]]
 
 
 def held_by(optimizer: Any, chunk: Any) -> Held:
-    """What an optimizer steps: shards of a DistributedOptimizer's, or whole weights."""
+    """Returns what an optimizer steps: shards of a DistributedOptimizer's, or whole weights."""
     if not hasattr(optimizer, "model_param_group_index_map"):
-        own = chunk.module.parameters()
-        models = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in own}
+        parameters = chunk.module.parameters()
+        models = {
+            id(getattr(parameter, "main_param", parameter)): parameter for parameter in parameters
+        }
         mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
         return [(models[id(main)], whole_of(main, optimizer.optimizer)) for main in mains]
-    return [(own, shard_of(own, optimizer)) for own in optimizer.model_param_group_index_map]
+    return [
+        (parameter, shard_of(parameter, optimizer))
+        for parameter in optimizer.model_param_group_index_map
+    ]
 
 
 def whole_of(main: torch.Tensor, inner: Any) -> Tensors:
     """A master, its moments, and GaLore's projection."""
     state = inner.state[main]
     names = [name for name in (*MOMENTS, *PROJECTED) if name in state]
-    kept = {"master": main, **{name: state[name] for name in names}}
-    own = {name: local_of(tensor).detach() for name, tensor in kept.items()}
-    return {name: (tensor.view(-1), tensor.shape, 0) for name, tensor in own.items()}
+    tensors = {"master": main, **{name: state[name] for name in names}}
+    local_tensors = {name: local_of(tensor).detach() for name, tensor in tensors.items()}
+    return {name: (tensor.view(-1), tensor.shape, 0) for name, tensor in local_tensors.items()}
 
 
 def shard_of(parameter: torch.Tensor, optimizer: Any) -> Tensors:
     """The same of a shard; of a matrix that GaLore projects as it is kept, not as it is saved."""
     start = optimizer._get_model_param_range_map(parameter)["param"].start
     saved = optimizer._get_main_param_and_optimizer_states(parameter)
-    own: Tensors = {
+    tensors: Tensors = {
         KINDS[key]: (saved[key].detach().view(-1), parameter.shape, start) for key in KINDS
     }
     fused: Any = getattr(optimizer, "fused", None)
     view: Any = None if fused is None else owned_of(fused).view(optimizer.shards[parameter])
     if view is None or not view.kept:
-        return own
+        return tensors
     state, low = fused.state[view.param], view.matrix.low_shape(view.whole_shape)
     moments = {name: (state[name], low, view.first_of(name)) for name in MOMENTS if name in state}
-    kept = {name: (state[name].view(-1), shape, 0) for name, shape in view.kept.items()}
-    return {**own, **moments, **kept}
+    projected = {name: (state[name].view(-1), shape, 0) for name, shape in view.kept.items()}
+    return {**tensors, **moments, **projected}
 
 
 def state_bytes(optimizer: Any) -> int:
     """Bytes of this rank's masters and moments as they are stored, and of their scales."""
     tensors: dict[int, torch.Tensor] = {}
     names = ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
-    for each in leaves(optimizer):
-        groups = [group for name in names for group in getattr(each, name, ())]
+    for leaf in leaves(optimizer):
+        groups = [group for name in names for group in getattr(leaf, name, ())]
         mains = (p for group in groups for p in group)
-        states = (t for state in each.optimizer.state.values() for t in state.values())
+        states = (t for state in leaf.optimizer.state.values() for t in state.values())
         for tensor in map(local_of, (*mains, *states)):
             if isinstance(tensor, torch.Tensor) and tensor.numel() > 0:
                 # masters may be in both places

@@ -132,7 +132,7 @@ class Training:
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         forward_backward = megatron("pipeline_parallel.schedules").get_forward_backward_func()
-        told = forward_backward(
+        reports = forward_backward(
             forward_step_func=self.forward_step,
             data_iterator=self.forward_step.data(step),
             model=[self.chunk],
@@ -141,7 +141,7 @@ class Training:
             micro_batch_size=self.run.megatron.micro_batch_size,
             forward_only=False,
         )
-        losses = [each["loss"] for each in told]
+        losses = [report["loss"] for report in reports]
         return [hexadecimal(loss) for loss in torch.stack(losses).tolist()] if losses else []
 
     def _synchronize(self) -> None:
@@ -150,12 +150,12 @@ class Training:
 
     def parts(self) -> Iterable[Part]:
         """The shards of this rank."""
-        groups, own = megatron("parallel_state"), self.run.megatron
+        groups, config = megatron("parallel_state"), self.run.megatron
         rank, stage = groups.get_tensor_model_parallel_rank, groups.get_pipeline_model_parallel_rank
-        suffix = f" (tensor-parallel rank {rank()})" if own.tensor_parallel > 1 else ""
-        suffix += f" (pipeline stage {stage()})" if own.pipeline_parallel > 1 else ""
+        suffix = f" (tensor-parallel rank {rank()})" if config.tensor_parallel > 1 else ""
+        suffix += f" (pipeline stage {stage()})" if config.pipeline_parallel > 1 else ""
         of_experts = suffix
-        if own.expert_parallel > 1:
+        if config.expert_parallel > 1:
             of_experts += f" (expert-parallel rank {groups.get_expert_model_parallel_rank()})"
         return state.parts(self.chunk, self.optimizer, suffix, of_experts)
 
@@ -185,6 +185,6 @@ def memory_of(device: torch.device) -> tuple[int, int]:
     """Bytes of a GPU: the peak since the last call, and what is there now; 0 on the CPU."""
     if device.type == "cpu":
         return 0, 0
-    found = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+    peak_and_now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    return found
+    return peak_and_now

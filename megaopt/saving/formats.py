@@ -29,38 +29,44 @@ FROZEN = "frozen"
 """Name in the same, for torch.distributed.checkpoint: the places in the group of frozen parameters
 whose states are to be kept. Not in older ones, nor where there are none."""
 
-Said = Mapping[str, str]
+Marks = Mapping[str, str]
+"""The marks of a group in a state dict: what it says under FORMATS, by name."""
 
 ROOM, LENGTHS = 64, 4093
 """Room for the name of a contract as bytes; and how many lengths there are."""
 
 
 def check_formats(
-    said: Said, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+    marks: Marks, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> None:
     """Raises ValueError for a moment or master whose codes are other values in our format.
 
-    Where nothing is said, dtypes and shapes are all there is. state: of one parameter, as saved.
+    Dtypes and shapes are all there is in state dicts without marks.
+
+    marks: the group's. state: of one parameter, as saved.
     """
     formats = owned.formats(view)
-    for slot, own in owned.options.format_names.items():
-        name, theirs, held = state_name(slot), said.get(slot, own), formats.by_slot.get(slot)
-        if theirs == own or held is None or not held.present or state.get(name) is None:
+    for slot, format_name in owned.options.format_names.items():
+        name, saved_name = state_name(slot), marks.get(slot, format_name)
+        held = formats.by_slot.get(slot)
+        if saved_name == format_name or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
-        form = _format_of(theirs, slot, view)
+        form = _format_of(saved_name, slot, view)
         if form is None or not held.reads_as(form):
-            refuse(f"{where}: the format of {name!r} in the state dict", repr(own), theirs)
+            refuse(
+                f"{where}: the format of {name!r} in the state dict", repr(format_name), saved_name
+            )
 
 
 def mark_of(owned: Owned) -> str:
-    """What a state dict's groups say under FORMATS: formats, and what else a load compares."""
+    """Returns what groups of a state dict say under FORMATS: formats, and what a load compares."""
     options = owned.options
-    said = {
+    marks = {
         MASTERS_KEPT: owned.wants_masters,
         MAXIMIZE: options.maximize,
         COUNTS: options.whose_counts,
     }
-    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in said.items())))
+    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in marks.items())))
 
 
 def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
@@ -84,14 +90,14 @@ def text_of(value: Any) -> Any:
 
 
 def _meaning_of(owned: Owned) -> str:
-    """What a state's numbers mean; a load takes no state of another meaning."""
+    """Returns what a state's numbers mean; a load takes no state of another meaning."""
     options, moments = owned.options, owned.all_moments
-    found = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
+    meanings = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
     keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
-        own = MASTERS[options.format_names["master"]]
-        found["master"] = _first_like(own, MASTERS) if owned.wants_masters else NONE.name
-    meaning = [found, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+        form = MASTERS[options.format_names["master"]]
+        meanings["master"] = _first_like(form, MASTERS) if owned.wants_masters else NONE.name
+    meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
     # lengths of the default are those of older checkpoints
     counts = [options.whose_counts] if options.whose_counts != options.usual_counts else []
     return repr([*meaning, *counts])
@@ -99,20 +105,22 @@ def _meaning_of(owned: Owned) -> str:
 
 def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
     """The first format that reads the same values, whichever way it rounds."""
-    return next((own.name for own in table.values() if own.reads_as(form)), form.name)
+    return next(
+        (candidate.name for candidate in table.values() if candidate.reads_as(form)), form.name
+    )
 
 
-def check_masters(said: Said, owned: Owned, view: ParamView, where: str) -> None:
+def check_masters(marks: Marks, owned: Owned, view: ParamView, where: str) -> None:
     """Raises ValueError where only one side has masters beside such a weight.
 
     torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
     """
     if owned.options.master_format(view.param.dtype, True, view.code_dtype).present:
-        _check_same(said, MASTERS_KEPT, owned.wants_masters, where)
+        _check_same(marks, MASTERS_KEPT, owned.wants_masters, where)
 
 
 def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
-    """What a group of a state dict says under BESIDE, if anything."""
+    """Returns what a group of a state dict says under BESIDE, if anything."""
     if BESIDE not in owned.options.group_keys:
         return {}
     short = (torch.bfloat16, torch.float16)
@@ -123,35 +131,35 @@ def check_beside(
     group: Mapping[str, Any], state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> None:
     """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
-    beside, own = group.get(BESIDE), _dtype_of(view.param)
-    if beside in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
+    dtypes, dtype = group.get(BESIDE), _dtype_of(view.param)
+    if dtypes in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
         return
-    if not isinstance(beside, str) or own not in beside.split(", "):
-        refuse(f"{where}: {BESIDE!r} of the state dict", f"{own!r}, its dtype", beside)
+    if not isinstance(dtypes, str) or dtype not in dtypes.split(", "):
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{dtype!r}, its dtype", dtypes)
 
 
 def _dtype_of(param: torch.Tensor) -> str:
     return str(param.dtype).removeprefix("torch.")
 
 
-def check_sign(said: Said, owned: Owned, where: str) -> None:
+def check_sign(marks: Marks, owned: Owned, where: str) -> None:
     """Raises ValueError for a state of gradients of the other sign."""
-    _check_same(said, MAXIMIZE, owned.options.maximize, where)
+    _check_same(marks, MAXIMIZE, owned.options.maximize, where)
 
 
-def _check_same(said: Said, name: str, own: bool, where: str) -> None:
-    if said.get(name) not in (None, str(own)):
-        refuse(f"{where}: {name} of the state dict", f"this optimizer's, {own}", said[name])
+def _check_same(marks: Marks, name: str, value: bool, where: str) -> None:
+    if marks.get(name) not in (None, str(value)):
+        refuse(f"{where}: {name} of the state dict", f"this optimizer's, {value}", marks[name])
 
 
-def check_count(said: Said, state: Mapping[str, Any], any_has: bool, where: str) -> None:
+def check_count(marks: Marks, state: Mapping[str, Any], any_has: bool, where: str) -> None:
     """Raises ValueError for a state whose step count was lost, or comes from somewhere else.
 
     torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
 
     state: of one parameter, as saved. any_has: some state has a count.
     """
-    counts, has = said.get(COUNTS), STEP in state
+    counts, has = marks.get(COUNTS), STEP in state
     if not has and (counts == "parameter" or any_has):
         who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
         raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
@@ -163,13 +171,13 @@ def check_count(said: Said, state: Mapping[str, Any], any_has: bool, where: str)
 
 
 def frozen_of(group: Mapping[str, Any]) -> list[int]:
-    """What a group of a state dict says under FROZEN."""
-    said = said_by(group, "") if isinstance(group.get(FORMATS), str) else {}
-    return [int(place) for place in said.get(FROZEN, "").split() if place.isdecimal()]
+    """Returns what a group of a state dict says under FROZEN."""
+    marks = said_by(group, "") if isinstance(group.get(FORMATS), str) else {}
+    return [int(place) for place in marks.get(FROZEN, "").split() if place.isdecimal()]
 
 
 def in_our_blocks(
-    said: Said, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+    marks: Marks, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> dict[str, Any]:
     """The state as the rule of today has it, by which moments are kept in blocks or fp32.
 
@@ -178,14 +186,14 @@ def in_our_blocks(
 
     state: of one parameter, as saved: this rank's tensors.
     """
-    formats, found = owned.formats(view), dict(state)
-    if BLOCKS in said:
-        return found
+    formats, converted = owned.formats(view), dict(state)
+    if BLOCKS in marks:
+        return converted
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
-        asked = MOMENTS.get(said.get(name, "")) or owned.options.moment_format(name)
-        if asked.block and not held.block and _had_blocks(asked, view):
-            _take_out_of_blocks(found, name, asked, view, where)
-    return found
+        form = MOMENTS.get(marks.get(name, "")) or owned.options.moment_format(name)
+        if form.block and not held.block and _had_blocks(form, view):
+            _take_out_of_blocks(converted, name, form, view, where)
+    return converted
 
 
 def _take_out_of_blocks(
@@ -201,9 +209,9 @@ def _take_out_of_blocks(
             "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
             "there, not through torch.distributed.checkpoint"
         )
-    found = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
+    layout = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
     count = -(-math.prod(shape) // form.block)
-    if found == (form.dtype, form.stored_shape(shape), torch.uint8, count):
+    if layout == (form.dtype, form.stored_shape(shape), torch.uint8, count):
         state[name] = decoded_blocks(form, code, state.pop(name + SCALE), shape, 0)
 
 
@@ -214,11 +222,11 @@ def _had_blocks(form: Format, view: ParamView) -> bool:
 
 
 def said_by(group: Mapping[str, Any], where: str) -> dict[str, str]:
-    """What a group says under FORMATS, by name; nothing in older ones."""
+    """Returns what a group says under FORMATS, by name; nothing in older ones."""
     mark = group.get(FORMATS)
     if mark is None:
         return {}
-    parts = [each.split("=", 1) for each in mark.split(", ")] if isinstance(mark, str) else [[]]
+    parts = [part.split("=", 1) for part in mark.split(", ")] if isinstance(mark, str) else [[]]
     if not all(len(part) == 2 for part in parts):
         refuse(f"{where}: {FORMATS!r} of the state dict", "as in 'exp_avg=float32, ...'", mark)
     return {part[0]: part[1] for part in parts}
@@ -230,5 +238,5 @@ def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
         form = MOMENTS.get(name)
         keeps = form is None or not form.block or view.keeps_blocks(form)
         return form if keeps else MOMENTS[torch.float32]
-    beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
-    return beside.get(name) or MASTERS.get(name)
+    table = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
+    return table.get(name) or MASTERS.get(name)

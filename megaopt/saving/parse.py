@@ -20,7 +20,7 @@ WRITTEN = "written"
 step, so that their masters are to take the values. It is there where there are such."""
 
 Key = Hashable
-"""What a state dict calls a parameter: its place, or whatever a hook or a framework made of it."""
+"""A parameter's key in a state dict: its place, or whatever a hook or a framework made of it."""
 
 
 @dataclass
@@ -28,16 +28,16 @@ class Saved:
     """A state dict whose containers are what they must be."""
 
     states: dict[Key, dict[str, Any]]
-    """Without parameters that have none."""
+    """The states of parameters that have one."""
     groups: list[dict[str, Any]]
     order: list[Key]
     """Keys of all parameters, in group order."""
     not_made: dict[Key, list[str]] | None
-    """Left out (None) by another optimizer's state dict, or one taken apart."""
+    """Names that states lack; None in another optimizer's state dict, or one taken apart."""
     written: list[Key]
     """Parameters whose weights were written since the last step."""
-    others: dict[str, Any]
-    """What optimizer.state has under text, of no parameter: a wrapper's own, Lookahead's say."""
+    extras: dict[str, Any]
+    """Entries of optimizer.state under text, of no parameter: a wrapper's, Lookahead's say."""
 
 
 def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
@@ -52,23 +52,23 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
             what = listed(state_dict) or "an empty dict"
             raise ValueError(f"the state dict has no {key!r}: found {what}")
     groups = _groups(state_dict["param_groups"])
-    found = [len(group["params"]) for group in groups]
-    if found != sizes:
+    saved_sizes = [len(group["params"]) for group in groups]
+    if saved_sizes != sizes:
         raise ValueError(
-            f"the state dict has groups of {found} parameters: allowed are this optimizer's, "
+            f"the state dict has groups of {saved_sizes} parameters: allowed are this optimizer's, "
             f"{sizes}"
         )
     order = [key for group in groups for key in group["params"]]
     _check_keys(order)
     not_made = state_dict.get(NOT_MADE)
-    states, others = _states(state_dict["state"], set(order))
+    states, extras = _states(state_dict["state"], set(order))
     return Saved(
         states=states,
         groups=groups,
         order=order,
         not_made=None if not_made is None else _names_by_key(not_made),
         written=_written(state_dict.get(WRITTEN, []), order),
-        others=others,
+        extras=extras,
     )
 
 
@@ -97,17 +97,17 @@ def _check_keys(order: list[Any]) -> None:
         refuse("'params' of the state dict", "whole numbers without a gap", order)
 
 
-def _states(states: Any, known: set[Key]) -> tuple[dict[Key, dict[str, Any]], dict[str, Any]]:
-    """The states of parameters, and what else there is under text, where parameters have places."""
+def _states(states: Any, param_keys: set[Key]) -> tuple[dict[Key, dict[str, Any]], dict[str, Any]]:
+    """Returns parameters' states, and other entries under text, where parameters have places."""
     if not isinstance(states, Mapping):
         refuse("'state' of the state dict", "a dict by parameter", states)
-    found, others = {}, {}
-    goes_by_names = any(isinstance(key, str) for key in known)
+    param_states, extras = {}, {}
+    goes_by_names = any(isinstance(key, str) for key in param_keys)
     for key, state in states.items():
         if isinstance(key, str) and not goes_by_names:
-            others[key] = state
+            extras[key] = state
             continue
-        if key not in known:
+        if key not in param_keys:
             raise ValueError(
                 f"state {shown(key)} of the state dict belongs to no parameter of its groups"
             )
@@ -116,10 +116,10 @@ def _states(states: Any, known: set[Key]) -> tuple[dict[Key, dict[str, Any]], di
         # unflattened by torch.distributed.checkpoint, what was None comes back as {}
         lost = {n for n, v in state.items() if isinstance(v, dict) and not v}
         lost &= {*state} if goes_by_names else {MASTER}
-        own = {name: value for name, value in state.items() if name not in lost}
-        if own:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
-            found[key] = own
-    return found, others
+        values = {name: value for name, value in state.items() if name not in lost}
+        if values:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
+            param_states[key] = values
+    return param_states, extras
 
 
 def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
@@ -132,8 +132,8 @@ def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
 
 
 def _written(keys: Any, order: list[Key]) -> list[Key]:
-    known = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
-    if not known or not set(keys) <= set(order):
+    are_keys = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
+    if not are_keys or not set(keys) <= set(order):
         refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
     return list(keys)
 
@@ -141,7 +141,7 @@ def _written(keys: Any, order: list[Key]) -> list[Key]:
 def is_ours(groups: Any) -> bool:
     """Whether the groups of a state dict are of this package's optimizers."""
     is_list = isinstance(groups, (list, tuple)) and len(groups) > 0
-    return is_list and all(isinstance(each, Mapping) and "contract" in each for each in groups)
+    return is_list and all(isinstance(group, Mapping) and "contract" in group for group in groups)
 
 
 def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) -> Any:
@@ -153,8 +153,8 @@ def with_states(state_dict: Any, read: Callable[[Mapping[str, Any], str], Any]) 
     states = state_dict.get("state") if isinstance(state_dict, Mapping) else None
     if not isinstance(states, Mapping) or is_ours(state_dict.get("param_groups")):
         return state_dict
-    found = {
+    new_states = {
         key: read(state, f"state {key!r}") if isinstance(state, Mapping) else state
         for key, state in states.items()
     }
-    return {**state_dict, "state": found}
+    return {**state_dict, "state": new_states}

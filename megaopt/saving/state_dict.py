@@ -89,26 +89,26 @@ class Loaded:
     masters: list[tuple[torch.Tensor, torch.Tensor]]
     """The caller's masters, and what is written into them."""
     hints: dict[str, str]
-    """What to warn of, by name: of another library's states what no step reads."""
+    """Warnings by name: of what no step reads in another library's states."""
 
 
 def mark(
-    packed: dict[str, Any], owned: Owned, versions: Versions, given: GivenCounts, sized: bool
+    packed: dict[str, Any], owned: Owned, versions: Versions, counts: GivenCounts, sized: bool
 ) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None. Raises ValueError for a
     state that no load would take.
 
-    versions: of the weights, as the last step left them. given: the counts in state dicts. sized:
+    versions: of the weights, as the last step left them. counts: those in state dicts. sized:
     contracts are tensors, whose sizes torch compares before it loads.
     """
     owned.homes.wait()
     keys = [key for group in packed["param_groups"] for key in group["params"]]
     place_of = {key: place for place, key in enumerate(keys)}
     state = {
-        key: _state(own, owned, place_of[key], given) if key in place_of and own else own
-        for key, own in packed["state"].items()
+        key: _state(entry, owned, place_of[key], counts) if key in place_of and entry else entry
+        for key, entry in packed["state"].items()
     }
     states = _by_param(packed["state"], keys, owned)
     not_made = {}
@@ -124,21 +124,23 @@ def mark(
         marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, states)
     groups = [
-        {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(own["params"], owned)}
-        for group, own, lost in zip(packed["param_groups"], owned.groups, frozen, strict=True)
+        {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(live_group["params"], owned)}
+        for group, live_group, lost in zip(
+            packed["param_groups"], owned.groups, frozen, strict=True
+        )
     ]
     for place, group in enumerate(groups):
         check_param_numbers(group, f"group {place}")
         if not has_its_names(group):
             del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor
-            group[STEP] = given.new(group[STEP], place, shape, device)
+            group[STEP] = counts.new(group[STEP], place, shape, device)
     written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 
 
-def _state(own: State, owned: Owned, place: int, given: GivenCounts) -> State:
+def _state(state: State, owned: Owned, place: int, counts: GivenCounts) -> State:
     """A parameter's state as state dicts have it: what the next step would let go of is left out.
 
     Raises ValueError for what no load takes.
@@ -148,9 +150,9 @@ def _state(own: State, owned: Owned, place: int, given: GivenCounts) -> State:
     stored = {state_name(slot): slot for slot in formats.state_slots}
     keeps_master = formats.master.present or _is_wide(view)
     masters = () if formats.master.present else (MASTER, MASTER + SCALE)
-    check_rule(owned, view, own, where)
+    check_rule(owned, view, state, where)
     counted = (STEP,) if owned.options.counts_apart else ()
-    wrong = [name for name in own if name not in (*stored, *view.kept, *masters, *counted)]
+    wrong = [name for name in state if name not in (*stored, *view.kept, *masters, *counted)]
     wrong = [name for name in wrong if name in names or _is_ours(name)]
     if wrong:
         raise ValueError(
@@ -158,20 +160,20 @@ def _state(own: State, owned: Owned, place: int, given: GivenCounts) -> State:
             f"and no other names of this package's, got {listed(wrong)}, which no load takes"
         )
     for name, slot in stored.items() if view.matrix is not None else ():
-        value, shape = local_of(own.get(name)), shape_of(slot, formats, view)
+        value, shape = local_of(state.get(name)), shape_of(slot, formats, view)
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
             refuse(f"{where}: state {name!r}", f"of shape {shape}, as its group says", value)
-    found = {
+    packed_state = {
         name: value
-        for name, value in own.items()
+        for name, value in state.items()
         if not (name == MASTER and value is None) and (keeps_master or name not in masters)
     }
-    if counted and any(name in own for name in names):
+    if counted and any(name in state for name in names):
         # parameters share counts, and a load of a checkpoint writes into each
-        count = own[STEP] if STEP in own else new_count(owned)
+        count = state[STEP] if STEP in state else new_count(owned)
         on_device = owned.options.capturable
-        found[STEP] = count.clone() if on_device else given.new(count, view.param)
-    return found
+        packed_state[STEP] = count.clone() if on_device else counts.new(count, view.param)
+    return packed_state
 
 
 def has_its_names(group: Mapping[str, Any]) -> bool:
@@ -192,7 +194,7 @@ def _is_wide(view: ParamView) -> bool:
     return view.param.dtype == torch.float32 and view.code_dtype is None
 
 
-def _lacking(own: Mapping[str, Any], owned: Owned, view: ParamView) -> list[str]:
+def _lacking(state: Mapping[str, Any], owned: Owned, view: ParamView) -> list[str]:
     """The names of what the next step would make of a parameter's state."""
     needs_master = owned.options.master_format(
         view.param.dtype, owned.wants_masters, view.code_dtype
@@ -201,7 +203,7 @@ def _lacking(own: Mapping[str, Any], owned: Owned, view: ParamView) -> list[str]
     return [
         name
         for name in names
-        if name not in own or (name == MASTER and needs_master and own[name] is None)
+        if name not in state or (name == MASTER and needs_master and state[name] is None)
     ]
 
 
@@ -211,30 +213,32 @@ def incomplete(owned: Owned, state: StateOf) -> list[int]:
     torch.distributed.checkpoint saves, and reads, what there is. Raises ValueError for a weight
     that became fp32 since the last step, and has not taken its master's value yet.
     """
-    found = []
+    places = []
     for place, view in enumerate(owned.views):
-        own = state.get(view.param, {})
-        if _is_wide(view) and own.get(MASTER) is not None:
+        param_state = state.get(view.param, {})
+        if _is_wide(view) and param_state.get(MASTER) is not None:
             raise ValueError(
                 f"{owned.labels[place]}: its state must have no master, as it became fp32 since "
                 "the last step, got one: call initialize_states() before get_optimizer_state_dict, "
                 "which gives the weight its value"
             )
-        if any(name in own for name in owned.state_names(view)) and _lacking(own, owned, view):
-            found.append(place)
-    return found
+        if any(name in param_state for name in owned.state_names(view)) and _lacking(
+            param_state, owned, view
+        ):
+            places.append(place)
+    return places
 
 
 def _device_of(state: dict[Any, State], keys: Iterable[Key], owned: Owned) -> torch.device:
-    """Where the state's tensors are: torch wants all tensors of a full state dict on one device."""
-    found = [
-        own[name]
+    """Returns the device of the state's tensors: torch wants all of a full state dict on one."""
+    tensors = [
+        param_state[name]
         for key, view in zip(keys, owned.views, strict=True)
-        if (own := state.get(key))
+        if (param_state := state.get(key))
         for name in owned.state_names(view)
-        if isinstance(own.get(name), torch.Tensor)
+        if isinstance(param_state.get(name), torch.Tensor)
     ]
-    return found[0].device if found else owned.device
+    return tensors[0].device if tensors else owned.device
 
 
 def _by_param(
@@ -245,7 +249,7 @@ def _by_param(
 
 
 def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
-    """What an optimizer takes over of a state dict; both stay as they are.
+    """Returns what an optimizer takes over of a state dict; both stay as they are.
 
     Raises ValueError as FusedOptimizer.load_state_dict. state: the optimizer's.
     """
@@ -254,30 +258,30 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     options = owned.options
     for group in saved.groups:
         group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
-    ours = all("contract" in group for group in saved.groups if group["params"])
+    is_ours = all("contract" in group for group in saved.groups if group["params"])
     for index, group in enumerate(saved.groups):
         _check_numbers(group, options, f"group {index}")
     groups = [
-        _group(own, owned.groups[index], options, _step(saved, options, index), index)
-        for index, own in enumerate(saved.groups)
+        _group(saved_group, owned.groups[index], options, _step(saved, options, index), index)
+        for index, saved_group in enumerate(saved.groups)
     ]
     for group, names in zip(groups, _names(saved.groups, owned.groups), strict=True):
         group.update(names)
     new = owned.with_groups(groups)  # whose numbers decide the shapes of states
     _check_routes(owned, new)
-    made = [place for place, key in enumerate(saved.order) if key in saved.states]
+    places = [place for place, key in enumerate(saved.order) if key in saved.states]
     hints: dict[str, str] = {}
-    with new.room({}, made):
-        states = _states(saved, new, ours, hints)
+    with new.room({}, places):
+        states = _states(saved, new, is_ours, hints)
     place_of = {key: place for place, key in enumerate(saved.order)}
     check_frozen(state_dict["param_groups"], owned, state)
     if options.capturable:
         numbers = owned.device_numbers(groups)
-        groups = [{**group, **own} for group, own in zip(groups, numbers, strict=True)]
+        groups = [{**group, **tensors} for group, tensors in zip(groups, numbers, strict=True)]
     masters = _pairs_of_masters(states, owned)
     written = [place_of[key] for key in saved.written]
-    others = {key: _copied(value, f"state {key!r}") for key, value in saved.others.items()}
-    every: dict[Any, Any] = {**states, **others}
+    extras = {key: _copied(value, f"state {key!r}") for key, value in saved.extras.items()}
+    every: dict[Any, Any] = {**states, **extras}
     return Loaded(States(dict, every), groups, written, masters, hints)
 
 
@@ -285,25 +289,25 @@ def _check_routes(owned: Owned, new: Owned) -> None:
     """Raises ValueError where a group that says which rule steps its matrices would change that."""
     key, _ = owned.options.MATRIX_OFF
     for place, index in enumerate(owned.group_numbers if key else ()):
-        asked, saved = owned.groups[index].get(key), new.groups[index].get(key)
-        was_matrix, is_matrix = (each.views[place].matrix is not None for each in (owned, new))
-        if asked is not None and was_matrix != is_matrix:
-            allowed = f"this optimizer's, {asked!r}, by which {owned.labels[place]} is stepped"
+        route, saved = owned.groups[index].get(key), new.groups[index].get(key)
+        was_matrix, is_matrix = (side.views[place].matrix is not None for side in (owned, new))
+        if route is not None and was_matrix != is_matrix:
+            allowed = f"this optimizer's, {route!r}, by which {owned.labels[place]} is stepped"
             refuse(f"group {index}: {key} of the state dict", allowed, saved)
 
 
 def _states(
-    saved: Saved, owned: Owned, ours: bool, hints: dict[str, str]
+    saved: Saved, owned: Owned, is_ours: bool, hints: dict[str, str]
 ) -> dict[torch.Tensor, State]:
     """The states of parameters, checked and converted; hints: gets what to warn of, by name."""
-    take = _ours if ours else _foreign
+    take = _ours if is_ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
     any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
-        said = said_by(saved.groups[group], where) if ours else {}
+        marks = said_by(saved.groups[group], where) if is_ours else {}
         state, users = _apart(saved.states.get(key, {}), owned, view)
-        check_sign(said, owned, where)
+        check_sign(marks, owned, where)
         if not state and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned.moments(view), where)
         if users:
@@ -311,7 +315,7 @@ def _states(
                 name: _carried(value, view, f"{where}: {shown(name)}")
                 for name, value in users.items()
             }
-            if not ours:
+            if not is_ours:
                 hints |= {
                     str(name): f"{where}: {name!r} of the state dict is kept, and no step reads it"
                     for name in users
@@ -320,19 +324,19 @@ def _states(
             for name in (*owned.moments(view), MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
             not_made = (saved.not_made or {}).get(key, [])
-            if ours:
+            if is_ours:
                 check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(said, state, owned, view, where)
+                check_formats(marks, state, owned, view, where)
             # older versions gave none to states that are not complete
-            check_count(said, state, any_counts and not not_made, where)
-            own = locals_of(state)
-            count = own.pop(STEP, None)
-            if ours:
-                own = in_our_blocks(said, own, owned, view, where)
-            made = take(own, owned, view, where, not_made)
-            if ours and MASTER not in not_made:
-                check_masters(said, owned, view, where)
-            states[view.param] = {**view.wrap_state(made), **states.get(view.param, {})}
+            check_count(marks, state, any_counts and not not_made, where)
+            tensors = locals_of(state)
+            count = tensors.pop(STEP, None)
+            if is_ours:
+                tensors = in_our_blocks(marks, tensors, owned, view, where)
+            new_state = take(tensors, owned, view, where, not_made)
+            if is_ours and MASTER not in not_made:
+                check_masters(marks, owned, view, where)
+            states[view.param] = {**view.wrap_state(new_state), **states.get(view.param, {})}
             if owned.options.counts_apart:
                 own_count = owned.groups[group]["step"] if count is None else count
                 states[view.param][STEP] = new_count(owned, int(own_count))
@@ -340,18 +344,18 @@ def _states(
 
 
 def _apart(state: State, owned: Owned, view: ParamView) -> tuple[State, State]:
-    """What of a saved state is an optimizer's, and what its users put there."""
+    """Returns the optimizer's part of a saved state, and what its users put there."""
     names = {name for name in state if name in owned.state_names(view) or _is_ours(name)}
-    own = {name: value for name, value in state.items() if name in names}
-    return own, {name: value for name, value in state.items() if name not in names}
+    values = {name: value for name, value in state.items() if name in names}
+    return values, {name: value for name, value in state.items() if name not in names}
 
 
 def _carried(value: Any, view: ParamView, where: str) -> Any:
     """A copy of what users keep in a state; tensors on the parameter's device, as torch loads."""
     if isinstance(value, dict):
-        return {key: _carried(each, view, where) for key, each in value.items()}
+        return {key: _carried(element, view, where) for key, element in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_carried(each, view, where) for each in value)
+        return type(value)(_carried(element, view, where) for element in value)
     if not isinstance(value, torch.Tensor):
         return _copied(value, where)
     tensor: Any = value.detach()
@@ -392,8 +396,8 @@ def _step(saved: Saved, options: Options, index: int) -> int:
     """
     group, where = saved.groups[index], f"group {index}"
     states = [saved.states[key] for key in group["params"] if key in saved.states]
-    given = [own["step"] for own in (*states, group) if "step" in own]
-    steps = {int(number(f"{where}: step", step, COUNT)) for step in given}
+    counts = [entry["step"] for entry in (*states, group) if "step" in entry]
+    steps = {int(number(f"{where}: step", step, COUNT)) for step in counts}
     if options.counts_apart and steps:
         return int(group.get("step", max(steps)))
     if len(steps) > 1:
@@ -410,12 +414,12 @@ def _step(saved: Saved, options: Options, index: int) -> int:
 
 
 def _group(
-    saved: dict[str, Any], own: dict[str, Any], options: Options, step: int, index: int
+    saved: dict[str, Any], current: dict[str, Any], options: Options, step: int, index: int
 ) -> dict[str, Any]:
     """The group after the load: what was saved, over what was there; checked."""
     where = f"group {index}"
     if not saved["params"] and "contract" not in saved:
-        return {**own}  # torch.distributed.checkpoint has nothing of a group without parameters
+        return {**current}  # torch.distributed.checkpoint has nothing of a group without parameters
     check_variant(saved, options, f"{where} of the state dict")
     _check_marks(saved, options, where)
     options.check_saved(saved, where)
@@ -427,28 +431,28 @@ def _group(
         FORMATS,
         "params",
         "param_names",
-        *_own_numbers(saved, own, options, where),
+        *_own_numbers(saved, current, options, where),
     }
-    kept = {key: value for key, value in saved.items() if key not in left_out}
-    group = {**own, **kept, "step": step}
+    values = {key: value for key, value in saved.items() if key not in left_out}
+    group = {**current, **values, "step": step}
     count = saved.get("step")
-    keeps_tensor = isinstance(own.get("lr"), torch.Tensor) and not options.capturable
+    keeps_tensor = isinstance(current.get("lr"), torch.Tensor) and not options.capturable
     if isinstance(count, torch.Tensor) and count.dim() and not keeps_tensor:
         # saved on the device: numbers, until the load is over
         group["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
     check_group(group, options, where, lr_is_needed=options.capturable)
     if "contract" in saved and "seed" in saved:  # kept where nothing draws, for who draws again
         check_seed(saved["seed"], f"{where}: seed")
-    copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in kept}
+    copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in values}
     return {**group, **copies}
 
 
 def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
-    wanted = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
-    if wanted and "contract" not in saved and saved["params"]:
+    missing = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
+    if missing and "contract" not in saved and saved["params"]:
         raise ValueError(
-            f"{where} of the state dict has no {listed(wanted)}, and so is another kind of "
+            f"{where} of the state dict has no {listed(missing)}, and so is another kind of "
             f"optimizer's: found {listed(saved)}"
         )
 
@@ -467,7 +471,7 @@ def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
 
 
 def _own_numbers(
-    saved: dict[str, Any], own: dict[str, Any], options: Options, where: str
+    saved: dict[str, Any], current: dict[str, Any], options: Options, where: str
 ) -> list[str]:
     """The key param_numbers where this optimizer's stay, not those of the state dict.
 
@@ -476,10 +480,10 @@ def _own_numbers(
     """
     if "param_numbers" not in saved or not _goes_by_names(saved):
         return []
-    given = saved["param_numbers"]
-    if not isinstance(given, (list, tuple, type(None))):
-        refuse(f"{where}: param_numbers of the state dict", "a list of numbers, or None", given)
-    if options.draws and given and not own.get("param_numbers"):
+    numbers = saved["param_numbers"]
+    if not isinstance(numbers, (list, tuple, type(None))):
+        refuse(f"{where}: param_numbers of the state dict", "a list of numbers, or None", numbers)
+    if options.draws and numbers and not current.get("param_numbers"):
         raise ValueError(
             f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
             "goes by names, has them, got none"
@@ -501,27 +505,27 @@ def _names(
     wrappers in them. Where keys are names, a framework has found each parameter by its own, and the
     list may be of other ranks.
     """
-    given = [None if _goes_by_names(each) else each.get("param_names") for each in saved]
-    for index, (names, group) in enumerate(zip(given, saved, strict=True)):
+    saved_names = [None if _goes_by_names(group) else group.get("param_names") for group in saved]
+    for index, (names, group) in enumerate(zip(saved_names, saved, strict=True)):
         check_names(names, len(group["params"]), f"group {index} of the state dict")
-    known = [group.get("param_names") for group in groups]
-    theirs, ours = (
-        plain_names([name for names in own if names is not None for name in names])
-        for own in (given, known)
+    current_names = [group.get("param_names") for group in groups]
+    plain_saved, plain_current = (
+        plain_names([name for names in lists if names is not None for name in names])
+        for lists in (saved_names, current_names)
     )
-    found: list[dict[str, Any]] = []
-    for index, (names, own) in enumerate(zip(given, known, strict=True)):
-        if names is None or own is None:
-            found.append({} if names is None else {"param_names": [*names]})
+    updates: list[dict[str, Any]] = []
+    for index, (names, current) in enumerate(zip(saved_names, current_names, strict=True)):
+        if names is None or current is None:
+            updates.append({} if names is None else {"param_names": [*names]})
             continue
-        if [theirs[name] for name in names] != [ours[name] for name in own]:
+        if [plain_saved[name] for name in names] != [plain_current[name] for name in current]:
             raise ValueError(
                 f"group {index}: param_names of the state dict must be this optimizer's, "
-                f"{shown(own)}, got {shown(names)}; without param_names parameters are taken by "
-                "their place"
+                f"{shown(current)}, got {shown(names)}; without param_names parameters are taken "
+                "by their place"
             )
-        found.append({})
-    return found
+        updates.append({})
+    return updates
 
 
 def _copied(value: Any, where: str) -> Any:
@@ -576,7 +580,7 @@ def _ours(
 
 def _left_master(saved: State, view: ParamView, where: str) -> State:
     """The master that a weight had before it became fp32, which the next step gives it."""
-    found, shapes = {}, {MASTER: view.state_shape(MASTER), MASTER + SCALE: (1,)}
+    tensors, shapes = {}, {MASTER: view.state_shape(MASTER), MASTER + SCALE: (1,)}
     for name, shape in shapes.items():
         value = saved.get(name)
         if value is None:
@@ -586,8 +590,8 @@ def _left_master(saved: State, view: ParamView, where: str) -> State:
             refuse(f"{where}: {name!r} of the state dict", f"of shape {shape}", value)
         if value.dtype not in dtypes:
             refuse(f"{where}: {name!r} of the state dict", "of a master's dtype", value)
-        found[name] = _copy(value, view, name)
-    return found
+        tensors[name] = _copy(value, view, name)
+    return tensors
 
 
 def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) -> State:
@@ -687,7 +691,7 @@ def _copy(value: torch.Tensor, view: ParamView, name: str) -> torch.Tensor:
 
 
 def _is_readable(value: Any) -> bool:
-    """Whether it is a tensor with elements to copy, and its dtype says all about them."""
+    """Returns whether a value is a tensor with elements to copy, and its dtype says all of them."""
     return is_dense(value) and not value.is_meta and not is_traceable_wrapper_subclass(value)
 
 
@@ -696,17 +700,19 @@ def _is_readable(value: Any) -> bool:
 
 
 def marked_frozen(owned: Owned, state: StateOf) -> list[str]:
-    """For each group what stands under FORMATS behind its formats, of frozen parameters.
+    """Returns for each group what stands under FORMATS behind its formats, of frozen parameters.
 
     The places in the group of those whose states are to be kept; nothing where there are none.
     """
     groups = range(len(owned.groups))
     firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in groups]
-    found: dict[int, list[str]] = {}
+    places_by_group: dict[int, list[str]] = {}
     for place in _with_news(owned, state, range(len(owned.params))):
         group = owned.group_numbers[place]
-        found.setdefault(group, []).append(str(place - firsts[group]))
-    return [f", {FROZEN}={' '.join(found[g])}" if g in found else "" for g in groups]
+        places_by_group.setdefault(group, []).append(str(place - firsts[group]))
+    return [
+        f", {FROZEN}={' '.join(places_by_group[g])}" if g in places_by_group else "" for g in groups
+    ]
 
 
 def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: StateOf) -> None:
@@ -733,11 +739,11 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
 
 def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:
     """Places of parameters that were frozen, and had a state to keep, when they were saved."""
-    found, first = set(), 0
-    for saved, own in zip(groups, owned.groups, strict=True):
-        found |= {first + place for place in frozen_of(saved)}
-        first += len(own["params"])
-    return found
+    places, first = set(), 0
+    for saved, group in zip(groups, owned.groups, strict=True):
+        places |= {first + place for place in frozen_of(saved)}
+        first += len(group["params"])
+    return places
 
 
 def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]:
@@ -748,22 +754,22 @@ def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]
     params = owned.params
     chosen = [i for i in places if not params[i].requires_grad and state.get(params[i])]
     flags = [not _is_new(owned, state[params[place]], place) for place in chosen]
-    found = on_any_rank(flags, [owned.views[place] for place in chosen])
-    return [place for place, has in zip(chosen, found, strict=True) if has]
+    any_flags = on_any_rank(flags, [owned.views[place] for place in chosen])
+    return [place for place, has in zip(chosen, any_flags, strict=True) if has]
 
 
-def _is_new(owned: Owned, own: Mapping[str, Any], place: int) -> bool:
+def _is_new(owned: Owned, state: Mapping[str, Any], place: int) -> bool:
     try:
-        (made,) = completed_states(owned, {}, [place]).values()
+        (new_state,) = completed_states(owned, {}, [place]).values()
     except ValueError:  # a master of the caller's that is not its weight's
         return False
-    return all(_same(value, made.get(name)) for name, value in own.items())
+    return all(_same(value, new_state.get(name)) for name, value in state.items())
 
 
-def _same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return one is None and other is None
-    parts = [local_of(each).detach() for each in (one, other)]
+def _same(first: Any, second: Any) -> bool:
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return first is None and second is None
+    parts = [local_of(value).detach() for value in (first, second)]
     if parts[0].dtype != parts[1].dtype or parts[0].shape != parts[1].shape:
         return False
     # as bytes, which torch compares in all dtypes

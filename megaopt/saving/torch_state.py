@@ -29,27 +29,27 @@ def plain_states(
     What has a scale is given as its fp32 numbers, all else as it is stored. owned: the optimizer's.
     packed: states by the parameters' places. Raises ValueError for what torch cannot go on from.
     """
-    found: States = {}
+    states: States = {}
     for place, state in packed.items():
         if not state:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
         view = owned.views[place]
         names = (*owned.moments(view), *view.kept)
         _check_state(view, state, names, owned.labels[place], drop_masters)
-        found[place] = {
+        states[place] = {
             name: optimizer.get_unscaled_state(view.param, name)
             if name + SCALE in state
             else state[name]
             for name in names
         }
-    return found
+    return states
 
 
 def with_counts(states: States, owned: Owned, packed: Mapping[int, Any]) -> States:
     """The same with the step counts of parameters, or of their groups, as torch keeps them."""
-    for place, own in states.items():
+    for place, state in states.items():
         count = packed[place].get(STEP, owned.groups[owned.group_numbers[place]][STEP])
-        own[STEP] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
+        state[STEP] = torch.tensor(float(count), dtype=torch.float32, device="cpu")
     return states
 
 
@@ -78,11 +78,11 @@ def _check_state(
         )
 
 
-def adam_group(kept: Mapping[str, Any], options: Any) -> dict[str, Any]:
-    """A group of torch's Adam or AdamW. kept: without OURS."""
-    lr = kept["lr"] if options.capturable else number("lr", kept["lr"], NOT_NEGATIVE)
+def adam_group(group: Mapping[str, Any], options: Any) -> dict[str, Any]:
+    """Returns a group of torch's Adam or AdamW. group: of ours, without OURS."""
+    lr = group["lr"] if options.capturable else number("lr", group["lr"], NOT_NEGATIVE)
     return {
-        **kept,
+        **group,
         "lr": lr,
         "amsgrad": getattr(options, "amsgrad", False),
         "maximize": options.maximize,

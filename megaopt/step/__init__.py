@@ -1,1 +1,1 @@
-"""What a step does, from the groups to the launch."""
+"""The work of a step, from the groups to the launch."""

@@ -1,4 +1,4 @@
-"""What a step works on: batches, each of a source of tensors and a plan; kept while they fit."""
+"""Batches, each of a source of tensors and a plan: a step works on them while they fit."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Undo:
     """Copies of what a step of many calls is about to write: it is whole, or it never was."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copies tensors before they are written."""
-        self._kept += [(tensor, tensor.detach().clone()) for tensor in tensors]
+        self._copies += [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def restore(self) -> None:
-        """Puts back what was kept, which takes no memory."""
-        for tensor, before in self._kept:
+        """Writes the copies back, which takes no memory."""
+        for tensor, before in self._copies:
             tensor.detach().copy_(before)
-        self._kept = []
+        self._copies = []
 
     def forget(self) -> None:
         """Lets the copies go."""
-        self._kept = []
+        self._copies = []
 
 
 @dataclass
@@ -91,50 +91,52 @@ class Batch:
         return self.source.guards(self.addresses or [*numpy.zeros(shape, dtype=numpy.int64)])
 
     def host_memory_moved(self) -> bool:
-        """Whether a state in host memory is elsewhere than before: it may not be pinned there."""
-        now = [[each.data_ptr() for each in self.source.tensors(slot)] for slot in self.apart]
+        """Returns whether a state in host memory has moved: it may not be pinned there."""
+        now = [[tensor.data_ptr() for tensor in self.source.tensors(slot)] for slot in self.apart]
         before, self._host_addresses = self._host_addresses, now
         return before not in ([], now)
 
     # --- a step of a plan without addresses
 
     def feed(self, grads: Grads, shards: Shards | None, writes_grads: bool = False) -> None:
-        """Before a step gives the plan its tensors, copies of those that are not contiguous.
+        """Gives the plan its tensors before a step, copies of those that are not contiguous.
 
         Args:
             grads: of all parameters.
             shards: what the watch saw of DTensors.
             writes_grads: the step stores gradients unscaled.
         """
-        own = self.source.buffers(grads, shards)
+        buffers = self.source.buffers(grads, shards)
         if self.float8 is not None:
-            own["weight"] = self.float8.codes
+            buffers["weight"] = self.float8.codes
         if self.plan.many_calls:
-            self.undo.keep(t for slot in own if slot != "grad" or writes_grads for t in own[slot])
+            self.undo.keep(
+                t for slot in buffers if slot != "grad" or writes_grads for t in buffers[slot]
+            )
             if self.float8 is not None:
                 self.undo.keep(self.float8.written_beside())
         if self.copies:
-            self._written_grads = own["grad"] if writes_grads else []
+            self._written_grads = buffers["grad"] if writes_grads else []
             # addresses of host memory serve kernels, and not torch
             device = None if self.plan.addresses else self.device
-            own = {slot: [t.to(device).contiguous() for t in own[slot]] for slot in own}
-            self._copies = own
+            buffers = {slot: [t.to(device).contiguous() for t in buffers[slot]] for slot in buffers}
+            self._copies = buffers
         if self.float8 is not None:
-            own = self.float8.inputs(self.plan, own)
-        self.plan.look(own)
+            buffers = self.float8.inputs(self.plan, buffers)
+        self.plan.look(buffers)
         if self.matrices is not None:
             self.undo.keep(self.matrices.begin())
 
     def copy_results(self) -> None:
-        """After a step: the results are copied back to staged tensors."""
+        """Copies the results back to staged tensors after a step."""
         copies, grads = self._copies, self._written_grads
         self._copies, self._written_grads = {}, []
         if grads:
             copy_back(grads, copies["grad"])
         if "weight_remainder" in copies:
             copies["master"] = copies["weight_remainder"]
-        own = () if self.float8 else ("weight",)
-        for slot in (*own, *self.formats.state_slots):
+        weight_slots = () if self.float8 else ("weight",)
+        for slot in (*weight_slots, *self.formats.state_slots):
             copy_back(self.source.tensors(slot), copies[slot])
 
     def abandon(self) -> None:
@@ -151,8 +153,8 @@ class Batch:
 
     def why_not_captured(self) -> str | None:
         """The reason why a CUDA graph cannot repeat the step of contiguous tensors, or None."""
-        for own in (self.float8, self.matrices):
-            reason = None if own is None else own.why_not_captured()
+        for part in (self.float8, self.matrices):
+            reason = None if part is None else part.why_not_captured()
             if reason is not None:
                 return reason
         return None
@@ -185,7 +187,7 @@ class Batches:
     ) -> None:
         self.batches = batches
         self.meetings: dict[bool, Meeting | None] = {}
-        """With other ranks, if there are any, in steps that measure gradients, and in others."""
+        """The meetings, if any, of steps that measure gradients (True) and of other steps."""
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         self.counted = self.counts.counted
@@ -194,14 +196,14 @@ class Batches:
         self.quantized = [batch for batch in batches if batch.float8 is not None]
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
         self.fed = [batch for batch in batches if not batch.addresses]
-        """Those whose plans are given tensors in every step."""
+        """Batches whose plans get tensors in every step."""
         self.digests: list[Any] = []
-        """One for each batch where digests are recorded: megaopt.step.digests.BatchDigests."""
+        """Digests of each batch where they are recorded: megaopt.step.digests.BatchDigests."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
-        states = (own for batch in batches for own in batch.source.states)
-        self._with_counts = [own for own in states if STEP in own]
-        self._own_counts = [own[STEP] for own in self._with_counts]
+        states = (entry for batch in batches for entry in batch.source.states)
+        self._with_counts = [entry for entry in states if STEP in entry]
+        self._own_counts = [entry[STEP] for entry in self._with_counts]
         self._matrix_keys = matrix_keys
         self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
         matrices = [param for param in params if len(whole_shape_of(param)) > 1]
@@ -240,7 +242,7 @@ class Batches:
         if self.counts.with_group and not self.counts.fit(param_groups):
             return None
         if self._with_counts:
-            now = [own.get(STEP) for own in self._with_counts]
+            now = [entry.get(STEP) for entry in self._with_counts]
             if not same_objects(now, self._own_counts):
                 return None
         seen = self.watch.look(param_groups, state, decoupled)
@@ -281,7 +283,7 @@ class Batches:
         self.undo.restore()
 
     def forget(self) -> None:
-        """A step is whole: nothing is taken back any more."""
+        """Lets the copies go once a step is whole: nothing is taken back any more."""
         for undo in (self.undo, *(batch.undo for batch in self.fed)):
             undo.forget()
 

@@ -27,7 +27,7 @@ from megaopt.step.matrix import matrices_of
 from megaopt.step.source import Source
 
 Kind = tuple[torch.device, Formats, bool, Any]
-"""What the parameters of a batch have in common: device, formats, whether copies are stepped, and
+"""The facts that the parameters of a batch share: device, formats, whether copies are stepped, and
 what their views say. Ranks that meet for matrices have the same batches, whatever lies how in
 memory: there some may be copies."""
 Check = Callable[[Owned, Iterable[int]], None]
@@ -36,7 +36,7 @@ Check = Callable[[Owned, Iterable[int]], None]
 
 @dataclass
 class Collected:
-    """What a step will work on, before anything has changed."""
+    """The parameters and states of a step, before anything has changed."""
 
     kinds: dict[Kind, list[int]]
     """Places of parameters by the kind of their batch."""
@@ -79,17 +79,17 @@ def collect(
     external = owned.external_masters()
     owned.check_places()
     with owned.room(state, chosen):
-        found = _collected(owned, state, grads, external, chosen)
+        collected = _collected(owned, state, grads, external, chosen)
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
-    written = [(*labels[param], made) for param, made in found.states.items()]
+    written = [(*labels[param], completed) for param, completed in collected.states.items()]
     check_memory(
         [
-            each
-            for view, name, own in written
-            for each in written_tensors(view, own, owned.state_names(view), name)
+            tensor
+            for view, name, completed in written
+            for tensor in written_tensors(view, completed, owned.state_names(view), name)
         ]
     )
-    return found
+    return collected
 
 
 def _makes_state(owned: Owned, place: int) -> bool:
@@ -100,35 +100,35 @@ def _makes_state(owned: Owned, place: int) -> bool:
 def _collected(
     owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, chosen: Sequence[int]
 ) -> Collected:
-    found = Collected({}, {}, set())
+    collected = Collected({}, {}, set())
     for place in chosen:
         view, grad = owned.views[place], grads[place]
-        own = state.get(view.param, {})
-        check_rule(owned, view, own, owned.labels[place])
+        old_state = state.get(view.param, {})
+        check_rule(owned, view, old_state, owned.labels[place])
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
-        made = completed_state(view, own, formats, external[place], owned.labels[place])
-        made.update(first_count(owned, own))
-        found.states[view.param] = made
+        new_state = completed_state(view, old_state, formats, external[place], owned.labels[place])
+        new_state.update(first_count(owned, old_state))
+        collected.states[view.param] = new_state
         if grad is not None:
-            if _is_staged(owned, view, grad, formats, made):
-                found.staged.add(place)
+            if _is_staged(owned, view, grad, formats, new_state):
+                collected.staged.add(place)
             meets = view.matrix is not None and view.split is not None
-            staged = place in found.staged and not meets
+            staged = place in collected.staged and not meets
             placement = None if view.home is None else view.home.placement
             kind = (view.param.device, formats, staged, (view.batch_key, placement))
-            found.kinds.setdefault(kind, []).append(place)
-    return found
+            collected.kinds.setdefault(kind, []).append(place)
+    return collected
 
 
 def check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
     """Raises ValueError for a state that has moments of another rule of the optimizer."""
-    kept = owned.moments(view)
-    others = [name for name in owned.all_moments if name in state and name not in kept]
-    if others:
+    moments = owned.moments(view)
+    foreign_moments = [name for name in owned.all_moments if name in state and name not in moments]
+    if foreign_moments:
         raise ValueError(
-            f"{label}: its state must have {', '.join(kept) or 'no moments'}, as it is stepped, "
-            f"got {', '.join(others)} of another rule: to go on from new moments, delete these "
-            "from optimizer.state[param], and no more, which has its master"
+            f"{label}: its state must have {', '.join(moments) or 'no moments'}, as it is stepped, "
+            f"got {', '.join(foreign_moments)} of another rule: to go on from new moments, delete "
+            "these from optimizer.state[param], and no more, which has its master"
         )
 
 
@@ -138,14 +138,16 @@ def completed_states(
     """The completed states of parameters; their states themselves stay as they are."""
     external, chosen = owned.external_masters(), list(places)
     owned.check_steppable(chosen)
-    made = {}
+    completed = {}
     with owned.room(state, chosen):
         for place in chosen:
             view, label = owned.views[place], owned.labels[place]
-            own, formats = state.get(view.param, {}), owned.formats(view)
-            made[view.param] = completed_state(view, own, formats, external[place], label)
-            made[view.param].update(first_count(owned, own))
-    return made
+            old_state, formats = state.get(view.param, {}), owned.formats(view)
+            completed[view.param] = completed_state(
+                view, old_state, formats, external[place], label
+            )
+            completed[view.param].update(first_count(owned, old_state))
+    return completed
 
 
 def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
@@ -171,25 +173,25 @@ def _is_staged(
     if view.home is not None and owned.backend(view.param.device) == "reference":
         return True  # torch computes with tensors of one device
     stored = [state[state_name(slot)] for slot in formats.state_slots]
-    return not all(local_of(each).is_contiguous() for each in (view.param, grad, *stored))
+    return not all(local_of(tensor).is_contiguous() for tensor in (view.param, grad, *stored))
 
 
 def make_batches(
-    owned: Owned, state: Mapping[Any, State], found: Collected, versions: Versions
+    owned: Owned, state: Mapping[Any, State], collected: Collected, versions: Versions
 ) -> Batches:
     """The batches of what was collected; the states are complete."""
-    counts = rows_of(owned, state, found.places)
-    batches = [_batch(owned, state, found, kind, counts) for kind in found.kinds]
+    counts = rows_of(owned, state, collected.places)
+    batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
     return Batches(batches, owned.groups, state, versions, counts, masters, *choices)
 
 
 def _batch(
-    owned: Owned, state: Mapping[Any, State], found: Collected, kind: Kind, counts: StepRows
+    owned: Owned, state: Mapping[Any, State], collected: Collected, kind: Kind, counts: StepRows
 ) -> Batch:
-    (device, formats, *_), places = kind, found.kinds[kind]
-    staged = not found.staged.isdisjoint(places)
+    (device, formats, *_), places = kind, collected.kinds[kind]
+    staged = not collected.staged.isdisjoint(places)
     views = [owned.views[place] for place in places]
     params, states = [view.param for view in views], [state[view.param] for view in views]
     source = Source(formats, places, params, states, any(v.is_sharded for v in views), staged)
@@ -209,21 +211,21 @@ def _batch_of(owned: Owned, source: Source, counts: StepRows, backend: Any) -> B
     numels = [view.local.numel() for view in views]
     rows = [counts.row(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
-    own: Any = (owned.rule, numels, rows, views[0].param.device)
+    arguments: Any = (owned.rule, numels, rows, views[0].param.device)
     if formats.matrix is not None:
         matrices = matrices_of(owned, master_formats(formats), places, source.states)
         extents = [view.extent for view in views]
 
         def make(planned: Formats, rule: Any) -> Any:
-            return backend.plan(planned, rule, *own[1:], extents, spots)
+            return backend.plan(planned, rule, *arguments[1:], extents, spots)
 
         plan: Any = CastMatrixPlan(formats, matrices.plan, make)
         float8 = Float8(formats, places, source.params, source.states)
         return Batch(source, plan, float8, matrices)
     if formats.cast is None:
-        return Batch(source, backend.plan(formats, *own, None, spots))
+        return Batch(source, backend.plan(formats, *arguments, None, spots))
     planned = plan_formats(formats, views[0], backend.steps_codes)
-    plan = backend.plan(planned, *own, [view.extent for view in views], spots)
+    plan = backend.plan(planned, *arguments, [view.extent for view in views], spots)
     return Batch(source, plan, Float8(formats, places, source.params, source.states))
 
 
@@ -232,10 +234,10 @@ def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
 
     Such a gradient is replaced in its attribute. Returns whether there was any.
     """
-    own, found = list(params), False
-    for param, grad in zip(own, grads_of(own, decoupled), strict=True):
+    tensors, is_any_replaced = list(params), False
+    for param, grad in zip(tensors, grads_of(tensors, decoupled), strict=True):
         plain = resolved(grad)
         if plain is not grad:
             setattr(param, "decoupled_grad" if decoupled else "grad", plain)
-            found = True
-    return found
+            is_any_replaced = True
+    return is_any_replaced

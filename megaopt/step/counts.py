@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from megaopt.state.owned import Owned
 
 Count = dict[str, Any]
-"""Under "step" a number that goes up by one in place, as a group's does."""
+"""A number under "step" that goes up by one in place, as a group's does."""
 
 
 @dataclass
 class StepRows:
-    """Which row of scalars each parameter takes: its group's, or one for another count.
+    """The row of scalars of each parameter: its group's, or one for another count.
 
     Parameters of one row share the tensor of their count: a step counts rows, not parameters.
     """
@@ -76,17 +76,17 @@ class GivenCounts:
         """
         with torch.inference_mode(False):  # a load of a checkpoint may write it
             if torch.device(device).type != "cpu":
-                given = torch.full(shape, int(count), dtype=torch.int32, device=device)
-                self.kept.append((weakref.ref(given), owner))
-                return given
+                tensor = torch.full(shape, int(count), dtype=torch.int32, device=device)
+                self.kept.append((weakref.ref(tensor), owner))
+                return tensor
             number = numpy.full(shape, int(count), dtype=numpy.int32)
             self.kept.append((weakref.ref(number), owner))  # views of the tensor have it, too
             return torch.from_numpy(number)
 
     def follow(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-        """After a step: all that somebody still has are as those of the optimizer."""
-        found = [(each, each[0]()) for each in self.kept]
-        for (_, owner), number in found:
+        """Sets all counts that somebody still has to the optimizer's, after a step."""
+        entries = [(entry, entry[0]()) for entry in self.kept]
+        for (_, owner), number in entries:
             if number is None:
                 continue
             if isinstance(owner, torch.Tensor):
@@ -95,7 +95,7 @@ class GivenCounts:
                 count = groups[owner][STEP] if owner < len(groups) else None
             if count is not None:
                 number[...] = int(count)
-        self.kept = [each for each, number in found if number is not None]
+        self.kept = [entry for entry, number in entries if number is not None]
 
 
 def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
@@ -122,12 +122,12 @@ def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
     _leave_groups(owned, state, set(chosen))
     of_groups = [int(group["step"]) for group in owned.groups]
     shared: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
-    own = [state[owned.params[place]] for place in chosen]
-    for place, each, count in zip(chosen, own, _numbers(own), strict=True):
+    states = [state[owned.params[place]] for place in chosen]
+    for place, param_state, count in zip(chosen, states, _numbers(states), strict=True):
         group = owned.group_numbers[place]
         if (group, count) not in shared:
             shared[group, count] = _new_row(owned, rows, group, count, of_groups[group])
-        row, each[STEP] = shared[group, count]
+        row, param_state[STEP] = shared[group, count]
         if row != group:
             rows.by_place[place] = row
     return rows
@@ -141,22 +141,22 @@ def _new_row(
     if is_with_group and on_device:
         return group, owned.groups[group]["step"]
     tensor = new_count(owned, count)
-    kept = (group, {"step": tensor if on_device else tensor.numpy()})
+    entry = (group, {"step": tensor if on_device else tensor.numpy()})
     if is_with_group:
-        rows.with_group.append(kept)
+        rows.with_group.append(entry)
         return group, tensor
-    rows.apart.append(kept)
+    rows.apart.append(entry)
     return len(owned.groups) + len(rows.apart) - 1, tensor
 
 
 def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> None:
-    """The counts of the parameters at these places begin anew, and those of groups of them alone.
+    """Restarts the counts of the parameters at these places, and of groups of these alone.
 
     Raises ValueError, before anything changes, where others have a state and share a group's count.
     """
     chosen, numbers = set(places), owned.group_numbers
-    others = [i for i, p in enumerate(owned.params) if i not in chosen and state.get(p)]
-    groups, shared = {numbers[i] for i in chosen}, {numbers[i] for i in others}
+    unchosen = [i for i, p in enumerate(owned.params) if i not in chosen and state.get(p)]
+    groups, shared = {numbers[i] for i in chosen}, {numbers[i] for i in unchosen}
     if groups & shared and not owned.options.counts_apart:
         index = min(groups & shared)
         raise ValueError(
@@ -165,29 +165,29 @@ def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
             f"{sum(numbers[i] == index for i in chosen)} of {numbers.count(index)}: give them a "
             "group of their own, or the optimizer step_counts='parameter', where it takes that"
         )
-    rest = {id(state[owned.params[i]].get(STEP)) for i in others}
+    rest = {id(state[owned.params[i]].get(STEP)) for i in unchosen}
     rest |= {id(group["step"]) for i, group in enumerate(owned.groups) if i not in groups - shared}
-    for own in [state.get(owned.params[i], {}) for i in chosen]:
-        if STEP in own and id(own[STEP]) in rest:
-            own[STEP] = new_count(owned)
-        elif STEP in own:  # which a CUDA graph may read
-            own[STEP].zero_()
+    for param_state in [state.get(owned.params[i], {}) for i in chosen]:
+        if STEP in param_state and id(param_state[STEP]) in rest:
+            param_state[STEP] = new_count(owned)
+        elif STEP in param_state:  # which a CUDA graph may read
+            param_state[STEP].zero_()
     for index in groups - shared:
         group = owned.groups[index]
         group["step"] = group["step"].zero_() if owned.options.capturable else 0
 
 
 def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: set[int]) -> None:
-    """Parameters that rest keep their count, where the group's own tensor goes on."""
+    """Gives parameters that rest a copy of their count, where the group's own tensor goes on."""
     counts = {id(group["step"]) for group in owned.groups}
     for place, param in enumerate(owned.params):
-        own = state.get(param, {})
-        if place not in stepped and id(own.get(STEP)) in counts:
+        param_state = state.get(param, {})
+        if place not in stepped and id(param_state.get(STEP)) in counts:
             with torch.inference_mode(False):
-                own[STEP] = own[STEP].clone()
+                param_state[STEP] = param_state[STEP].clone()
 
 
 def _numbers(states: Sequence[Mapping[str, Any]]) -> list[int]:
     counts = [state[STEP].reshape(()) for state in states]
-    found: list[int] = torch.stack(counts).tolist() if counts else []
-    return found
+    numbers: list[int] = torch.stack(counts).tolist() if counts else []
+    return numbers

@@ -26,9 +26,9 @@ class StepDigests(NamedTuple):
     """The digests of parameters that are stepped alike, at the last step."""
 
     params: list[torch.Tensor]
-    """One for each row."""
+    """The parameter of each row."""
     quantities: tuple[str, ...]
-    """One for each column: "grad", "weight", and names of the state."""
+    """The quantity of each column: "grad", "weight", and names of the state."""
     lanes: torch.Tensor
     """int64 [parameters, quantities, 2], as megaopt.digest has them, on the parameters' device."""
 
@@ -45,7 +45,7 @@ class BatchDigests:
         names = {slot: state_name(slot) for slot in batch.formats.state_slots}
         names = {**{slot: slot for slot in BESIDE_STATE}, **names}
         self.names = {slot: name for slot, name in names.items() if name in quantities}
-        """What has digests."""
+        """The names of the quantities that have digests, by slot."""
         views = [owned.views[place] for place in batch.positions]
         places = [owned.place(place) for place in batch.positions]
         self._launches = owned.backend(batch.device) == "triton" and batch.device.type == "cuda"
@@ -57,7 +57,7 @@ class BatchDigests:
         self._initial = initial([v.local.numel() for v in views], batch.device)[:, None, :2]
         self._places = {slot: _places(views, batch.formats, slot, places) for slot in self.names}
         self._own_passes: dict[str, Digests] = {}
-        self._found: dict[str, torch.Tensor] = {}
+        self._by_slot: dict[str, torch.Tensor] = {}
 
     def _in_launch(self, places: list[Place]) -> torch.Tensor | None:
         plan, slots = self.batch.plan, [s for s in self.names if s in self.batch.formats.by_slot]
@@ -66,20 +66,20 @@ class BatchDigests:
         return plan.sum_digests(slots, places)
 
     def begin(self, grads: Grads) -> None:
-        """Before the launch."""
+        """Prepares the launch's digests, and makes those of gradients, before the launch."""
         if self._launched is not None:
             self._launched.copy_(self._initial.expand_as(self._launched))
         self._look([slot for slot in self.names if slot == "grad"], grads)
 
     def finish(self, grads: Grads) -> None:
-        """Behind the step."""
+        """Makes the digests that the launch does not add up, after the step."""
         self.is_known = True
         self._look([slot for slot in self.names if slot != "grad"], grads)
 
     def _look(self, slots: Sequence[str], grads: Grads) -> None:
         for slot in slots:
             if slot not in self._of_launch:
-                self._found[slot] = self._digest(slot, grads)
+                self._by_slot[slot] = self._digest(slot, grads)
 
     def _digest(self, slot: str, grads: Grads) -> torch.Tensor:
         tensors = self._tensors(slot, grads)
@@ -95,30 +95,30 @@ class BatchDigests:
         return self.batch.source.tensors(slot)
 
     def leave_out(self, grads: Grads) -> None:
-        """In the place of a step that the host leaves out."""
+        """Makes the digests of a step that the host leaves out."""
         self.is_known = True
-        found = {slot: self._digest(slot, grads) for slot in self.names}
-        self._found = found
+        digests = {slot: self._digest(slot, grads) for slot in self.names}
+        self._by_slot = digests
         if self._launched is not None:
-            own = [found[slot] for slot in self._of_launch]
-            self._launched.copy_(torch.stack(own, 1))
+            columns = [digests[slot] for slot in self._of_launch]
+            self._launched.copy_(torch.stack(columns, 1))
 
     def read(self) -> StepDigests:
         """The digests of the last step."""
-        own = [slot for slot in self._found if slot not in self._of_launch]
+        slots = [slot for slot in self._by_slot if slot not in self._of_launch]
         parts = [] if self._launched is None else [self._launched]
-        parts += [self._found[slot][:, None] for slot in own]
-        quantities = [*self._of_launch.values(), *(self.names[slot] for slot in own)]
+        parts += [self._by_slot[slot][:, None] for slot in slots]
+        quantities = [*self._of_launch.values(), *(self.names[slot] for slot in slots)]
         return StepDigests(self.batch.source.params, tuple(quantities), torch.cat(parts, 1))
 
 
 def _places(
     views: Sequence[ParamView], formats: Formats, slot: str, places: list[Place]
 ) -> list[Place]:
-    """Where a slot's tensors lie in their whole ones."""
+    """Returns the places of a slot's tensors in their whole ones."""
     if formats.matrix is not None and slot not in (*BESIDE_STATE, "master"):
-        own = zip(places, views, strict=True)
-        places = [view.state_place(slot, place.number) for place, view in own]
+        pairs = zip(places, views, strict=True)
+        places = [view.state_place(slot, place.number) for place, view in pairs]
     form = formats.by_slot.get(slot.removesuffix("_scale"))
     if form is None:
         return places

@@ -85,13 +85,13 @@ class Float8:
             now = [tensor for reader in self._readers for tensor in reader()]
             same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
             if not self._readers or not same or _addresses(now) != self._addresses:
-                found: list[Any] = [view_of(param) for param in self._params]
-                self._weights = [view.weight for view in found]
-                self.codes = [view.codes for view in found]
-                self._readers = [view.reader() for view in found]
+                views: list[Any] = [view_of(param) for param in self._params]
+                self._weights = [view.weight for view in views]
+                self.codes = [view.codes for view in views]
+                self._readers = [view.reader() for view in views]
                 self._seen = [tensor for reader in self._readers for tensor in reader()]
                 self._addresses = _addresses(self._seen)
-                before, self._places = self._places, [own.data_ptr() for own in self.codes]
+                before, self._places = self._places, [codes.data_ptr() for codes in self.codes]
                 return before != self._places
         return False
 
@@ -117,21 +117,21 @@ class Float8:
                 self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
                 self._own_amaxes = list(torch.split(self._amaxes, sizes))
         self._amaxes.zero_()
-        columns, beside = self._attributes("columnwise"), copies.copy()
+        columns, buffers = self._attributes("columnwise"), copies.copy()
         if columns[0] is not None:
-            beside["weight_columns"] = [codes for codes, _ in columns]
-            beside["weight_columns_scale_inv"] = [inv for _, inv in columns]
+            buffers["weight_columns"] = [codes for codes, _ in columns]
+            buffers["weight_columns_scale_inv"] = [inv for _, inv in columns]
         if self._keep_scales and not self._are_foreign:
-            beside["weight_amax_history"] = self._attributes("amax_history")
-        beside["weight_scale"] = self._attributes("scale")
-        beside["weight_scale_inv"] = self._attributes("scale_inv")
-        beside["weight_amax"] = self._own_amaxes
-        return beside
+            buffers["weight_amax_history"] = self._attributes("amax_history")
+        buffers["weight_scale"] = self._attributes("scale")
+        buffers["weight_scale_inv"] = self._attributes("scale_inv")
+        buffers["weight_amax"] = self._own_amaxes
+        return buffers
 
     def _values(self, plan: Any, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each weight room for fp32 values that last for the step, or these values; flat."""
+        """Returns fp32 values of each weight that last for the step, or room for them; flat."""
         if plan.fills:
-            sizes = [own.numel() for own in codes]
+            sizes = [tensor.numel() for tensor in codes]
             values = torch.empty(sum(sizes), dtype=torch.float32, device=codes[0].device)
             return list(torch.split(values, sizes))
         return list(map(self._value, self._params, self._states))
@@ -153,7 +153,7 @@ class Float8:
             yield from self._attributes("latest_amax" if self._are_foreign else "amax_history")
 
     def _attributes(self, name: str) -> list[Any]:
-        """One of each weight's."""
+        """Returns the attribute of each weight."""
         return [getattr(weight, name) for weight in self._weights]
 
     # --- after it
@@ -163,7 +163,7 @@ class Float8:
         return list(zip(self._numbers, self._own_amaxes, strict=True))
 
     def quantize(self, plan: Any) -> None:
-        """After a step, and after the ranks have put amaxes together: the weights become fp8."""
+        """Casts the weights to fp8, after a step and after ranks have put amaxes together."""
         plan.cast()
         if self._keep_scales and self._are_foreign:
             latest = self._attributes("latest_amax")
@@ -185,4 +185,4 @@ class Float8:
 
 def _addresses(tensors: Sequence[Any]) -> list[int]:
     plain = torch.Tensor
-    return [each.data_ptr() for each in tensors if type(each) is plain]
+    return [tensor.data_ptr() for tensor in tensors if type(tensor) is plain]

@@ -20,17 +20,17 @@ def check_written_grads(grads: Sequence[torch.Tensor | None], labels: Sequence[s
     for grad, where in zip(grads, labels, strict=True):
         if grad is None or grad.numel() == 0:
             continue
-        wanted = f"{where}: with write_unscaled_grads=True the gradient must"
+        prefix = f"{where}: with write_unscaled_grads=True the gradient must"
         if has_shared_elements(grad):
             raise ValueError(
-                f"{wanted} have memory of its own for each element, got strides {grad.stride()} "
+                f"{prefix} have memory of its own for each element, got strides {grad.stride()} "
                 f"of shape {tuple(grad.shape)}"
             )
         if grad.is_inference():
-            raise ValueError(f"{wanted} be no inference tensor, got one")
+            raise ValueError(f"{prefix} be no inference tensor, got one")
         owner = owners.setdefault(grad.data_ptr(), where)
         if owner is not where:
-            raise ValueError(f"{wanted} be in memory of its own, got that of {owner}'s")
+            raise ValueError(f"{prefix} be in memory of its own, got that of {owner}'s")
 
 
 def resolved(grad: Any) -> Any:

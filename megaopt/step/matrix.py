@@ -30,7 +30,7 @@ last. What collectives make of a NaN among numbers differs."""
 
 @dataclass
 class Matrices:
-    """Those of one device, combination of formats and matrix rule."""
+    """The matrices of one device, combination of formats and matrix rule."""
 
     plan: Any
     """A kernels.matrix plan."""
@@ -41,35 +41,39 @@ class Matrices:
     views: list[ParamView]
     """The view of each parameter."""
     labels: list[str]
-    """What errors call each parameter."""
+    """The name of each parameter in errors."""
     shared: SharedSteps | None = None
     """The steps of matrices that ranks exchange; None for others."""
     _had: list[set[str]] = field(default_factory=list)
-    """What each state kept before the step on its way, if that is many calls."""
+    """The names that each state kept before the step on its way, if that is many calls."""
     _tensors: list[dict[str, Any]] = field(default_factory=list)
-    """What each state keeps, shards of DTensors, between `begin` and `refresh` of a step."""
+    """Tensors that each state keeps, shards of DTensors, from `begin` to `refresh` of a step."""
 
     def __post_init__(self) -> None:
         """Tells the plan who holds the other parts of each matrix."""
         self._sharded = any(view.is_sharded for view in self.views)
-        self._kept = [view.kept for view in self.views]
-        self._keeps_any = any(self._kept)  # 192 matrices without took a step's host 0.2 of 0.6 ms
+        self._shapes = [view.kept for view in self.views]
+        self._keeps_any = any(self._shapes)  # 192 matrices without took a step's host 0.2 of 0.6 ms
         if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
                 work.parts = parts_of(view, work.place.number)
 
     @property
     def gathers(self) -> bool:
-        """Rows of matrices come together where what states keep is made anew of them."""
+        """Whether rows of matrices come together where what states keep is made anew of them."""
         return any(work.parts is not ALONE for work in self.plan.works)
 
     def _local(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
-        own = {name: state[name] for name in names if state.get(name) is not None}
-        return {name: local_of(each) for name, each in own.items()} if self._sharded else own
+        tensors = {name: state[name] for name in names if state.get(name) is not None}
+        return (
+            {name: local_of(tensor) for name, tensor in tensors.items()}
+            if self._sharded
+            else tensors
+        )
 
     def begin(self) -> Iterator[torch.Tensor]:
-        """Before a step: yields what it may write, of a plan of many calls.
+        """Yields, before a step, the tensors that a plan of many calls may write.
 
         Raises ValueError for a kept tensor that is not what it must be.
         """
@@ -77,23 +81,23 @@ class Matrices:
         if not self._keeps_any:
             return
         tensors = []
-        for kept, state, label in zip(self._kept, self.states, self.labels, strict=True):
-            own = self._local(state, kept)
-            tensors.append(own)
-            for name, each in own.items():
-                wanted = (torch.float32, kept[name], self.device)
-                is_tensor = isinstance(each, torch.Tensor)
-                if not is_tensor or (each.dtype, tuple(each.shape), each.device) != wanted:
-                    check_state_tensor(each, wanted, f"{label}: state {name!r}")
+        for shapes, state, label in zip(self._shapes, self.states, self.labels, strict=True):
+            state_tensors = self._local(state, shapes)
+            tensors.append(state_tensors)
+            for name, tensor in state_tensors.items():
+                expected = (torch.float32, shapes[name], self.device)
+                is_tensor = isinstance(tensor, torch.Tensor)
+                if not is_tensor or (tensor.dtype, tuple(tensor.shape), tensor.device) != expected:
+                    check_state_tensor(tensor, expected, f"{label}: state {name!r}")
             if self.plan.many_calls:
-                self._had.append(set(own))
-                yield from own.values()
+                self._had.append(set(state_tensors))
+                yield from state_tensors.values()
         self._tensors = tensors
 
     def take_back(self) -> None:
-        """After a step that failed: removes what it has made."""
-        for kept, state, had in zip(self._kept, self.states, self._had, strict=False):
-            for name in kept.keys() - had:
+        """Removes what a failed step has made."""
+        for shapes, state, had in zip(self._shapes, self.states, self._had, strict=False):
+            for name in shapes.keys() - had:
                 state.pop(name, None)
         for work in self.plan.works:
             work.is_made = None
@@ -110,16 +114,16 @@ class Matrices:
                 "NCCL, or that all of them make together) read numbers on the host: only launches "
                 "and NCCL's messages can be captured"
             )
-        own = zip(self.plan.works, self._kept, self.states, self.labels, strict=True)
+        entries = zip(self.plan.works, self._shapes, self.states, self.labels, strict=True)
         by_gradients = self.plan.matrix.rule.before.renew is not None
-        for work, kept, state, label in own:
-            there = all(state.get(name) is not None for name in kept)
-            if kept and by_gradients and not (work.is_made and there):
+        for work, shapes, state, label in entries:
+            is_complete = all(state.get(name) is not None for name in shapes)
+            if shapes and by_gradients and not (work.is_made and is_complete):
                 return (
                     f"the projection of {label} is not made yet: take one step before the capture, "
                     "with a gradient that is finite and not 0"
                 )
-            if not there:
+            if not is_complete:
                 return f"the state of {label} is not made yet: take one step before the capture"
         return None
 
@@ -137,8 +141,8 @@ class Matrices:
                 of a group: none of its matrices'.
             controls: the step's, which may leave it out; None: it does not.
         """
-        chosen = [groups[each] for each in self.group_numbers]
-        counted = None if counts is None else [counts[each] for each in self.group_numbers]
+        chosen = [groups[number] for number in self.group_numbers]
+        counted = None if counts is None else [counts[number] for number in self.group_numbers]
         self._provide()
         before = self.plan.matrix.rule.before
         if before.renew is None:
@@ -150,8 +154,8 @@ class Matrices:
             numbers = [self.group_numbers[place] for place in places]
             # a number on its device that leaves the step of a matrix out where it is not 0
             skip = None if controls is None else lambda i: controls[numbers[i], SKIP]
-            own = [self.plan.works[place] for place in places], grad
-            make(*own, [chosen[place] for place in places], skip)
+            arguments = [self.plan.works[place] for place in places], grad
+            make(*arguments, [chosen[place] for place in places], skip)
 
         if self.shared is not None:
             self.shared.renewal = Renewal(turns, renew)
@@ -163,18 +167,18 @@ class Matrices:
         if not self._keeps_any:
             return
         looked_at, self._tensors = self._tensors, []
-        if list(map(len, looked_at)) == list(map(len, self._kept)):  # nothing is missing
+        if list(map(len, looked_at)) == list(map(len, self._shapes)):  # nothing is missing
             for work, tensors in zip(self.plan.works, looked_at, strict=True):
                 work.kept = tensors
             return
-        own = zip(self.plan.works, self.views, self._kept, self.states, strict=True)
-        for work, view, kept, state in own:
-            missing = {name: shape for name, shape in kept.items() if state.get(name) is None}
+        entries = zip(self.plan.works, self.views, self._shapes, self.states, strict=True)
+        for work, view, shapes, state in entries:
+            missing = {name: shape for name, shape in shapes.items() if state.get(name) is None}
             if missing:
                 new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
                 state.update(view.wrap_state(new))
                 work.is_made = None
-            work.kept = self._local(state, kept)
+            work.kept = self._local(state, shapes)
 
 
 def matrices_of(
@@ -191,9 +195,9 @@ def matrices_of(
     backend = owned.backend(device)
     plan = owned.options.matrix_plan(backend, formats, shapes, groups, spots, device)
     labels = [owned.labels[place] for place in places]
-    own = plan, states, device, groups, views, labels
+    arguments = plan, states, device, groups, views, labels
     if not is_whole:
-        return Matrices(*own)
+        return Matrices(*arguments)
     rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
     low_spots, lows = spots, None
     if rule.before is not SAME:
@@ -211,10 +215,10 @@ def matrices_of(
     if exchange.local:
         parts = [view.local.shape for view in views]
         local = making.alone(exchange.local, parts, groups, spots, device)
-    kept = [view.kept for view in views]
-    shared = SharedSteps(formats, making, *with_ranks, kept, local)
+    state_shapes = [view.kept for view in views]
+    shared = SharedSteps(formats, making, *with_ranks, state_shapes, local)
     plan.share(shared)
-    return Matrices(*own, shared)
+    return Matrices(*arguments, shared)
 
 
 def is_exchanged(view: ParamView) -> bool:

@@ -1,4 +1,4 @@
-"""How torch.distributed.checkpoint asks an optimizer which states it would have.
+"""The question of torch.distributed.checkpoint which states an optimizer would have.
 
 It gives every parameter a gradient of 0, sets lr to 0, and steps; then it takes the state dict, and
 loads into the states.
@@ -65,14 +65,14 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         return False
     if not any(view.is_sharded for view in owned.views):
         return is_asked_by_torch() and _is_asked(owned, state, decoupled)
-    found = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
+    flag = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
     for mesh in _meshes(owned.views):
-        found = _largest(found, mesh)
-    return not bool(found)
+        flag = _largest(flag, mesh)
+    return not bool(flag)
 
 
 def _is_number_0(lr: Any) -> bool:
-    """Whether it is a number, and 0; what is none the step refuses by name."""
+    """Returns whether lr is a number, and 0; the step refuses by name what is no number."""
     is_number = isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.numel() == 1)
     return is_number and not float(lr)
 
@@ -82,11 +82,11 @@ def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
 
     torch.distributed.checkpoint gives p.grad, whatever the optimizer reads.
     """
-    given = [param.grad for param in owned.params if param.requires_grad]
-    if any(state.values()) or not given or any(grad is None for grad in given):
+    grads = [param.grad for param in owned.params if param.requires_grad]
+    if any(state.values()) or not grads or any(grad is None for grad in grads):
         return False
-    own = grads_of(owned.params, decoupled=True) if decoupled else []
-    return all(grad is None for grad in own) and all(map(_is_zero, given))
+    decoupled_grads = grads_of(owned.params, decoupled=True) if decoupled else []
+    return all(grad is None for grad in decoupled_grads) and all(map(_is_zero, grads))
 
 
 def _is_zero(grad: Any) -> bool:
@@ -96,12 +96,12 @@ def _is_zero(grad: Any) -> bool:
 
 
 def on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]:
-    """For each parameter whether its flag is set on any rank of its mesh; waits for the answer."""
-    found = torch.tensor(flags, dtype=torch.int64, device="cpu")
+    """Returns for each parameter whether its flag is set on any rank of its mesh; waits for it."""
+    numbers = torch.tensor(flags, dtype=torch.int64, device="cpu")
     for mesh in _meshes(views):
-        own = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
-        found[own] = _largest(found[own], mesh).cpu()
-    return [bool(flag) for flag in found.tolist()]
+        places = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
+        numbers[places] = _largest(numbers[places], mesh).cpu()
+    return [bool(flag) for flag in numbers.tolist()]
 
 
 def _meshes(views: Sequence[ParamView]) -> list[Any]:

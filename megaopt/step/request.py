@@ -1,4 +1,4 @@
-"""What a step wants: asked once, in one value."""
+"""The request of a step: its arguments, checked once, in one value."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Asked(NamedTuple):
         return is_skippable and not options.capturable
 
 
-def request_of(asked: Asked, options: Options, groups: int) -> Request:
+def request_of(arguments: Asked, options: Options, groups: int) -> Request:
     """The request for so many groups; NOTHING where nothing is asked.
 
     Raises ValueError for a clip_norm, clip_coefficient, grad_scale or found_inf of no use.
     """
-    clip_norm, coefficient, grad_scale, found_inf, _ = asked
+    clip_norm, coefficient, grad_scale, found_inf, _ = arguments
     is_given = not (clip_norm is coefficient is grad_scale is found_inf is None)
     if options.nonfinite == "propagate" and not is_given:
         return NOTHING
@@ -56,13 +56,15 @@ def request_of(asked: Asked, options: Options, groups: int) -> Request:
         found_inf=_in_memory(found_inf) if isinstance(found_inf, torch.Tensor) else None,
         coefficient=_in_memory(coefficient),
         clip_norm=None if clip_norm is None else float(clip_norm),
-        skip_nonfinite=asked.skips_nonfinite(options),
+        skip_nonfinite=arguments.skips_nonfinite(options),
     )
     for name in ("grad_scale", "found_inf") if request.needs_norm else ():
-        given = getattr(request, name)
-        if given is not None and given.numel() > 1:
-            wanted = "one number in a step that measures the gradients of all groups (clip_norm,"
-            refuse(name, f"{wanted} nonfinite other than 'propagate')", given)
+        tensor = getattr(request, name)
+        if tensor is not None and tensor.numel() > 1:
+            requirement = (
+                "one number in a step that measures the gradients of all groups (clip_norm,"
+            )
+            refuse(name, f"{requirement} nonfinite other than 'propagate')", tensor)
     return request
 
 
@@ -75,8 +77,10 @@ def check_met(request: Request) -> None:
     """Raises ValueError for what ranks that hold parts of the same parameters cannot vote on."""
     found_inf = request.found_inf
     if found_inf is not None and found_inf.numel() > 1:
-        wanted = "one number where other ranks hold parts of the parameters, as all skip or none"
-        refuse("found_inf", wanted, found_inf)
+        requirement = (
+            "one number where other ranks hold parts of the parameters, as all skip or none"
+        )
+        refuse("found_inf", requirement, found_inf)
 
 
 def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
@@ -108,7 +112,7 @@ def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
 
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
-    """Whether it is a tensor of one of these dtypes, of one number or one for each group."""
+    """Returns whether a value is a tensor of these dtypes, of one number or one for each group."""
     is_there = is_dense(value) and not value.is_meta
     is_there = is_there and not hasattr(value, "full_tensor")  # a DTensor has no memory of its own
     is_there = is_there and value.dtype in dtypes

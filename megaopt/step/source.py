@@ -1,4 +1,4 @@
-"""Where the tensors of a batch come from: parameters, their gradients and their states."""
+"""The source of a batch's tensors: parameters, their gradients and their states."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Source:
         """The tensors in use now, by slot; shards: what the watch saw of DTensors."""
         if shards is not None:
             return dict(zip(("grad", "weight", *self.names), shards, strict=True))
-        own: Buffers = {
+        buffers: Buffers = {
             "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
             "weight": self.params,
         }
         for slot, name in self.names.items():
-            own[slot] = [state[name] for state in self.states]
-        return own
+            buffers[slot] = [state[name] for state in self.states]
+        return buffers
 
     def tensors(self, slot: str) -> list[torch.Tensor]:
-        """Where a slot's results go: weights, or tensors of the states; of DTensors the shards."""
+        """Returns the tensors of a slot's results, weights or states; of DTensors the shards."""
         name = self.names.get(slot)
-        own = self.params if name is None else [state[name] for state in self.states]
-        return list(map(local_of, own)) if self.sharded else own
+        tensors = self.params if name is None else [state[name] for state in self.states]
+        return list(map(local_of, tensors)) if self.sharded else tensors
 
     # --- what must be as it was
 
@@ -59,7 +59,7 @@ class Source:
         """
         slots = self.formats.slots
         device = self.params[0].device
-        own = [self.tensors(slot) for slot in self.formats.state_slots]
+        state_tensors = [self.tensors(slot) for slot in self.formats.state_slots]
         shapes = [local_of(param).shape for param in self.params]
         return Guards(
             positions=self.positions,
@@ -67,15 +67,15 @@ class Source:
             dtypes=[self.formats.dtype(slot) for slot in slots],
             scales=[None, None, *map(self._own_shapes, self.formats.state_slots)],
             shapes=shapes,
-            devices=[device, device, *(tensors[0].device for tensors in own)],
+            devices=[device, device, *(tensors[0].device for tensors in state_tensors)],
             contiguous=not self.staged,
             addresses=list(rows),
             sharded=self.sharded,
         )
 
     def _own_shapes(self, slot: str) -> list[torch.Size] | None:
-        """Those of scales, packed codes and moments of matrix rules; None: the parameters' own."""
+        """Returns shapes of scales, packed codes and matrix moments; None: the parameters'."""
         reshaped = self.formats.matrix is not None and state_name(slot) != MASTER
         if reshaped or self.formats.is_reshaped(slot):
-            return [each.shape for each in self.tensors(slot)]
+            return [tensor.shape for tensor in self.tensors(slot)]
         return None

@@ -44,13 +44,13 @@ States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""
 
 NO_GRADIENTS = "no gradients"
-"""What is among the warnings said where steps without gradients are told of, or meant so."""
+"""The mark among the warnings given: steps without gradients were warned of, or are meant."""
 
 LONGEST = 1000
 """Characters of the groups that a message shows."""
 
 Prepared = dict[torch.device, tuple[Any, Any]]
-"""For each device the scalars, if they are made there, and the controls."""
+"""The scalars of each device, if they are made there, and the controls."""
 
 
 class Preparations:
@@ -74,7 +74,7 @@ class Preparations:
         owned: Owned,
         groups: Sequence[Mapping[str, Any]] | None,
         batches: Batches,
-        asked: Request,
+        request: Request,
         prepared: Prepared,
     ) -> None:
         """Makes scalars and controls of all devices that have parameters.
@@ -83,50 +83,52 @@ class Preparations:
             owned: the optimizer's.
             groups: those of all rows of scalars; None where these come from the host.
             batches: what is stepped.
-            asked: what to do with the gradients.
+            request: what to do with the gradients.
             prepared: gets what is made, device by device: with it the counts on one have gone up.
         """
         # the first parameter's too, which may have no gradient
         devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
-        if groups is None and asked.is_empty:
+        if groups is None and request.is_empty:
             prepared.update(dict.fromkeys(devices, (None, None)))
             return
         behind = [group for group, _ in batches.counts.apart]
         count = len(owned.groups) + len(behind)
         for device in devices:
-            plans = _measured(batches, device) if asked.needs_norm else []
-            request = asked.on(device, behind)
-            prepared[device] = self.on(device, owned).make(groups, count, request, plans)
+            plans = _measured(batches, device) if request.needs_norm else []
+            device_request = request.on(device, behind)
+            prepared[device] = self.on(device, owned).make(groups, count, device_request, plans)
 
     def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
         """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
         flag = torch.zeros(1, dtype=torch.int64, device=device)
-        for own in {batch.device for batch in batches}:
-            plans = [batch.plan for batch in batches if batch.device == own]
-            found = self.on(own, owned).has_nonfinite(plans)
-            flag = torch.maximum(flag, found.to(device, torch.int64))
+        for batch_device in {batch.device for batch in batches}:
+            plans = [batch.plan for batch in batches if batch.device == batch_device]
+            device_flag = self.on(batch_device, owned).has_nonfinite(plans)
+            flag = torch.maximum(flag, device_flag.to(device, torch.int64))
         return flag
 
     @property
     def norm(self) -> torch.Tensor:
         """See FusedOptimizer.grad_norm."""
-        found = [each for each in self._by_device.values() if each.measured]
-        if not found:
+        preparations = [
+            preparation for preparation in self._by_device.values() if preparation.measured
+        ]
+        if not preparations:
             raise RuntimeError(
                 "no step has measured the norm yet: a step with clip_norm, or under "
                 "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
             )
-        if len(found) != 1:
+        if len(preparations) != 1:
             raise RuntimeError(
-                f"grad_norm is known on {len(found)} devices: a step with clip_norm, or under "
-                "nonfinite='skip', with all parameters on one device, finds it"
+                f"grad_norm is known on {len(preparations)} devices: a step with clip_norm, or "
+                "under nonfinite='skip', with all parameters on one device, finds it"
             )
-        norm: torch.Tensor = found[0].norm
+        norm: torch.Tensor = preparations[0].norm
         return norm
 
 
 def facts_of(owned: Owned, clip_norm: Any) -> dict[str, str]:
-    """What ranks compare before a first step, by what an error calls it."""
+    """Returns what ranks compare before a first step, by the names that an error gives."""
     facts = {
         "clip_norm": repr(clip_norm),
         "the number of groups": repr(len(owned.groups)),
@@ -146,7 +148,7 @@ class Ties(NamedTuple):
     exchanges: bool | None
     """They send each other parts of matrices in every step; None: not known yet."""
     sharers: list[Sharers]
-    """Who holds other parts of its parameters."""
+    """The ranks that hold other parts of its parameters."""
 
 
 class Run:
@@ -165,11 +167,11 @@ class Run:
         self.rows, self.batches, self.grads = rows, batches, seen.grads
         self._seen = seen  # launches read shards that may be in nobody else's hands
         self.ready: list[Any] = []
-        """For each batch the rows of scalars as its plan takes them."""
+        """The rows of scalars of each batch, as its plan takes them."""
         self.prepared: Prepared = {}
-        """Empty where scalars are the host's and gradients are taken as they are."""
+        """Scalars and controls; {} where scalars are the host's and gradients as they are."""
         self.meeting: Meeting | None = None
-        """With the other ranks; None where none are met in this step."""
+        """The meeting with the other ranks; None where none are met in this step."""
         self.gathered: Any = ()
         """Amaxes that ranks put together."""
         self.waits = False
@@ -186,11 +188,11 @@ class Run:
 
     @cached_property
     def owned(self) -> Owned:
-        """What is stepped."""
+        """The groups, and all that the stepper has for them."""
         return self._stepper.owned(self.groups)
 
     def count(self) -> None:
-        """The host's counts go up: in one call, so that Ctrl-C comes before all or behind all."""
+        """Raises the host's counts: in one call, so that Ctrl-C comes before all or behind all."""
         if self.rows is None:
             return
         groups: Sequence[Group] = self.groups  # empty ones too
@@ -202,7 +204,7 @@ class Run:
         self._counted = groups, steps
         ups: Iterator[Any] = map(operator.setitem, groups, repeat("step"), steps)
         if counts:
-            ups = chain(ups, map(operator.iadd, [each["step"] for _, each in counts], repeat(1)))
+            ups = chain(ups, map(operator.iadd, [count["step"] for _, count in counts], repeat(1)))
         deque(ups, maxlen=0)
 
     @property
@@ -227,7 +229,7 @@ class Stepper:
         masters: as `master_weights` was given.
         homes: of states in host memory.
         replicas: the ranks that hold copies of parameters.
-        said: the warnings that were given, to share with others.
+        warnings: those that were given, to share with others.
     """
 
     def __init__(
@@ -237,14 +239,14 @@ class Stepper:
         masters: MasterWeights,
         homes: Homes,
         replicas: Replicas,
-        said: set[str] | None = None,
+        warnings: set[str] | None = None,
     ) -> None:
         self.options, self.masters, self.homes = options, masters, homes
         self.replicas = replicas
         self.rule = rule.drawing if options.draws else rule
-        self.writes = ExternalWrites(said)
+        self.writes = ExternalWrites(warnings)
         self.quantities: tuple[str, ...] = ()
-        """What steps record digests of."""
+        """The quantities that steps record digests of."""
         self.passes = True
         """Whether passes of their own make those that launches do not."""
         self.given_counts = GivenCounts()
@@ -262,12 +264,12 @@ class Stepper:
         self._is_shared = False
         """Other ranks hold parts of the same parameters."""
         self._ties = self._agreed = Ties(None, [])
-        """Those of the batches, and those in which all ranks agreed last: the others go by them,
+        """The batches' ties, and those that all ranks agreed on last: other ranks go by these,
         whatever this rank's groups have become."""
         self._is_elsewhere = True
         """A weight lies elsewhere than its master knows."""
         self._is_on_one_device = False
-        """All parameters were seen to be on one since the batches were made."""
+        """Whether all parameters were seen to be on one device since the batches were made."""
         self._can_capture: bool | None = None
         """Whether a CUDA graph may capture a step; None: not known yet."""
         self._device = torch.device("cpu")
@@ -278,7 +280,7 @@ class Stepper:
         return Owned(groups, self.options, self.rule, self.masters, self.homes, self.replicas)
 
     def reset(self, owned: Owned, state: States, written: Iterable[int] = ()) -> None:
-        """Weights, masters or states are others: all is made anew, and compared from now on.
+        """Takes note that weights, masters or states are others: makes and compares all anew.
 
         written: places of parameters that were written since the last step.
         """
@@ -299,18 +301,18 @@ class Stepper:
 
     def record_digests(self, quantities: Iterable[str] | None, passes: bool) -> None:
         """See FusedOptimizer.record_digests."""
-        own = tuple(dict.fromkeys(quantities or ()))
+        names = tuple(dict.fromkeys(quantities or ()))
         moments = self.owned(()).all_moments
         state = [MASTER, *moments, *(f"{name}{SCALE}" for name in (MASTER, *moments))]
-        for quantity in own:
+        for quantity in names:
             one_of("quantities", quantity, (*BESIDE_STATE, *state))
-        self.quantities, self.passes, self._batches = own, passes, None
+        self.quantities, self.passes, self._batches = names, passes, None
 
     @property
     def digests(self) -> list[StepDigests]:
         """See FusedOptimizer.digests."""
         batches = [] if self._batches is None else self._batches.digests
-        return [each.read() for each in batches if each.is_known]
+        return [digests.read() for digests in batches if digests.is_known]
 
     def check_numbers(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for a number of a group that a step cannot use."""
@@ -319,19 +321,19 @@ class Stepper:
     # --- the step
 
     def step(
-        self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None = None
+        self, groups: Sequence[Group], state: States, arguments: Asked, check: Check | None = None
     ) -> None:
-        """One update of every parameter that has a gradient; see FusedOptimizer.step.
+        """Updates every parameter that has a gradient; see FusedOptimizer.step.
 
         Args:
             groups: as an optimizer's param_groups.
             state: as an optimizer's state; it is completed.
-            asked: what the step wants.
+            arguments: the step's.
             check: called before anything changes, where parameters are stepped for the first time.
         """
         if self._meeting is not None:
             self.hear(groups)
-        run = self._begin(groups, state, asked, check)
+        run = self._begin(groups, state, arguments, check)
         if run is None:
             return
         batches = run.batches
@@ -358,7 +360,7 @@ class Stepper:
         batches.watch.count_up()
 
     def _finish(self, run: Run) -> bool:
-        """After Ctrl-C: whether a step is whole, which it is made where it cannot be taken back."""
+        """Returns whether a step is whole after Ctrl-C; finishes one that cannot be taken back."""
         if run.is_counted:
             return True
         batches = run.batches.batches
@@ -366,14 +368,16 @@ class Stepper:
         if not is_final or run.meeting or any(batch.plan.many_calls for batch in batches):
             return False
         if len(run.launched) < len(batches):
-            stages = [each for _, part in self._stages[run.request is not NOTHING] for each in part]
+            stages = [
+                stage for _, part in self._stages[run.request is not NOTHING] for stage in part
+            ]
             for stage in stages[stages.index(launch) :]:
                 stage(run)
         run.count()
         return True
 
     def _begin(
-        self, groups: Sequence[Group], state: States, asked: Asked, check: Check | None
+        self, groups: Sequence[Group], state: States, arguments: Asked, check: Check | None
     ) -> Run | None:
         """Checks everything, and takes the memory of launches; None if only states were made.
 
@@ -381,18 +385,20 @@ class Stepper:
         """
         captures = False
         if not (self._has_agreed or self.was_stepped):
-            self._agree(groups, asked)
+            self._agree(groups, arguments)
         try:
-            request = request_of(asked, self.options, len(groups))
+            request = request_of(arguments, self.options, len(groups))
             if self._can_capture is None or (self._can_capture and is_capturing(self._device)):
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
                 captures = check_capture(owned.device, self.options.capturable, owned.backend)
-            if not self.was_stepped and self._makes_states(groups, state, request, asked, check):
+            if not self.was_stepped and self._makes_states(
+                groups, state, request, arguments, check
+            ):
                 return None
             self._check_one_device(groups, request)
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
-            batches, seen = self.gather(groups, state, asked.decoupled, check, captures)
+            batches, seen = self.gather(groups, state, arguments.decoupled, check, captures)
             self._check_one_device(groups, request)
             run = Run(self, groups, request, rows, batches, seen)
             run.is_captured = captures
@@ -412,12 +418,12 @@ class Stepper:
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
             if request is not NOTHING or self._is_shared:
-                run.waits = asked.waits(self.options)
+                run.waits = arguments.waits(self.options)
                 run.meeting = self._meeting = self._meeting_for(run)
             if run.meeting is not None:
                 check_met(request)
         except Exception:
-            self._withdraw(groups, state, asked)
+            self._withdraw(groups, state, arguments)
             raise
         return run
 
@@ -430,8 +436,8 @@ class Stepper:
             self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
             self._is_on_one_device = True
 
-    def _agree(self, groups: Sequence[Group], asked: Asked) -> None:
-        """Before a first step: ranks compare all that says whom they will meet, and for what.
+    def _agree(self, groups: Sequence[Group], arguments: Asked) -> None:
+        """Compares with other ranks, before a first step, whom they will meet, and for what.
 
         Whatever groups say, all ranks come here that hold parts of parameters. Raises ValueError
         where they differ, or for what one cannot step, on all of them.
@@ -443,18 +449,20 @@ class Stepper:
             owned = self.owned(groups)
             owned.check_groups()
             settings = owned.settings()
-            alike = settings, owned.described(), asked.clip_norm
+            alike = settings, owned.described(), arguments.clip_norm
         except Exception:
             self._disagree(met)
             raise
         got = f"{len(owned.params)} parameters in groups {settings[0]}"
-        others = agreement_of(met, alike, got[:LONGEST], partial(facts_of, owned, asked.clip_norm))
-        if others is not None:
-            others.compare()
+        meeting = agreement_of(
+            met, alike, got[:LONGEST], partial(facts_of, owned, arguments.clip_norm)
+        )
+        if meeting is not None:
+            meeting.compare()
         self._has_agreed = True
 
     def _first_met(self, groups: Sequence[Group]) -> list[Sharers]:
-        """Whom this rank meets before a first step; nobody without a rule for matrices."""
+        """Returns whom this rank meets before a first step; nobody without a rule for matrices."""
         if self.options.MATRIX is None:
             return []
         views = self.owned(groups).usual_views
@@ -464,11 +472,11 @@ class Stepper:
 
     def _disagree(self, met: Sequence[Sharers]) -> None:
         """Tells the ranks that compare what they have that this one raises an error."""
-        others = agreement_of(met, None)
-        if others is not None:
-            others.withdraw(False)
+        meeting = agreement_of(met, None)
+        if meeting is not None:
+            meeting.withdraw(False)
 
-    def withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
+    def withdraw(self, groups: Sequence[Group], state: States, arguments: Asked) -> None:
         """Tells the ranks that wait for this one that it cannot begin the step.
 
         Args: as for `step`.
@@ -477,37 +485,42 @@ class Stepper:
         if met:
             self._disagree(met)
         else:
-            self._withdraw(groups, state, asked)
+            self._withdraw(groups, state, arguments)
 
-    def _withdraw(self, groups: Sequence[Group], state: States, asked: Asked) -> None:
+    def _withdraw(self, groups: Sequence[Group], state: States, arguments: Asked) -> None:
         """Meets the ranks in the place of `Meeting.meet`, where they go by what they know."""
         views = self.owned(groups).shared_views
         exchanged, sharers = self._agreed
         new = [view for view in views if exchanged is None or not state.get(view.param)]
         exchanges = bool(exchanged) or any(map(is_exchanged, new))
-        measures = exchanges or asked.clip_norm is not None or asked.skips_nonfinite(self.options)
-        others = meeting_of(
+        measures = (
+            exchanges or arguments.clip_norm is not None or arguments.skips_nonfinite(self.options)
+        )
+        meeting = meeting_of(
             views, measures=measures, last=self._meeting, met=sharers, exchanges=exchanges
         )
-        if others is not None:
-            others.withdraw(asked.waits(self.options))
+        if meeting is not None:
+            meeting.withdraw(arguments.waits(self.options))
 
     def _meeting_for(self, run: Run) -> Meeting | None:
-        """With the ranks that hold other parts of the parameters; kept, as CUDA graphs read it.
+        """Returns the meeting with ranks that hold other parts of the parameters.
+
+        It is kept from step to step, as CUDA graphs read it.
+
 
         Where this rank's parameters have become others, so have those of all ranks, or they wait
         for it as before: for this once it meets all.
         """
-        batches, (exchanged, sharers), own = run.batches, self._agreed, self._ties
-        exchanges = bool(exchanged or own.exchanges)
+        batches, (exchanged, sharers), ties = run.batches, self._agreed, self._ties
+        exchanges = bool(exchanged or ties.exchanges)
         measures = exchanges or run.request.needs_norm
-        is_usual = self._agreed is own or (
-            exchanges == own.exchanges and {*sharers} <= {*own.sharers}
+        is_usual = self._agreed is ties or (
+            exchanges == ties.exchanges and {*sharers} <= {*ties.sharers}
         )
         if is_usual and measures in batches.meetings:
             return batches.meetings[measures]
-        given = (run.owned.views, run.owned.labels, batches.batches, measures, self._meeting)
-        meeting = meeting_of(*given, sharers, exchanges)
+        arguments = (run.owned.views, run.owned.labels, batches.batches, measures, self._meeting)
+        meeting = meeting_of(*arguments, sharers, exchanges)
         if is_usual:
             batches.meetings[measures] = meeting
         return meeting
@@ -562,17 +575,17 @@ class Stepper:
 
     def _sort(self, owned: Owned, state: States, grads: Grads, check: Check | None) -> Batches:
         """Checks everything, completes the states, and makes batches and stages anew."""
-        found = collect(owned, state, grads, check)
-        if not found.kinds:
+        collected = collect(owned, state, grads, check)
+        if not collected.kinds:
             self._warn_without_gradients(owned)
-        self.writes.warn_without_masters(owned, found.states)
-        self._commit(owned, state, found.states)  # now that nothing was refused
-        self.writes.watch(owned, found.places, state)
-        batches = make_batches(owned, state, found, self.writes.versions)
+        self.writes.warn_without_masters(owned, collected.states)
+        self._commit(owned, state, collected.states)  # now that nothing was refused
+        self.writes.watch(owned, collected.places, state)
+        batches = make_batches(owned, state, collected, self.writes.versions)
         if self.quantities:
-            asked = self.quantities, self.passes
-            made = [BatchDigests(batch, owned, *asked) for batch in batches.batches]
-            batches.digests = [each for each in made if each.names]
+            arguments = self.quantities, self.passes
+            all_digests = [BatchDigests(batch, owned, *arguments) for batch in batches.batches]
+            batches.digests = [digests for digests in all_digests if digests.names]
         self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
         self._ties = Ties(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
         self._is_elsewhere, self._device = True, owned.device
@@ -581,7 +594,7 @@ class Stepper:
         return batches
 
     def _warn_without_gradients(self, owned: Owned) -> None:
-        """Once, where a step moves nothing; torch's question for states is no such step."""
+        """Warns once of a step that moves nothing; torch's question for states is no such step."""
         if not owned.params or NO_GRADIENTS in self.writes.said or is_asked_by_torch():
             return
         self.writes.said.add(NO_GRADIENTS)
@@ -613,7 +626,7 @@ class Stepper:
         """
         is_prepared = asks or self._is_shared or self.options.capturable
         float8 = [batch.float8 for batch in batches.quantized if batch.float8 is not None]
-        is_exchanged = any(each.group is not None for each in float8)
+        is_exchanged = any(weights.group is not None for weights in float8)
         first: list[Stage | bool] = [
             is_prepared and self._prepare,
             bool(batches.digests) and begin_digests,
@@ -634,8 +647,10 @@ class Stepper:
                 parts.append(stages)
             else:
                 parts[-1] += stages
-        found = [(self._is_shared, [each for each in part if callable(each)]) for part in parts]
-        return [(False, [self._meet]), *found] if asks or self._is_shared else found
+        stage_lists = [
+            (self._is_shared, [stage for stage in part if callable(stage)]) for part in parts
+        ]
+        return [(False, [self._meet]), *stage_lists] if asks or self._is_shared else stage_lists
 
     def make_states(
         self, groups: Sequence[Group], state: States, places: Iterable[int], check: Check | None
@@ -650,9 +665,9 @@ class Stepper:
         """Takes over completed states; masters that they lacked were made of their weights."""
         lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
         if not owned.has_external_masters:
-            made = [param for param in lacking if completed[param].get(MASTER) is not None]
+            params = [param for param in lacking if completed[param].get(MASTER) is not None]
             # who sets one to None asks for a new one
-            lost = [param for param in made if MASTER not in state.get(param, {})]
+            lost = [param for param in params if MASTER not in state.get(param, {})]
             self.writes.warn_of_lost_masters(owned, lost)
         self.writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
         commit(state, completed)
@@ -663,7 +678,7 @@ class Stepper:
         groups: Sequence[Group],
         state: States,
         request: Request,
-        asked: Asked,
+        arguments: Asked,
         check: Check | None,
     ) -> bool:
         """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
@@ -672,39 +687,39 @@ class Stepper:
         """
         self.was_stepped = True
         owned = self.owned(groups)
-        if request is not NOTHING or not is_probe(owned, state, asked.decoupled):
+        if request is not NOTHING or not is_probe(owned, state, arguments.decoupled):
             return False
         self._has_agreed = False  # what comes between it and the first step may differ
         self.was_stepped = self.options.MATRIX is None
-        if asked.decoupled:
+        if arguments.decoupled:
             self.make_states(groups, state, range(len(owned.params)), check)
         else:
-            self.gather(groups, state, asked.decoupled, check)
+            self.gather(groups, state, arguments.decoupled, check)
         return True
 
     # --- stages that keep something from step to step
 
     def _meet(self, run: Run) -> None:
-        """The request becomes that of all ranks; the host may know then that there is no step."""
-        request, found = run.request, None
+        """Makes the request that of all ranks; the host may know then that there is no step."""
+        request, answer = run.request, None
         if run.meeting is not None:
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
             names = self.options.MATRIX_TURNS
             counts = (self._ties.exchanges or names) and not self.options.capturable
             turns = [group[n] for group in run.groups for n in ("step", *names)] if counts else ()
-            found = run.meeting.meet(request, run.waits, look, run.groups, run.rows, turns)
+            answer = run.meeting.meet(request, run.waits, look, run.groups, run.rows, turns)
         elif request.found_inf is None or not run.waits:
-            found = request
+            answer = request
         elif request.found_inf.numel() > 1:
             flags = request.found_inf.tolist()
             run.left_out = {group for group, flag in enumerate(flags) if flag}
-            found = None if all(flags) else request
+            answer = None if all(flags) else request
         elif not bool(request.found_inf):
-            found = replace(request, found_inf=None)
+            answer = replace(request, found_inf=None)
         self._agreed = self._ties
-        run.is_left_out = found is None
-        run.request = found or request
+        run.is_left_out = answer is None
+        run.request = answer or request
 
     def _prepare(self, run: Run) -> None:
         """Makes scalars and controls; the host may see then that there is no step."""
@@ -723,11 +738,11 @@ class Stepper:
 
 
 def refresh(run: Run) -> None:
-    """Matrix rules make anew what they keep, GaLore's projections, of this step's gradients."""
+    """Makes anew what matrix rules keep, GaLore's projections, of this step's gradients."""
     counts = None
     if run.rows is not None:
-        own = enumerate(run.groups)
-        counts = [None if number in run.left_out else group["step"] for number, group in own]
+        pairs = enumerate(run.groups)
+        counts = [None if number in run.left_out else group["step"] for number, group in pairs]
     failed: Exception | None = None
     for matrices in run.batches.matrices:  # all: other ranks may wait for this one
         controls = run.prepared.get(matrices.device, (None, None))[1]
@@ -740,19 +755,19 @@ def refresh(run: Run) -> None:
 
 
 def begin_digests(run: Run) -> None:
-    """What the launch adds up begins; gradients have their digests before a step writes them."""
+    """Begins what the launch adds up; makes gradients' digests before a step writes them."""
     for digests in run.batches.digests:
         digests.begin(run.grads)
 
 
 def finish_digests(run: Run) -> None:
-    """Digests of what the launch does not add up."""
+    """Makes the digests of what the launch does not add up."""
     for digests in run.batches.digests:
         digests.finish(run.grads)
 
 
 def leave_out_digests(run: Run) -> None:
-    """Digests of a step that is left out: of what is as it was."""
+    """Makes the digests of a step that is left out: of what is as it was."""
     for digests in run.batches.digests:
         digests.leave_out(run.grads)
 
@@ -765,9 +780,9 @@ def launch(run: Run) -> None:
         scalars, controls = run.prepared.get(batch.device, (None, None))
         if failed is None or (batch.matrices is not None and batch.matrices.shared is not None):
             try:
-                own = rows if scalars is None else scalars
+                numbers = rows if scalars is None else scalars
                 # in one statement: Ctrl-C between two would leave open whether it was launched
-                run.launched.append(batch.plan.step(own, controls))  # type: ignore[func-returns-value]  # None each
+                run.launched.append(batch.plan.step(numbers, controls))  # type: ignore[func-returns-value]  # None each
             except Exception as error:
                 failed = failed or error
     if failed is not None:
@@ -781,20 +796,20 @@ def gather_amaxes(run: Run) -> None:
 
 
 def exchange(run: Run) -> None:
-    """Amaxes of fp8 weights become the largest of all ranks."""
+    """Makes amaxes of fp8 weights the largest of all ranks."""
     assert run.meeting is not None
     run.meeting.exchange(run.gathered)
 
 
 def quantize(run: Run) -> None:
-    """Weights become fp8 where they are kept so."""
+    """Casts to fp8 the weights that are kept so."""
     for batch in run.batches.quantized:
         assert batch.float8 is not None
         batch.float8.quantize(batch.plan)
 
 
 def copy_results(run: Run) -> None:
-    """All results go where they belong."""
+    """Copies results back to tensors that are not contiguous."""
     for batch in run.batches.batches:
         if batch.copies:
             batch.copy_results()
@@ -813,13 +828,13 @@ def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
 
     It ends it for all groups. Raises FloatingPointError where nonfinite is "error".
     """
-    found = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
-    if found and nonfinite == "error":
+    skips = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
+    if skips and nonfinite == "error":
         raise FloatingPointError(
             "gradients must be finite with nonfinite='error', got an infinity or NaN (on this "
             "rank, or on one that steps together with it)"
         )
-    return found
+    return skips
 
 
 # --- CUDA graphs

@@ -1,1 +1,1 @@
-"""What ranks tell each other: in a step, before a load, when a projection is made anew."""
+"""Messages between ranks: in a step, before a load, when a projection is made anew."""

@@ -1,6 +1,6 @@
-"""What ranks tell each other beside their collectives, through the store of the process group.
+"""Texts that ranks leave for each other in the store of the process group, beside collectives.
 
-Only where they differ, or wait for long: nobody has to answer, and nothing is asked in a step.
+They do so only where they differ, or wait for long: nobody has to answer, and a step asks nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LONGEST = 300
 FAILED = "!"
 """Begins what a rank tells that raises an error of its own."""
 RAISED = "megaopt/raised"
-"""Where ranks tell of errors in the middle of a step."""
+"""The key under which ranks tell of errors in the middle of a step."""
 
 
 # --- ranks that differ
@@ -51,7 +51,7 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def tell_failure(key: str, error: BaseException | None) -> None:
-    """What a rank tells in the place of its facts that raises an error of its own.
+    """Tells, in the place of this rank's facts, that it raises an error of its own.
 
     Args: as for `differences`; error: None where it is not known.
     """
@@ -61,7 +61,7 @@ def tell_failure(key: str, error: BaseException | None) -> None:
 
 
 def tell_raised(error: Exception, step: Any) -> None:
-    """What a rank tells that raises in the middle of a step, for those that will wait for it.
+    """Tells ranks that will wait for this one that it raises in the middle of a step.
 
     step: the number of steps taken before.
     """
@@ -69,14 +69,14 @@ def tell_raised(error: Exception, step: Any) -> None:
     tell(RAISED, f"{type(error).__name__}: {error}"[:LONGEST] + where)
 
 
-def tell(key: str, told: str) -> None:
+def tell(key: str, text: str) -> None:
     """Leaves a text for ranks that ask for it under the same key."""
     with contextlib.suppress(Exception):  # it is on the way to an error: the store may be gone
-        _store().set(f"{key}/{dist.get_rank()}", told)
+        _store().set(f"{key}/{dist.get_rank()}", text)
 
 
 def differences(key: str, ranks: Sequence[int], facts: Mapping[str, str], patience: float) -> str:
-    """What these ranks have that is not alike, of the facts of each; "" where that is not known.
+    """Returns the facts in which these ranks differ, as text; "" where that is not known.
 
     Args:
         key: the same on all of them, and of this event alone.
@@ -90,50 +90,60 @@ def differences(key: str, ranks: Sequence[int], facts: Mapping[str, str], patien
         return ""
 
 
-def passed_on(key: str, ranks: Sequence[int], found: str, patience: float) -> str:
-    """What this rank found, or another that has met ranks which this one has not; it is told.
+def passed_on(key: str, ranks: Sequence[int], message: str, patience: float) -> str:
+    """Returns this rank's message, or that of another which met other ranks; tells its own.
 
-    Args: as for `differences`; found: by those.
+    Args: as for `differences`; message: their result.
     """
-    tell(f"{key}/found", found)
+    tell(f"{key}/found", message)
     with contextlib.suppress(Exception):
-        others = () if found else _read([f"{key}/found/{rank}" for rank in ranks], patience)
-        return next((each for each in others if each), found)
-    return found
+        messages = () if message else _read([f"{key}/found/{rank}" for rank in ranks], patience)
+        return next((text for text in messages if text), message)
+    return message
 
 
 def _differences(
     key: str, ranks: Sequence[int], facts: Mapping[str, str], patience: float
 ) -> list[str]:
-    """Ranks tell digests of their facts; one of each kind tells the facts."""
-    own, text = dist.get_rank(), json.dumps(facts)
+    """Returns the lines of `differences`: ranks tell digests, and one of each kind its facts."""
+    this_rank, text = dist.get_rank(), json.dumps(facts)
     tell(key, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-    told = _read([f"{key}/{rank}" for rank in ranks], patience)
+    answers = _read([f"{key}/{rank}" for rank in ranks], patience)
     kinds: dict[str, list[int]] = {}
-    for rank, each in zip(ranks, told, strict=True):
-        if each is not None:
-            kinds.setdefault(each, []).append(rank)
-    found = [f"{each[1:]} on {_ranks(who)}" for each, who in kinds.items() if each[:1] == FAILED]
-    kinds = {each: who for each, who in kinds.items() if each[:1] != FAILED}
+    for rank, answer in zip(ranks, answers, strict=True):
+        if answer is not None:
+            kinds.setdefault(answer, []).append(rank)
+    lines = [
+        f"{answer[1:]} on {_ranks(who)}" for answer, who in kinds.items() if answer[:1] == FAILED
+    ]
+    kinds = {answer: who for answer, who in kinds.items() if answer[:1] != FAILED}
     firsts = [who[0] for who in kinds.values()]
-    if own in firsts:
+    if this_rank in firsts:
         tell(f"{key}/facts", text)
     shown = firsts[:MOST_KINDS]
     texts = _read([f"{key}/facts/{rank}" for rank in shown], patience)
-    known = {rank: json.loads(each) for rank, each in zip(shown, texts, strict=True) if each}
-    names = list(dict.fromkeys(name for each in known.values() for name in each))
-    unlike = [name for name in names if len({each.get(name) for each in known.values()}) > 1]
+    facts_by_rank = {
+        rank: json.loads(encoded) for rank, encoded in zip(shown, texts, strict=True) if encoded
+    }
+    names = list(
+        dict.fromkeys(name for peer_facts in facts_by_rank.values() for name in peer_facts)
+    )
+    unlike = [
+        name
+        for name in names
+        if len({peer_facts.get(name) for peer_facts in facts_by_rank.values()}) > 1
+    ]
     for name in unlike[:MOST_SHOWN]:
         values: dict[str, list[int]] = {}
         for who in kinds.values():
-            if who[0] in known:
-                values.setdefault(known[who[0]].get(name, "not there"), []).extend(who)
+            if who[0] in facts_by_rank:
+                values.setdefault(facts_by_rank[who[0]].get(name, "not there"), []).extend(who)
         pairs = (f"{value[:MOST_CHARACTERS]} on {_ranks(who)}" for value, who in values.items())
-        found.append(f"{name}: {', '.join(pairs)}")
+        lines.append(f"{name}: {', '.join(pairs)}")
     if len(unlike) > MOST_SHOWN:
-        found.append(f"and {len(unlike) - MOST_SHOWN} more")
-    silent = [rank for rank, each in zip(ranks, told, strict=True) if each is None]
-    return [*found, f"{_ranks(silent)} did not answer"] if silent and found else found
+        lines.append(f"and {len(unlike) - MOST_SHOWN} more")
+    silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
+    return [*lines, f"{_ranks(silent)} did not answer"] if silent and lines else lines
 
 
 def _store() -> Any:
@@ -141,7 +151,7 @@ def _store() -> Any:
 
 
 def _read(keys: Sequence[str], patience: float) -> list[str | None]:
-    """What is told under each key, once all are there, or after so many seconds."""
+    """Returns the text under each key, once all are there, or after so many seconds."""
     store = _store()
     with contextlib.suppress(Exception):
         store.wait(list(keys), timedelta(seconds=patience))
@@ -150,7 +160,7 @@ def _read(keys: Sequence[str], patience: float) -> list[str | None]:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """In words: rank 3, ranks 0 to 2, ranks 0 to 2, 5."""
+    """Returns numbers of ranks in words: rank 3, ranks 0 to 2, ranks 0 to 2, 5."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -166,7 +176,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 class Wait:
-    """While it is entered, this rank may wait for others; after a minute it says for whom.
+    """A context in which this rank may wait for others; after a minute it says for whom.
 
     One thread looks at all of them, four times a minute.
 
@@ -212,7 +222,7 @@ class Wait:
         return [rank for rank in self._ranks if rank != dist.get_rank()]
 
     def _who_comes(self, where: str) -> str:
-        """Who waits as well, and who has said nothing of that."""
+        """Returns in words who waits as well, and who has said nothing of that."""
         waiting: list[int] = []
         raised = ""
         with contextlib.suppress(Exception):

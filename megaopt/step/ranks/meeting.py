@@ -36,7 +36,7 @@ from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers,
 Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
 Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
-"""For each group of ranks the amaxes of their fp8 weights, and memory to exchange them in."""
+"""Groups of ranks, each with the amaxes of its fp8 weights, and memory to exchange them in."""
 
 
 Facts = Callable[..., dict[str, str]]
@@ -54,7 +54,7 @@ class Sharers(NamedTuple):
 
 
 class Terms:
-    """What this rank has of all that ranks must have alike; an error says it where they differ.
+    """The facts of this rank that all ranks must have alike; an error says them where they differ.
 
     Args:
         peers: whom it meets.
@@ -66,10 +66,10 @@ class Terms:
         self._peers, self._counted, self._facts = peers, counted, facts
         self._asked: tuple[Any, ...] = ()
         self.met = 0
-        """How many peers were met in this step."""
+        """The number of peers that were met in this step."""
 
     def begin(self, request: Request, groups: Sequence[Mapping[str, Any]]) -> None:
-        """A step begins."""
+        """Notes the request and the groups of a step that begins."""
         self._asked, self.met = (request, groups), 0
 
     def refusal(self, patience: float = PATIENCE) -> str:
@@ -77,18 +77,18 @@ class Terms:
 
         patience: in seconds, for what others tell.
         """
-        told, own = "", dist.get_rank()
-        met = [each.kind for each in self._peers if each.measures]
+        difference, rank = "", dist.get_rank()
+        met = [peer.kind for peer in self._peers if peer.measures]
         facts = {"who is met": repr(met), **self._facts(*self._asked)}
-        heard = [each for each in self._peers[: self.met] if each.heard()[:FOUND_INF].any()]
-        for each in heard:
-            told = told or differences(each.event, each.ranks, facts, patience)
-        for each in heard:
-            told = passed_on(each.event, each.ranks, told, patience)
-        if told:
+        heard = [peer for peer in self._peers[: self.met] if peer.heard()[:FOUND_INF].any()]
+        for peer in heard:
+            difference = difference or differences(peer.event, peer.ranks, facts, patience)
+        for peer in heard:
+            difference = passed_on(peer.event, peer.ranks, difference, patience)
+        if difference:
             return (
                 "ranks that hold parts of the same parameters must step the same, got "
-                f"{told} (this is rank {own})"
+                f"{difference} (this is rank {rank})"
             )
         return (
             "ranks that hold parts of the same parameters must step the same (order, groups, "
@@ -96,12 +96,12 @@ class Terms:
             "part is empty; which have a gradient, formats of masters and moments, clip_norm, "
             "nonfinite, update_proj_gap where matrices go to owners; with DTensors all numbers of "
             "groups; with rules for matrices also all options at a first step), got "
-            f"{self._counted} on rank {own}, and something else, or an error, on another"
+            f"{self._counted} on rank {rank}, and something else, or an error, on another"
         )
 
 
 class Meeting:
-    """One rank's side of what ranks that hold parts of the same parameters do in each step.
+    """The meeting, in each step, of ranks that hold parts of the same parameters; one rank's side.
 
     Args:
         peers: those of DTensors, which measure a norm, then those of fp8 weights.
@@ -115,7 +115,7 @@ class Meeting:
     ) -> None:
         self._peers, self._whole, self._terms = peers, whole, terms
         self._were_alike = False
-        self._wait = Wait(sorted({rank for each in peers for rank in each.ranks}))
+        self._wait = Wait(sorted({rank for peer in peers for rank in peer.ranks}))
         self._notice = Notice(peers[-1].device, terms.refusal)
         self._unheard: list[Notice] = [] if last is None else last._unheard
         self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
@@ -124,7 +124,7 @@ class Meeting:
 
     def measured(self, device: torch.device) -> list[Measured]:
         """The plans and peers whose gradients make the norm on a device, after the ranks met."""
-        whole = [each.plan for each in self._whole if each.device == device]
+        whole = [batch.plan for batch in self._whole if batch.device == device]
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
 
     def compare(self) -> None:
@@ -162,9 +162,9 @@ class Meeting:
         self._terms.begin(request, groups)
         if groups:
             self._wait.step = groups[0].get("step")
-        at_once = all(each.is_read_at_once for each in self._peers)
+        at_once = all(peer.is_read_at_once for peer in self._peers)
         reads = at_once or waits or not self._were_alike
-        reads = reads and not any(is_capturing(each.device) for each in self._peers)
+        reads = reads and not any(is_capturing(peer.device) for peer in self._peers)
         # floats have one hash in every process
         numbers = None if rows is None else hash(tuple(rows))
         with self._wait:
@@ -206,7 +206,7 @@ class Meeting:
     ) -> torch.Tensor:
         """The sum of all ranks' words: each meeting passes on what was heard in those before."""
         # a norm over ranks says it, but to those that have copies of all parts
-        knows = all(each.measures and (each.groups or each.size == 1) for each in self._peers)
+        knows = all(peer.measures and (peer.groups or peer.size == 1) for peer in self._peers)
         looks = request.skip_nonfinite and not knows
         device, heard = self._peers[0].device, None
         if request.found_inf is not None or looks:  # else nothing was heard before the first
@@ -215,16 +215,16 @@ class Meeting:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
         if heard is not None and looks:
             heard[NONFINITE:].copy_(look(device))
-        for each in self._peers:
+        for peer in self._peers:
             # ranks that share fp8 weights may have other groups beside
-            alike = numbers if each.measures else numbers[1:]
-            each.write(
+            alike = numbers if peer.measures else numbers[1:]
+            peer.write(
                 (request.clip_norm, request.skip_nonfinite, *alike), heard, request.needs_norm
             )
             self._terms.met += 1
-            each.meet()
-            heard = each.heard()
-            if reads and each.measures and bool(heard[0]):
+            peer.meet()
+            heard = peer.heard()
+            if reads and peer.measures and bool(heard[0]):
                 break  # the next meeting might never end
         assert heard is not None  # somebody was met
         return heard
@@ -234,7 +234,7 @@ class Meeting:
 
         waits: as for `meet`.
         """
-        if not any(is_capturing(each.device) for each in self._peers):
+        if not any(is_capturing(peer.device) for peer in self._peers):
             error = sys.exc_info()[1]
             if isinstance(error, Exception):
                 tell_raised(error, self._wait.step)
@@ -247,12 +247,12 @@ class Meeting:
         if self._terms.met == len(self._peers):
             self._has_failed(True)
             return
-        for each in self._peers[self._terms.met :]:
-            each.refuse()
-            each.meet()
-            if not is_capturing(each.device):
-                tell_failure(each.event, sys.exc_info()[1])
-            if each.measures and bool(each.heard()[0]):
+        for peer in self._peers[self._terms.met :]:
+            peer.refuse()
+            peer.meet()
+            if not is_capturing(peer.device):
+                tell_failure(peer.event, sys.exc_info()[1])
+            if peer.measures and bool(peer.heard()[0]):
                 return  # who reads that comes no further
         self._stand_in(waits)
 
@@ -277,13 +277,13 @@ class Meeting:
             with self._wait:
                 is_set = notice.is_set()
             if is_set:
-                for each in counts:
-                    each["step"] -= 1
+                for count in counts:
+                    count["step"] -= 1
                 raise ValueError(notice.message())
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """After ranks have met, on CPUs: where one of them fails within, all of them raise.
+        """Runs its block once ranks have met, on CPUs: where one rank fails in it, all raise.
 
         On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
         there is taken before. Raises ValueError where another rank failed.
@@ -300,45 +300,45 @@ class Meeting:
                 "has taken it, and the other's error says why"
             )
 
-    def _has_failed(self, own: bool) -> bool:
+    def _has_failed(self, failed: bool) -> bool:
         """Whether this rank failed, or another of those that have met."""
-        asked = [each for each in self._peers if each.is_read_at_once]
-        if not asked:
-            return own
-        vote = self._vote.fill_(own)  # a rank without memory has it already
+        peers = [peer for peer in self._peers if peer.is_read_at_once]
+        if not peers:
+            return failed
+        vote = self._vote.fill_(failed)  # a rank without memory has it already
         with self._wait:
-            for each in asked:
-                reduced(vote, each.all_groups)
+            for peer in peers:
+                reduced(vote, peer.all_groups)
         return bool(vote)
 
     def gather(self, batches: Sequence[Any]) -> Gathered:
         """Takes the memory in which ranks exchange the amaxes of the batches' fp8 weights."""
         gathered = []
-        for group in [each.groups[0] for each in self._peers if not each.measures]:
+        for group in [peer.groups[0] for peer in self._peers if not peer.measures]:
             # by number, not by batch: gradients of another dtype make other batches
-            pairs = [pair for each in batches if each.group == group for pair in each.amaxes()]
-            if own := [amax for _, amax in sorted(pairs, key=lambda pair: pair[0])]:
-                gathered.append((group, own, torch.cat(own)))
+            pairs = [pair for batch in batches if batch.group == group for pair in batch.amaxes()]
+            if amaxes := [amax for _, amax in sorted(pairs, key=lambda pair: pair[0])]:
+                gathered.append((group, amaxes, torch.cat(amaxes)))
         return gathered
 
     def exchange(self, gathered: Gathered) -> None:
-        """Between step and casts: amaxes become the largest of all ranks."""
-        for group, own, together in gathered:
-            parts = torch.split(reduced(together, [group]), list(map(len, own)))
-            torch._foreach_copy_(own, list(parts))
+        """Makes amaxes the largest of all ranks, between step and casts."""
+        for group, amaxes, together in gathered:
+            parts = torch.split(reduced(together, [group]), list(map(len, amaxes)))
+            torch._foreach_copy_(amaxes, list(parts))
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
 
 def sharers_of(views: Iterable[ParamView]) -> list[Sharers]:
-    """Whom a rank may meet: those who hold other parts of these parameters; each once."""
+    """Returns whom a rank may meet: those who hold other parts of these parameters; each once."""
     shared = [view for view in views if view.split is not None or view.group is not None]
-    return [*dict.fromkeys(Sharers(each.param.device, each.split, each.group) for each in shared)]
+    return [*dict.fromkeys(Sharers(view.param.device, view.split, view.group) for view in shared)]
 
 
 def agreement_of(
     met: Iterable[Sharers], alike: object, got: str = "", facts: Facts = dict
 ) -> Meeting | None:
-    """With all ranks that have a part or a copy, before a first step; None if there are none.
+    """Makes the meeting of all ranks that have a part or a copy, before a first step; or None.
 
     Args:
         met: whom to meet, in an order that all ranks have.
@@ -346,7 +346,9 @@ def agreement_of(
         got: what an error shows of it, where it is not known what others have.
         facts: finds all of it, by what an error calls it.
     """
-    meshes = dict.fromkeys((each.device, each.split[0]) for each in met if each.split is not None)
+    meshes = dict.fromkeys(
+        (sharer.device, sharer.split[0]) for sharer in met if sharer.split is not None
+    )
     if not meshes:
         return None
     digest = digest_of(alike)
@@ -364,7 +366,7 @@ def meeting_of(
     met: Iterable[Sharers] = (),
     exchanges: bool = False,
 ) -> Meeting | None:
-    """With the ranks that hold other parts of an optimizer's parameters; None if there are none.
+    """Makes the meeting with ranks that hold other parts of an optimizer's parameters; or None.
 
     Ranks of DTensors meet only in steps that measure their gradients.
 
@@ -387,30 +389,30 @@ def meeting_of(
     if measures:
         _check_not_flattened(views, labels)
     met = [*met, *sharers_of(views)]
-    found: dict[Sharers, list[int]] = {own: [] for own in met if own.group or measures}
+    places_of: dict[Sharers, list[int]] = {sharer: [] for sharer in met if sharer.group or measures}
     for place, view in enumerate(views):
-        own = Sharers(view.param.device, view.split, view.group)
-        if own in found:
-            found[own].append(place)
-    if not found:
+        sharer = Sharers(view.param.device, view.split, view.group)
+        if sharer in places_of:
+            places_of[sharer].append(place)
+    if not places_of:
         return None
-    formats = {place: each.formats for each in batches for place in each.positions}
+    formats = {place: batch.formats for batch in batches for place in batch.positions}
     described = [_described(view, formats.get(place)) for place, view in enumerate(views)]
     everything = digest_of([*zip(labels, described, strict=False)])
     splits, shares = [], []
-    for (device, split, group), places in found.items():
+    for (device, split, group), places in places_of.items():
         if split is None:
             places.sort(key=lambda place: views[place].number(place))
             alike = digest_of([described[place] for place in places if place in formats])
             ranks = dist.get_process_group_ranks(group)
             shares.append(Peers(device, [group], alike, ranks=ranks))
         else:
-            plans = [each.plan for each in batches if each.positions[0] in places]
+            plans = [batch.plan for batch in batches if batch.positions[0] in places]
             mesh, dims = split
             splits.append(_peers(device, mesh, dims, everything, plans, exchanges))
     splits = _in_order(splits)
-    shares.sort(key=lambda each: (each.size, str(each.groups[0].group_name)))
-    whole = [each for each in batches if views[each.positions[0]].split is None]
+    shares.sort(key=lambda peer: (peer.size, str(peer.groups[0].group_name)))
+    whole = [batch for batch in batches if views[batch.positions[0]].split is None]
     peers, params = [*splits, *shares], [*zip(labels, described, strict=False)]
     terms = Terms(peers, _counted(len(views), formats), partial(_facts, params))
     return Meeting(peers, whole, terms, last)
@@ -424,31 +426,40 @@ def _peers(
     copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if all_ and dim not in dims]
     kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(dims))
     chosen = (
-        slice(None) if all_ or dim in dims else own for dim, own in enumerate(mesh.get_coordinate())
+        slice(None) if all_ or dim in dims else index
+        for dim, index in enumerate(mesh.get_coordinate())
     )
     ranks = mesh.mesh[tuple(chosen)].flatten().tolist()
     return Peers(device, groups, alike, plans, kind, copies, ranks)
 
 
 def _in_order(splits: Iterable[Peers]) -> list[Peers]:
-    """The most ranks at first, whatever order they were found in; each tells of all meetings."""
-    found = sorted(splits, key=lambda each: (-each.size, repr(each.kind)))
-    for each in found:
-        each.meetings = digest_of([split.kind for split in found])
-    return found
+    """Sorts peers, the most ranks first; gives each the digest of all meetings."""
+    ordered = sorted(splits, key=lambda peers: (-peers.size, repr(peers.kind)))
+    for peers in ordered:
+        peers.meetings = digest_of([split.kind for split in ordered])
+    return ordered
 
 
-def _described(view: ParamView, own: Formats | None) -> tuple[object, ...]:
-    """The facts of a parameter that ranks must have alike; own: its formats, with a gradient."""
+def _described(view: ParamView, formats: Formats | None) -> tuple[object, ...]:
+    """Returns the facts of a parameter that ranks must have alike.
+
+    formats: the parameter's, where it has a gradient; else None.
+    """
     # ranks meet in batches of matrices, and another dtype makes another batch
-    grad = own and own.matrix and own.grad.name
-    kept = own and (own.master.name, *(each.name for each in own.moments), own.matrix, grad)
-    return (*view.described, kept)
+    grad = formats and formats.matrix and formats.grad.name
+    format_names = formats and (
+        formats.master.name,
+        *(moment.name for moment in formats.moments),
+        formats.matrix,
+        grad,
+    )
+    return (*view.described, format_names)
 
 
 def _counted(params: int, formats: Mapping[int, Formats]) -> str:
     """The counts of what a rank steps, for a message."""
-    masters = sum(each.master.present for each in formats.values())
+    masters = sum(param_formats.master.present for param_formats in formats.values())
     return f"{params} parameters, {len(formats)} gradients and {masters} masters"
 
 
@@ -457,7 +468,7 @@ def _facts(
     request: Request,
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[str, str]:
-    """What a step's ranks must have alike; params: names, and what `_described` gives."""
+    """Returns what a step's ranks must have alike; params: names, and what `_described` gives."""
     facts = {
         "clip_norm": repr(request.clip_norm),
         "whether an infinity or NaN leaves the step out": repr(request.skip_nonfinite),
@@ -466,10 +477,12 @@ def _facts(
         **of_groups(groups),
     }
     names = ("shape", "dtype", "placements and mesh", "fp8 recipe")
-    for place, (label, (*view, kept)) in enumerate(params):
+    for place, (label, (*view, format_names)) in enumerate(params):
         facts[f"the parameter at place {place}"] = label
         facts |= {f"{name} of {label}": str(value) for name, value in zip(names, view, strict=True)}
-        facts[f"gradient of {label}"] = "none" if kept is None else f"one, formats {kept}"
+        facts[f"gradient of {label}"] = (
+            "none" if format_names is None else f"one, formats {format_names}"
+        )
     return facts
 
 

@@ -47,27 +47,27 @@ class Matrix(NamedTuple):
 
 
 def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[Matrix]:
-    """Those of a parameter of this shape, by elements or indices; none that is empty."""
+    """Returns the matrices of a parameter of this shape, by its cuts; none that is empty."""
     rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
-    found = []
+    matrices = []
     for index, cut in enumerate(cuts):
-        kept = slice(rows[index], rows[index + 1]) if len(cuts) > 1 else WHOLLY
+        row_range = slice(rows[index], rows[index + 1]) if len(cuts) > 1 else WHOLLY
         boxes = [box_of(first, size, shape) for first, size in cut.runs if size]
         firsts = accumulate((size for _, size in cut.runs if size), initial=0)
         if boxes:
-            piece = Piece(param, kept, tuple(cut.shape))
-            found.append(Matrix(piece, list(zip(boxes, firsts, strict=False))))
-    return found
+            piece = Piece(param, row_range, tuple(cut.shape))
+            matrices.append(Matrix(piece, list(zip(boxes, firsts, strict=False))))
+    return matrices
 
 
 def box_of(first: int, size: int, shape: Sequence[int]) -> Box:
-    """Where numbers that follow each other, whole rows of some dimension, lie in a tensor."""
+    """Returns the box of numbers that follow each other, whole rows of some dimension."""
     box: list[tuple[int, int]] = []
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :])
         index, first = divmod(first, stride)
         if size % stride == 0:
-            rest = [(0, each) for each in shape[dim + 1 :]]
+            rest = [(0, length) for length in shape[dim + 1 :]]
             return (*box, (index, index + size // stride), *rest)
         box.append((index, index + 1))
     return tuple(box)
@@ -93,9 +93,9 @@ def rows_of(box: Box, outer: Sequence[int]) -> Iterator[tuple[int, int, int, int
         yield first, rows, columns, stride
 
 
-def common(one: Box, other: Box) -> Box:
-    """What two boxes have in common; empty ones have no numbers."""
-    ends = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True)]
+def common(first: Box, second: Box) -> Box:
+    """Returns the intersection of two boxes; an empty one has no numbers."""
+    ends = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True)]
     return tuple((begin, max(begin, end)) for begin, end in ends)
 
 
@@ -110,27 +110,27 @@ def within(box: Box, outer: Box) -> Box:
 
 
 def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """Who makes which matrix.
+    """Returns the rank that makes each matrix.
 
-    Who has one whole makes it, as long as that is no more than an equal part of the work; of the
-    rest the most expensive go first, each to who has the least to do.
+    A rank that has one whole makes it, as long as that is no more than an equal part of the work;
+    of the rest the most expensive go first, each to the rank that has the least to do.
 
     holders: for each matrix the ranks that have it whole, as they may have an expert.
     """
-    loads, found, equal = [0.0] * ranks, [-1] * len(costs), sum(costs) / ranks
+    loads, owners, equal = [0.0] * ranks, [-1] * len(costs), sum(costs) / ranks
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
     for index in order:
-        own = min(holders[index], key=lambda rank: (loads[rank], rank), default=None)
-        if own is not None and loads[own] + costs[index] <= equal:
-            found[index] = own
-            loads[own] += costs[index]
+        owner = min(holders[index], key=lambda rank: (loads[rank], rank), default=None)
+        if owner is not None and loads[owner] + costs[index] <= equal:
+            owners[index] = owner
+            loads[owner] += costs[index]
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     for index in order:
-        if found[index] < 0:
-            load, found[index] = heap[0]
-            heapq.heapreplace(heap, (load + costs[index], found[index]))
-    return found
+        if owners[index] < 0:
+            load, owners[index] = heap[0]
+            heapq.heapreplace(heap, (load + costs[index], owners[index]))
+    return owners
 
 
 def cost_of(shape: Sequence[int]) -> float:
@@ -185,28 +185,28 @@ class Bucket:
     ) -> None:
         self.owner = owners[0] if together else None
         ranks = range(len(boxes))
-        self.pieces = [each.piece for each in matrices]
+        self.pieces = [matrix.piece for matrix in matrices]
         self.own = [index for index, owner in enumerate(owners) if owner == rank]
         order = sorted(range(len(matrices)), key=lambda i: (not gives[owners[i]], owners[i]))
         returned = dict.fromkeys(ranks, 0)
-        found = []
+        owned_parts = []
         for index in order:
-            own = boxes[rank][matrices[index].piece.param]
+            local_box = boxes[rank][matrices[index].piece.param]
             for whole, _ in matrices[index].runs:
-                box = common(own, whole)
+                box = common(local_box, whole)
                 numel = math.prod(sizes_of(box))
                 if numel:
-                    first = _offset(within(box, own), sizes_of(own))
-                    found.append((Part(index, first, numel), owners[index]))
+                    first = _offset(within(box, local_box), sizes_of(local_box))
+                    owned_parts.append((Part(index, first, numel), owners[index]))
                     returned[owners[index]] += numel
         starts = dict(zip(ranks, accumulate(returned.values(), initial=0), strict=False))
-        self.parts, self.returned = [part for part, _ in found], []
-        for part, owner in found:
+        self.parts, self.returned = [part for part, _ in owned_parts], []
+        for part, owner in owned_parts:
             self.returned.append(starts[owner])
             starts[owner] += part.numel
         self.coming = list(returned.values())
         """Numbers of updates that come from each rank."""
-        self.sent = [count if gives[each] else 0 for each, count in enumerate(self.coming)]
+        self.sent = [count if gives[peer] else 0 for peer, count in enumerate(self.coming)]
         """Numbers of directions that go to each."""
         self.leaving, boxes_of = [], [list[MatrixBox]() for _ in ranks]
         """Numbers of updates that go to each."""
@@ -221,11 +221,12 @@ class Bucket:
                         boxes_of[taker].append(part_box)
                         place += rows * columns
             self.leaving.append(place)
-        self.received = [count if gives[each] else 0 for each, count in enumerate(self.leaving)]
+        self.received = [count if gives[peer] else 0 for peer, count in enumerate(self.leaving)]
         """Numbers of directions that come from each."""
         self.packed = _one_behind_another(boxes_of, self.leaving)
         self.unpacked = _one_behind_another(
-            [own if gives[each] else [] for each, own in enumerate(boxes_of)], self.received
+            [peer_boxes if gives[peer] else [] for peer, peer_boxes in enumerate(boxes_of)],
+            self.received,
         )
         self.width = -(-max(self.coming) // ALIGNED) * ALIGNED if alike else 0
         """Numbers that each owner sends to all, where all ranks have all; else 0."""
@@ -233,7 +234,7 @@ class Bucket:
             before = dict(zip(ranks, accumulate(self.coming, initial=0), strict=False))
             self.returned = [
                 first - before[owner] + owner * self.width
-                for first, (_, owner) in zip(self.returned, found, strict=True)
+                for first, (_, owner) in zip(self.returned, owned_parts, strict=True)
             ]
             self.packed = self.unpacked
 
@@ -264,38 +265,38 @@ def _laid_out(
     places: Sequence[tuple[int, ...]],
 ) -> tuple[list[Matrix], list[list[Box]]]:
     """The matrices of parameters of these shapes, and for each place of the mesh their shards."""
-    found, by_view = [], []
-    for param, (view, shape, own) in enumerate(zip(views, shapes, cuts, strict=True)):
-        found += matrices_of(param, view.box_shape(shape), own)
+    matrices, by_view = [], []
+    for param, (view, shape, param_cuts) in enumerate(zip(views, shapes, cuts, strict=True)):
+        matrices += matrices_of(param, view.box_shape(shape), param_cuts)
         by_view.append(view.boxes(places, shape))
-    return found, [[own[rank] for own in by_view] for rank in range(len(places))]
+    return matrices, [[boxes[rank] for boxes in by_view] for rank in range(len(places))]
 
 
-def _has(own: Box, matrix: Matrix) -> bool:
+def _has(shard: Box, matrix: Matrix) -> bool:
     """Whether a box has a whole matrix."""
-    return all(common(own, box) == box for box, _ in matrix.runs)
+    return all(common(shard, box) == box for box, _ in matrix.runs)
 
 
 def _local_runs(
     matrix: Matrix, owner: int, boxes: Sequence[Sequence[Box]]
 ) -> list[tuple[int, int]] | None:
-    """Where the numbers of a matrix lie in its owner's shard; None where another rank has some.
+    """Returns the runs of a matrix in its owner's shard; None where another rank has some of it.
 
-    Each is where numbers that follow each other begin, and how many they are.
+    Each run is the place where numbers that follow each other begin, and their count.
     """
     param = matrix.piece.param
     for rank, shards in enumerate(boxes):
         shared = [math.prod(sizes_of(common(shards[param], run))) for run, _ in matrix.runs]
-        wanted = [math.prod(sizes_of(run)) if rank == owner else 0 for run, _ in matrix.runs]
-        if shared != wanted:
+        expected = [math.prod(sizes_of(run)) if rank == owner else 0 for run, _ in matrix.runs]
+        if shared != expected:
             return None
-    found, shard = [], boxes[owner][param]
+    runs, shard = [], boxes[owner][param]
     for run, _ in matrix.runs:
         for first, rows, columns, _ in rows_of(within(run, shard), sizes_of(shard)):
             if rows > 1:
                 return None
-            found.append((first, columns))
-    return found
+            runs.append((first, columns))
+    return runs
 
 
 def _offset(box: Box, shape: Sequence[int]) -> int:
@@ -340,10 +341,14 @@ class Owners:
         shapes = [view.whole_shape for view in views]
         matrices, boxes = _laid_out(views, shapes, cuts, places)
         holders = [
-            [rank for rank, own in enumerate(boxes) if dims and _has(own[each.piece.param], each)]
-            for each in matrices
+            [
+                rank
+                for rank, shards in enumerate(boxes)
+                if dims and _has(shards[matrix.piece.param], matrix)
+            ]
+            for matrix in matrices
         ]  # where all ranks have all, nobody is preferred
-        costs = [cost_of(each.piece.shape) for each in matrices]
+        costs = [cost_of(matrix.piece.shape) for matrix in matrices]
         owners = owners_of(costs, holders, len(places))
         self.owned: list[list[Piece]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
@@ -365,21 +370,21 @@ class Owners:
         rest = self._cut(matrices, owners, {*large, *local}, room // itemsize)
         order = [large, *rest] if large else rest
 
-        def bucket(found: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
-            given = [found[i] for i in chosen], [owners[i] for i in chosen]
-            return Bucket(*given, boxes, self.rank, gives, chosen == large, not dims)
+        def bucket(candidates: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
+            arguments = [candidates[i] for i in chosen], [owners[i] for i in chosen]
+            return Bucket(*arguments, boxes, self.rank, gives, chosen == large, not dims)
 
         self.buckets = self.lows = [bucket(matrices, boxes, chosen) for chosen in order]
         if lows is not None:
-            own = [[Cut(tuple(low), [(0, math.prod(low))])] for low in lows]
-            low_matrices, low_boxes = _laid_out(views, lows, own, places)
+            low_cuts = [[Cut(tuple(low), [(0, math.prod(low))])] for low in lows]
+            low_matrices, low_boxes = _laid_out(views, lows, low_cuts, places)
             self.lows = [bucket(low_matrices, low_boxes, chosen) for chosen in order]
         for index in chain(*order, local):
             self.owned[owners[index]].append(matrices[index].piece)
         self.is_nccl = views[0].local.is_cuda and _is_nccl(self._mesh.get_group(0))
         # where owners have all, nothing goes to them by a message behind those that go back
         self.keeps_order = self.is_nccl and bool(self._groups)
-        most = [(0, 0), *(each.most for each in (*self.buckets, *self.lows))]
+        most = [(0, 0), *(one_bucket.most for one_bucket in (*self.buckets, *self.lows))]
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 
     def _cut(
@@ -413,9 +418,9 @@ class Owners:
         """The group of all ranks; they meet where it is asked for first."""
         return group_of(self._mesh)
 
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
-        return reduced(own, self._groups, SUM)
+        return reduced(tensor, self._groups, SUM)
 
     def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits."""
@@ -439,17 +444,19 @@ class Owners:
         hand_out(whole, source, self._group)
 
     def spread(
-        self, own: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor
+        self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], memory: torch.Tensor
     ) -> torch.Tensor:
         """Puts together what all ranks have, one behind another; takes no memory."""
         total, count = sum(lengths), lengths[self.rank]
-        found, out = memory[:total], memory[total : total + self.ranks * count]
-        for each, part in zip(own, torch.split(out[:count], [e.numel() for e in own]), strict=True):
-            part.view(each.shape).copy_(each)
+        joined, out = memory[:total], memory[total : total + self.ranks * count]
+        for tensor, part in zip(
+            tensors, torch.split(out[:count], [e.numel() for e in tensors]), strict=True
+        ):
+            part.view(tensor.shape).copy_(tensor)
         out.view(self.ranks, count)[1:].copy_(out[:count])
         counts, size = [count] * self.ranks, memory.itemsize
-        self._sent(out.view(torch.uint8), found.view(torch.uint8), counts, lengths, size).wait()
-        return found
+        self._sent(out.view(torch.uint8), joined.view(torch.uint8), counts, lengths, size).wait()
+        return joined
 
     def _sent(
         self,

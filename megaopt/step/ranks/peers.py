@@ -16,8 +16,8 @@ from megaopt.kernels.chunks.table import CopyEvent, Upload, is_capturing, pinned
 from megaopt.kernels.norm.bins import new_bins
 
 FOUND_INF, NONFINITE, WORDS = 2, 3, 4
-"""At the end of a message: digests of the meetings that a rank is going to have, and of all that
-ranks must have alike; found_inf; whether an infinity or NaN leaves the step out."""
+"""Words at the end of a message: digests of the meetings that a rank is going to have, and of all
+that ranks must have alike; found_inf; whether an infinity or NaN leaves the step out."""
 
 
 def digest_of(what: object) -> int:
@@ -37,11 +37,11 @@ REFUSED = digest_of("this rank raises an error")
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
-def reduced(own: torch.Tensor, groups: Iterable[Any], op: Any = MAX) -> torch.Tensor:
-    """The largest of all ranks of the groups, one after the other, or the sum; in place."""
+def reduced(tensor: torch.Tensor, groups: Iterable[Any], op: Any = MAX) -> torch.Tensor:
+    """Makes a tensor the largest of all ranks, or the sum, in place: one group after another."""
     for group in groups:
-        dist.all_reduce(own, op, group=group)
-    return own
+        dist.all_reduce(tensor, op, group=group)
+    return tensor
 
 
 def hand_out(tensor: torch.Tensor, source: int, group: Any) -> None:
@@ -92,19 +92,19 @@ class Peers:
         # it stays where it is, for CUDA graphs
         with torch.inference_mode(False):
             bins = new_bins(device)[: None if self.measures else 0]
-            own = self._written = torch.cat([bins.flatten(), bins.new_zeros(2 * WORDS)])
+            memory = self._written = torch.cat([bins.flatten(), bins.new_zeros(2 * WORDS)])
             # beside the message what its words are where all ranks have the same: one copy for all
-            self._message, self._alike = own[:-WORDS], own[-WORDS:]
+            self._message, self._alike = memory[:-WORDS], memory[-WORDS:]
             self._words = self._message[-WORDS:]
-            self.bins = own[: -2 * WORDS].view(bins.shape)
+            self.bins = memory[: -2 * WORDS].view(bins.shape)
             """The squares of all ranks' gradients, once they have met in a step that measures."""
-        self._host = numpy.zeros(len(own), dtype=numpy.int64)
-        self._upload = Upload(own)
+        self._host = numpy.zeros(len(memory), dtype=numpy.int64)
+        self._upload = Upload(memory)
         self._captured: list[torch.Tensor] = []  # what CUDA graphs copy from
 
     @property
     def all_groups(self) -> list[dist.ProcessGroup]:
-        """Those of parts, then those of copies."""
+        """The groups of parts, then those of copies."""
         return [*self.groups, *self._copies]
 
     @property
@@ -118,16 +118,16 @@ class Peers:
         return self.device.type == "cpu"
 
     def write(
-        self, asked: object, heard: torch.Tensor | None = None, measures: bool = True
+        self, request: object, heard: torch.Tensor | None = None, measures: bool = True
     ) -> None:
         """Writes this rank's message.
 
         Args:
-            asked: what the ranks must have alike in this step.
+            request: what the ranks must have alike in this step.
             heard: in the meeting before, to be passed on; None: nothing.
             measures: whether the step asks for the norm.
         """
-        self._write(digest_of((self.alike, asked)))
+        self._write(digest_of((self.alike, request)))
         if heard is not None:
             self._words.add_(heard.to(self.device))
         for plan in (self.plans or ()) if measures else ():
@@ -144,9 +144,9 @@ class Peers:
         # numpy's product is modulo 2**64, as the sum is
         self._host[-WORDS:] = words * self.size
         if is_capturing(self.device):
-            own = pinned_copy(self._host, self.device)
-            self._captured.append(own)
-            self._written.copy_(own, non_blocking=True)
+            pinned = pinned_copy(self._host, self.device)
+            self._captured.append(pinned)
+            self._written.copy_(pinned, non_blocking=True)
             return
         if self._stream != stream_of(self.device):  # its events are on another
             self._stream, self._upload = stream_of(self.device), Upload(self._written)

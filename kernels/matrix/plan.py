@@ -144,7 +144,7 @@ class MatrixPlan:
         return scalars
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
-        """Takes a step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
+        """Takes a step by what `works` keep; arguments as megaopt.kernels.backends.Plan's."""
         if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:

@@ -26,7 +26,7 @@ def cuts(size: int, ranks: int, of_triangle: bool) -> list[int]:
 
 
 def room_of(lengths: Sequence[int], rank: int) -> int:
-    """Returns the memory, in numbers, in which a rank spreads its own, once for each, and takes all."""
+    """Returns the room, in numbers, that spreading takes: a rank's own once for each, and all."""
     return sum(lengths) + len(lengths) * lengths[rank]
 
 

@@ -127,7 +127,7 @@ class Exchange(Protocol):
     keeps_order: bool
     """Messages move in the order of the calls, each when those before have come."""
 
-    def add_up(self, sums: torch.Tensor) -> torch.Tensor:
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up in place over the ranks that hold the other parts of the same matrices."""
 
     def there(self, bucket: Any, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:

@@ -208,7 +208,7 @@ class GaLoreBucket:
         self._sent = self._size * (numpy.cumsum(low_sizes) - low_sizes)
         self._came = 4 * numpy.array(low.returned, dtype=numpy.int64)
         self._returned = 4 * numpy.array(bucket.returned, dtype=numpy.int64)
-        shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.own]
+        shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.indices]
         self._kinds, end = list[Kind](), 0
         for turns in waves(how, shapes, math.inf):
             chosen = [shapes[turn] for turn in turns]

@@ -82,7 +82,7 @@ class MuonBucket:
         self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
         self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
         # the matrices that this rank makes, those of one form in one iteration
-        parts = {_part_of(bucket.pieces[index]): index for index in bucket.own}
+        parts = {_part_of(bucket.pieces[index]): index for index in bucket.indices}
         indices = {(part.param, part.row): index for part, index in parts.items()}
         self._iterations: list[tuple[Iteration, torch.Tensor]] = []
         for layout in waves(how, list(parts), WITHOUT_END) if parts else ():
@@ -176,7 +176,7 @@ class MuonBucket:
             ) -> Iterator[Box]:
                 """Makes boxes of the iteration's matrices, from a message to where these lie."""
                 for index, first, rows, columns, stride, place in chosen:
-                    part = _part_of(self._bucket.pieces[self._bucket.own[index]])
+                    part = _part_of(self._bucket.pieces[self._bucket.indices[index]])
                     begin = begins.get((part.param, part.row))
                     if begin is not None:
                         matrix = room + area.begin // UNIT + begin + first

@@ -67,7 +67,7 @@ class MatrixBox(NamedTuple):
     """Rows of numbers of a matrix, and where they lie in a message, one behind another."""
 
     matrix: int
-    """Its place in `Bucket.own`."""
+    """Its place in `Bucket.indices`."""
     first: int
     """The count of the matrix's numbers before its first."""
     rows: int
@@ -94,10 +94,10 @@ class Bucket(Protocol):
     """The parts, in the order in which they are sent; none is empty."""
     returned: Sequence[int]
     """The places at which parts begin among those that come back."""
-    own: Sequence[int]
+    indices: Sequence[int]
     """The places of the matrices that this rank makes."""
     unpacked: Sequence[MatrixBox]
-    """The boxes of the matrices `own` in which the numbers lie that come to this rank."""
+    """The boxes of the matrices `indices` in which the numbers lie that come to this rank."""
     packed: Sequence[MatrixBox]
     """The boxes in which those lie that it sends back."""
     owner: int | None
@@ -418,7 +418,7 @@ class TorchBucket:
         But for groups that are left out. update: of the matrix that ranks have made together.
         """
         bucket, making = self._bucket, self._making
-        pieces = [bucket.pieces[index] for index in bucket.own]
+        pieces = [bucket.pieces[index] for index in bucket.indices]
         states = [_kept(run.works, piece) for piece in pieces]
         before: list[dict[str, torch.Tensor]] = []
         if run.controls is not None:
@@ -427,7 +427,7 @@ class TorchBucket:
         far = memory.far.view(making.sent.dtype)
         if update is None:
             wholes = unpacked(self._low, far)
-            updates = making.make(wholes, bucket.pieces, bucket.own, self._notes, states)
+            updates = making.make(wholes, bucket.pieces, bucket.indices, self._notes, states)
         else:
             updates = making.finish([update], states) if pieces else []
         for piece, state, old in zip(pieces, states, before, strict=False):
@@ -446,8 +446,8 @@ class TorchBucket:
 
 
 def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
-    """Makes the matrices `bucket.own` of the parts that have come."""
-    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.own]
+    """Makes the matrices `bucket.indices` of the parts that have come."""
+    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.indices]
     pairs = _boxes_beside_parts(bucket.unpacked, matrices, far)
     if pairs:
         torch._foreach_copy_([box for box, _ in pairs], [part for _, part in pairs])
@@ -455,19 +455,19 @@ def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
 
 
 def renewed(bucket: Bucket, renewal: Renewal, grads: Sequence[torch.Tensor]) -> None:
-    """Makes anew what is kept of the matrices `bucket.own` whose turn it is."""
+    """Makes anew what is kept of the matrices `bucket.indices` whose turn it is."""
     grads_by_param = dict(zip(params_of(bucket), grads, strict=True))
     turns = [param for param in renewal.turns if param in grads_by_param]
     renewal.renew(turns, lambda index: grads_by_param[turns[index]])
 
 
 def params_of(bucket: Bucket) -> list[int]:
-    """Returns the parameters of the matrices `bucket.own`."""
-    return [bucket.pieces[index].param for index in bucket.own]
+    """Returns the parameters of the matrices `bucket.indices`."""
+    return [bucket.pieces[index].param for index in bucket.indices]
 
 
 def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
-    """Writes the parts of the updates of `bucket.own`."""
+    """Writes the parts of the updates of `bucket.indices`."""
     pairs = _boxes_beside_parts(bucket.packed, [update.contiguous() for update in updates], far)
     if pairs:
         torch._foreach_copy_([part for _, part in pairs], [box for box, _ in pairs])

@@ -315,7 +315,7 @@ class _Launch:
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether a program may have as much shared memory as on an H100."""
+    """Checks that a program may have as much shared memory as on an H100."""
     if device.type == "cpu":
         return True
     properties: Any = torch.cuda.get_device_properties(device)  # whose types lack this one

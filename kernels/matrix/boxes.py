@@ -42,12 +42,12 @@ class Box(NamedTuple):
     rows: int
     columns: int
     source_stride: int
-    """How far apart the rows begin."""
+    """The distance between the beginnings of rows."""
     target_stride: int
 
     @property
     def turned(self) -> Box:
-        """The way back."""
+        """The box of the way back."""
         sizes, strides = (self.rows, self.columns), (self.target_stride, self.source_stride)
         return Box(self.target, self.source, *sizes, *strides)
 
@@ -144,7 +144,7 @@ OPTIONS: dict[str, object] = {
 
 @helper
 def place_in(first, column, offsets, STRIDE: tl.constexpr):
-    """Where numbers of a box lie; first: the box's row and column at which offsets begin."""
+    """Returns where numbers of a box lie; first: the box's row and column where offsets begin."""
     columns = entry(column, COLUMNS)
     index = (first % columns).to(tl.int32) + offsets
     narrow = columns.to(tl.int32)

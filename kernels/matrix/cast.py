@@ -17,12 +17,12 @@ from megaopt.kernels.rules.muon import keep, keep_reference
 
 
 def master_formats(formats: Formats) -> Formats:
-    """The formats of a step of the fp32 masters, in the weights' place."""
+    """Returns the formats of a step of the fp32 masters, in the weights' place."""
     return replace(formats, weight=FLOAT32, master=NONE, cast=None)
 
 
 def cast_formats(formats: Formats) -> Formats:
-    """The formats of a pass that stores masters as they are, and codes of them."""
+    """Returns the formats of a pass that stores masters as they are, and codes of them."""
     return replace(
         formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, rounds_grad=False,
         matrix=None,
@@ -30,13 +30,13 @@ def cast_formats(formats: Formats) -> Formats:
 
 
 def keeping(rule: Rule) -> Rule:
-    """An elementwise rule's row, and a step that leaves the parameter as it is."""
-    own = {"update": keep, "update_reference": keep_reference}
-    return replace(rule, name=f"{rule.name}_keep", reads_param=True, **own)
+    """Returns a rule with an elementwise rule's row, whose step leaves the parameter as it is."""
+    updates = {"update": keep, "update_reference": keep_reference}
+    return replace(rule, name=f"{rule.name}_keep", reads_param=True, **updates)
 
 
 class CastMatrixPlan:
-    """A plan of matrices steps fp32 masters; a plan of fp8 weights makes codes of them.
+    """A plan of matrices that steps fp32 masters, and a plan of fp8 weights that makes their codes.
 
     Args:
         formats: of every buffer, with a cast.
@@ -72,6 +72,6 @@ class CastMatrixPlan:
         return self._matrices.ready(scalars)
 
     def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
-        """One step of the masters, and the amaxes of what they become."""
+        """Takes one step of the masters, and finds the amaxes of what they become."""
         self._matrices.step(scalars, controls)
         self._casts.step(scalars, controls)

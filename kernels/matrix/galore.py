@@ -35,18 +35,18 @@ from megaopt.kernels.rules.matrix import (
 
 RIGHT, LEFT = "right", "left"
 PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
-"""What a state has beside the moments; zeros until the parameter's first step."""
+"""The names of what a state has beside the moments; zeros until the parameter's first step."""
 SLAB = 1024
 """Terms of a projected gradient's sum that are added up by themselves.
 
-So that the tiles of one matrix keep a GPU at work: one of 4096 x 4096 has 64 tiles of 64 rows, and
-4 slabs each. By the terms alone, which no sharding of rows changes.
+With slabs the tiles of one matrix keep a GPU at work: one of 4096 x 4096 has 64 tiles of 64 rows,
+and 4 slabs each. Slabs depend on the terms alone, which no sharding of rows changes.
 """
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What the matrices of a batch have in common.
+    """The settings that all matrices of a batch share.
 
     A gradient [m, n] is projected to [m, rank] on the right, by a projection [rank, n] of
     orthonormal rows; on the left to [rank, n], by one [m, rank] of orthonormal columns.
@@ -58,7 +58,7 @@ class LowRank:
     precision: str = IEEE
     """The precision of the two products, one of products.PRECISIONS."""
     refresh: str = "subspace"
-    """How projections are made: "subspace" or "svd"."""
+    """The way in which projections are made: "subspace" or "svd"."""
     stagger: bool = True
     """Parameters are refreshed one after another, by their numbers."""
 
@@ -78,7 +78,7 @@ class LowRank:
 
 
 def saves(rank: int, shape: Shape) -> bool:
-    """Whether projection and projected gradient together are smaller than the gradient."""
+    """Checks that projection and projected gradient together are smaller than the gradient."""
     rows, columns = shape
     return rank * (rows + columns) < rows * columns
 
@@ -86,21 +86,21 @@ def saves(rank: int, shape: Shape) -> bool:
 def projected(
     grad: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
 ) -> torch.Tensor:
-    """A gradient [m, n] projected: [m, rank] on the right, [rank, n] on the left.
+    """Projects a gradient [m, n]: to [m, rank] on the right, to [rank, n] on the left.
 
-    In other precisions than "ieee" the sum of each SLAB of terms, then these in their order.
+    In other precisions than "ieee" it adds up each SLAB of terms, then these sums in their order.
     """
-    some, others = (grad, projection.mT) if side == RIGHT else (projection.mT, grad)
+    left, right = (grad, projection.mT) if side == RIGHT else (projection.mT, grad)
     if precision == IEEE:
-        return product(some, others)
-    pairs = zip(torch.split(some, SLAB, 1), torch.split(others, SLAB), strict=True)
+        return product(left, right)
+    pairs = zip(torch.split(left, SLAB, 1), torch.split(right, SLAB), strict=True)
     return reduce(torch.add, (product(*pair, precision) for pair in pairs))
 
 
 def projected_back(
     low: torch.Tensor, projection: torch.Tensor, side: str, precision: str = IEEE
 ) -> torch.Tensor:
-    """The matrix [m, n] that a projected one stands for."""
+    """Returns the matrix [m, n] that a projected one stands for."""
     if side == RIGHT:
         return product(low, projection, precision)
     return product(projection, low, precision)
@@ -122,20 +122,20 @@ def turns_of(
     groups: Sequence[Mapping[str, Any]],
     counts: Sequence[int | None] | None,
 ) -> list[int]:
-    """The projections whose turn it is, and those that no gradient has made yet, by their places.
+    """Returns the places of projections whose turn it is, and of those that were never made.
 
-    While one is not there the host waits to know. counts: for each matrix the steps that it has
+    The host waits to know while one is not there. counts: for each matrix the steps that it has
     taken; None where it is nobody's turn, or not its.
     """
     look_up(works)
-    found = []
+    indices = []
     for index, work in enumerate(works):
         count = None if counts is None else counts[index]
         if not work.is_made or (
             count is not None and _is_due(work, groups[index]["update_proj_gap"], count)
         ):
-            found.append(index)
-    return found
+            indices.append(index)
+    return indices
 
 
 def renew(
@@ -146,7 +146,7 @@ def renew(
 ) -> None:
     """Makes projections: first ones of gradients that are finite and not 0, if the step is taken.
 
-    Others leave zeros. While one is not there the host waits to know.
+    Other gradients leave zeros. The host waits to know while one is not there.
 
     skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
@@ -191,7 +191,7 @@ def _able(
     missing: Sequence[int],
     skip: Callable[[int], torch.Tensor] | None,
 ) -> set[int]:
-    """Those whose gradients make a first projection."""
+    """Returns the places of matrices whose gradients make a first projection."""
     if not missing:
         return set()
     says = [
@@ -203,20 +203,20 @@ def _able(
 
 
 def _is_due(work: Work, gap: int, count: int) -> bool:
-    """Whether it is a parameter's turn, in the step that comes after so many of its group."""
+    """Checks that it is a parameter's turn, in the step that comes after so many of its group."""
     return bool(count % gap == (work.place.number % gap if work.how.stagger else 0))
 
 
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     """Makes a projection of the whole gradient."""
-    how, known, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
+    how, state_projection, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
     stays = grad.dtype == torch.bfloat16 and how.precision != IEEE
     grad = scaled(grad if stays else grad.to(_wide(grad)))
     whole = square(grad)
-    before = known if work.is_made else None
+    before = state_projection if work.is_made else None
     projection = refreshed(grad, how, before, how.refresh == "svd", seed, whole)
     captured = captured_energy(grad, how, projection, whole)
-    known.copy_(projection)
+    state_projection.copy_(projection)
     # a gradient that says nothing leaves it as it is, as it does the projection
     energy.copy_(torch.where(captured.isnan(), energy, captured))
 
@@ -237,9 +237,9 @@ GALORE_WHOLE = replace(GALORE, name="galore_whole", meets=WHOLE)
 # --- a projection
 
 FIRST_PASSES = 3
-"""Over a first gradient: one from the sketch, and two power iterations."""
+"""Passes over a first gradient: one from the sketch, and two power iterations."""
 PASSES = 2
-"""At later refreshes.
+"""Passes over a gradient at later refreshes.
 
 What 128 directions that knew another matrix capture of a 1024 x 512 one, of an SVD's energy: 0.928
 with 1 pass, 0.981 with 2, 0.992 with 3, where 300 singular values fall tenfold; where 200 fall a
@@ -248,16 +248,16 @@ hundredfold 0.998, 0.9996 and 0.9998.
 UNIT = 2.0**-24
 """Half of the last place of an fp32 number in [1, 2)."""
 FAR = 2.0**-8
-"""How far from 1 the Gram matrix of Cholesky's columns may be, by its norm.
+"""The distance from 1 that the Gram matrix of Cholesky's columns may have, by its norm.
 
 It is off by some 2**-53 times the square of the longest combination over the shortest, which the
 shift keeps below 2**22: 2**-9. Of 100,000 refreshes of random gradients, spectra of 12 decades and
 single numbers among them, the farthest was at 2**-11.
 """
 BESIDE = 2.0**-52
-"""How much of random numbers is added to the directions with which a refresh begins.
+"""The factor of random numbers that are added to the directions with which a refresh begins.
 
-So that it also finds a gradient whose columns are others than those that these directions have:
+So a refresh also finds a gradient whose columns are others than those that these directions have:
 what is left in a projection of columns that are 0 comes to 0 itself within a few refreshes. Other
 numbers are too large to be moved by it. A direction that a gradient lacks is turned by about
 BESIDE / shift, in units of its norm's square: below UNIT / 64.
@@ -267,43 +267,45 @@ BESIDE / shift, in units of its norm's square: below UNIT / 64.
 def refreshed(
     grad: torch.Tensor,
     low_rank: LowRank,
-    known: torch.Tensor | None,
+    start: torch.Tensor | None,
     by_svd: bool,
     seed: int,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A new projection of a gradient [m, n]; fp32, of fp64 gradients fp64.
+    """Returns a new projection of a gradient [m, n]; fp32, of fp64 gradients fp64.
 
-    whole: the square of the gradient, where it is known.
+    start: the projection so far; None: there is none. whole: the square of the gradient, where it
+    is known.
     """
     passes = PASSES
-    if known is None:
+    if start is None:
         passes = FIRST_PASSES
-        known = sketched(low_rank, grad.shape, seed, grad.device).to(_wide(grad))
+        start = sketched(low_rank, grad.shape, seed, grad.device).to(_wide(grad))
     if by_svd:
-        return singular(grad, low_rank, known)
-    return iterated(grad, low_rank, known, passes, whole, seed)
+        return singular(grad, low_rank, start)
+    return iterated(grad, low_rank, start, passes, whole, seed)
 
 
 def scaled(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient times the power of two, 2**-125 to 2**125, that brings its amax to [0.5, 1).
+    """Returns a gradient times the power of two that brings its amax to [0.5, 1).
 
-    So no loss scale shows, and no square overflows. fp16 has not all these powers.
+    The power is from 2**-125 to 2**125. So no loss scale shows, and no square overflows. fp16 has
+    not all these powers.
     """
     factor = _power_of_two_below(_amax(grad)).to(grad.dtype)
     # reads 16 bytes at a time, as a tensor's product with a number on the device does not: 4096 x
     # 11008 in bf16 took that 103 us, with an fp32 factor 159
-    found: torch.Tensor = torch._foreach_mul([grad], factor)[0]
-    return found
+    scaled_grad: torch.Tensor = torch._foreach_mul([grad], factor)[0]
+    return scaled_grad
 
 
 def _wide(grad: torch.Tensor) -> torch.dtype:
-    """The dtype of a gradient's sums."""
+    """Returns the dtype of a gradient's sums."""
     return torch.promote_types(grad.dtype, torch.float32)
 
 
 def sketched(low_rank: LowRank, shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
-    """A projection to begin with, fp32: an orthonormal basis of random numbers.
+    """Returns a projection to begin with, fp32: an orthonormal basis of random numbers.
 
     It depends on seed and shape alone, not on the order of parameters.
     """
@@ -329,57 +331,58 @@ def _random_numbers(wide: int, rank: int, seed: int, device: torch.device) -> to
     return ((words - 2**31).float() * 2.0**-31).view(wide, rank).mT.contiguous()
 
 
-def singular(grad: torch.Tensor, low_rank: LowRank, known: torch.Tensor) -> torch.Tensor:
+def singular(grad: torch.Tensor, low_rank: LowRank, start: torch.Tensor) -> torch.Tensor:
     """galore_torch's projection: the first singular vectors of a gradient, by an SVD in fp32.
 
-    The host waits for it. known: what stays for a gradient that is zero, or not finite.
+    The host waits for it. start: what stays for a gradient that is zero, or not finite.
     """
     if not bool(says_something(grad)):
-        return known.clone()
+        return start.clone()
     left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
     rank = low_rank.rank
-    found: torch.Tensor = right[:rank] if low_rank.side == RIGHT else left[:, :rank]
-    return found.to(known.dtype, copy=True).contiguous()  # not a view that keeps all of it
+    vectors: torch.Tensor = right[:rank] if low_rank.side == RIGHT else left[:, :rank]
+    return vectors.to(start.dtype, copy=True).contiguous()  # not a view that keeps all of it
 
 
 def iterated(
     grad: torch.Tensor,
     low_rank: LowRank,
-    known: torch.Tensor,
+    start: torch.Tensor,
     passes: int = PASSES,
     whole: torch.Tensor | None = None,
     seed: int = 0,
 ) -> torch.Tensor:
-    """A projection after passes of subspace iteration, or `known` where the gradient says nothing.
+    """Returns a projection after passes of subspace iteration.
 
-    A pass projects the gradient, multiplies it by what it found, adds a little of the projection,
-    and makes that orthonormal: an iteration of G^T G + shift. The shift is what rounding alone may
-    be, and what a gradient has less of than that stays as it was. The columns go on with their
-    signs, as the moments do. grad: as `scaled` gives it. whole, seed: as `refreshed` has them.
+    It is `start` where the gradient says nothing. A pass projects the gradient, multiplies it by
+    what it found, adds a little of the projection, and makes that orthonormal: an iteration of G^T
+    G + shift. The shift is what rounding alone may be, and what a gradient has less of than that
+    stays as it was. The columns go on with their signs, as the moments do. grad: as `scaled` gives
+    it. whole, seed: as `refreshed` has them.
     """
     right = low_rank.side == RIGHT
-    matrix, basis = (grad, known) if right else (grad.mT, known.mT)
+    matrix, basis = (grad, start) if right else (grad.mT, start.mT)
     whole = square(grad) if whole is None else whole
     exact, are_bases = basis.double(), []
     numbers = _random_numbers(basis.shape[1], low_rank.rank, seed, grad.device)
     basis = torch.add(basis, numbers, alpha=BESIDE)
     for left in reversed(range(passes)):
         image = parts_product(basis, matrix.mT)
-        found = parts_product(image, matrix)
+        iterate = parts_product(image, matrix)
         longest, norm = torch.linalg.vector_norm(image, dim=1).amax(), whole.sqrt()
         shift = longest * norm * _error(matrix.shape[0])
         make = _cholesky_qr if left else orthonormal
-        exact, is_basis = make(shift * exact + found)
-        basis = exact.to(known.dtype)
+        exact, is_basis = make(shift * exact + iterate)
+        basis = exact.to(start.dtype)
         are_bases.append(is_basis)
     says = reduce(torch.Tensor.logical_and, are_bases, _is_some(norm))
-    return torch.where(says, basis if right else basis.mT, known).contiguous()
+    return torch.where(says, basis if right else basis.mT, start).contiguous()
 
 
 def says_something(
     grad: torch.Tensor, parts: Parts = ALONE, skip: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Whether a gradient is finite and not 0, a bool of shape (); the same for all parts.
+    """Checks that a gradient is finite and not 0: a bool of shape (), the same for all parts.
 
     skip: anything but 0 says that the gradient is not to be used; of one element, on its device.
     """
@@ -396,16 +399,16 @@ def _is_some(amax: torch.Tensor) -> torch.Tensor:
 def _amax(matrix: torch.Tensor) -> torch.Tensor:
     if not matrix.numel():
         return torch.zeros((), dtype=_wide(matrix), device=matrix.device)
-    found: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
-    return found.to(_wide(matrix))
+    amax: torch.Tensor = torch.linalg.vector_norm(matrix, math.inf)  # reads it once
+    return amax.to(_wide(matrix))
 
 
 def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """The sum of squares, fp64: norms along a dimension in fp32, the sum of their squares in fp64.
+    """Returns the sum of squares, fp64: norms along a dimension are fp32, their squares' sum fp64.
 
-    Of a matrix that `scaled` gives, so that no square is too large or too small. In fp64 alone it
-    took nine times as long, 272 us for a bf16 one of 4096 x 11008 on an H200. dim: one of which
-    each part has all, so that the number of parts shows in the last sum alone.
+    The matrix is one that `scaled` gives, so that no square is too large or too small. In fp64
+    alone it took nine times as long, 272 us for a bf16 one of 4096 x 11008 on an H200. dim: one of
+    which each part has all, so that the number of parts shows in the last sum alone.
     """
     norms = torch.linalg.vector_norm(matrix, dim=dim, dtype=_wide(matrix))
     whole: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
@@ -418,9 +421,9 @@ def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
 
 
 def _error(rows: int) -> float:
-    """How long a row of image @ matrix may be by rounding alone.
+    """Returns the length that a row of image @ matrix may have by rounding alone.
 
-    In units of the product of two norms, of the matrix and of the image's longest row. A sum of k
+    The unit is the product of two norms, of the matrix and of the image's longest row. A sum of k
     products, each sum rounded to fp32, is off by UNIT times a partial sum at each of k places;
     errors of random signs add up to sqrt(k) of that. Partial sums are at most the norm of the
     matrix's column times that of the image's row (Cauchy-Schwarz), and all columns of the matrix
@@ -432,11 +435,11 @@ def _error(rows: int) -> float:
 
 
 def orthonormal(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An orthonormal basis of what rows span, fp64 [rank, n], and whether there is one.
+    """Returns an orthonormal basis of what rows span, fp64 [rank, n], and whether there is one.
 
-    By Cholesky's QR, and one step of Newton's for what that leaves; the longest combination of the
-    rows at most 4e6 times the shortest. The diagonal of its triangle is positive, so that a basis
-    that is one already stays as it is, signs included.
+    It takes Cholesky's QR, and one step of Newton's for what that leaves; the longest combination
+    of the rows is at most 4e6 times the shortest. The diagonal of its triangle is positive, so that
+    a basis that is one already stays as it is, signs included.
     """
     first, is_definite = _cholesky_qr(rows)
     over = first @ first.mT
@@ -448,10 +451,10 @@ def orthonormal(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _cholesky_qr(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of about one length that are about orthogonal, and whether there are such."""
+    """Returns rows of about one length that are about orthogonal, and whether there are such."""
     lower, info = torch.linalg.cholesky_ex(rows @ rows.mT)
-    found = torch.linalg.solve_triangular(lower, rows, upper=False)
-    return found, info == 0
+    basis = torch.linalg.solve_triangular(lower, rows, upper=False)
+    return basis, info == 0
 
 
 def captured_energy(
@@ -460,10 +463,10 @@ def captured_energy(
     projection: torch.Tensor,
     whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """How much of a gradient's square the projection keeps, fp32 from 0 to 1.
+    """Returns the part of a gradient's square that the projection keeps, fp32 from 0 to 1.
 
-    NaN where the gradient says nothing. grad: as `scaled` gives it.
+    It is NaN where the gradient says nothing. grad: as `scaled` gives it.
     """
     basis, matrix = (projection, grad.mT) if low_rank.side == RIGHT else (projection.mT, grad)
-    kept = square(parts_product(basis, matrix), 0)
-    return (kept / (square(grad) if whole is None else whole)).clamp(max=1.0).float()
+    energy = square(parts_product(basis, matrix), 0)
+    return (energy / (square(grad) if whole is None else whole)).clamp(max=1.0).float()

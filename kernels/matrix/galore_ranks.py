@@ -93,8 +93,8 @@ class Kind:
         lows, low_count = places_of([how.low_numel(shape) for shape in shapes])
         sizes = [4 * count, 4 * low_count, 0, 0]
         if how.low_rank.precision != IEEE:
-            own = (UPDATES, GALORE_KEEP, device, shapes, [0] * len(shapes))
-            self._products = Products(how, *own, [Place(0)] * len(shapes))
+            arguments = (UPDATES, GALORE_KEEP, device, shapes, [0] * len(shapes))
+            self._products = Products(how, *arguments, [Place(0)] * len(shapes))
             sizes[2] = _dtype(how.projection).itemsize * self._products.rounded_numel
             sizes[3] = 4 * self._products.slabs_numel
             # of which the rule takes nothing; the kernel has a row to read all the same
@@ -102,16 +102,16 @@ class Kind:
         self._areas, self.end = areas_of(sizes, begin)
         lowest = self._areas[1].start
         self.wholes: list[int] = (begin + 4 * firsts).tolist()
-        """Where gradients begin, and in their place updates, in bytes."""
+        """The offsets at which gradients begin, and in their place updates, in bytes."""
         self.lows: list[int] = (lowest + 4 * lows).tolist()
-        """Where projected gradients begin."""
+        """The offsets at which projected gradients begin."""
         self.directions: list[int] = (
             lowest + _dtype(how.direction.weight).itemsize * lows
         ).tolist()
-        """Where directions begin, in the place of these."""
+        """The offsets at which directions begin, in the place of these."""
 
     def grad(self, room: torch.Tensor, index: int) -> torch.Tensor:
-        """The gradient of one of them."""
+        """Returns the gradient of one of the matrices."""
         form = self._how.formats.grad
         return _matrix(room, self.wholes[index], _dtype(form), self._shapes[index])
 
@@ -121,8 +121,8 @@ class Kind:
             form, side = self._how.formats.grad, self._how.low_rank.side
             for index, projection in enumerate(projections):
                 grad = form.decode_reference(self.grad(room, index))
-                found = projected(grad, projection, side, IEEE)
-                _matrix(room, self.lows[index], torch.float32, found.shape).copy_(found)
+                low_grad = projected(grad, projection, side, IEEE)
+                _matrix(room, self.lows[index], torch.float32, low_grad.shape).copy_(low_grad)
             return
         self._look(self._products, room, projections)
         _, low, _, slabs = (room[area] for area in self._areas)
@@ -132,12 +132,12 @@ class Kind:
     def project_back(self, room: torch.Tensor, projections: Tensors) -> None:
         """Makes updates of the directions."""
         if self._products is None:
-            own, dtype = self._how.low_rank, _dtype(self._how.direction.weight)
+            low_rank, dtype = self._how.low_rank, _dtype(self._how.direction.weight)
             for index, projection in enumerate(projections):
-                shape = own.low_shape(self._shapes[index])
+                shape = low_rank.low_shape(self._shapes[index])
                 low = _matrix(room, self.directions[index], dtype, shape)
-                found = projected_back(low, projection, own.side, IEEE)
-                _matrix(room, self.wholes[index], torch.float32, found.shape).copy_(found)
+                update = projected_back(low, projection, low_rank.side, IEEE)
+                _matrix(room, self.wholes[index], torch.float32, update.shape).copy_(update)
             return
         self._look(self._products, room, projections)
         self._products.project_back(self._row, None)
@@ -146,15 +146,15 @@ class Kind:
         """Tells the launches where all lies, and rounds the projections."""
         whole = room.data_ptr() + numpy.array(self.wholes)
         _, low, rounded, _ = (room[area] for area in self._areas)
-        own = [each.data_ptr() for each in projections]
+        addresses = [projection.data_ptr() for projection in projections]
         directions = low.view(_dtype(self._how.direction.weight))
-        products.look({"grad": whole, "weight": whole}, own, directions)
+        products.look({"grad": whole, "weight": whole}, addresses, directions)
         if self._how.tiles.ahead:
             products.round(rounded.view(_dtype(self._how.projection)))
 
 
 def _dtype(form: Format) -> torch.dtype:
-    """The dtype of numbers of a format."""
+    """Returns the dtype of numbers of a format."""
     assert form.dtype is not None
     return form.dtype
 
@@ -162,7 +162,7 @@ def _dtype(form: Format) -> torch.dtype:
 def _matrix(
     room: torch.Tensor, begin: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """A matrix in `room`."""
+    """Returns a matrix in `room`."""
     return room[begin : begin + dtype.itemsize * math.prod(shape)].view(dtype).view(*shape)
 
 
@@ -196,19 +196,19 @@ class GaLoreBucket:
         assert formats.matrix is not None
         self._how, self._bucket, self._low, self._device = how, bucket, low, device
         rule, parts, lows = formats.matrix.rule, _parts(bucket), _parts(low)
-        own = (groups, low_places, device)
-        self._direction = PartLaunch(how.direction, rule.inner, *lows, *own)
-        own = (groups, places, device)
-        self._apply = PartLaunch(apply_formats(formats), rule.apply, *parts, *own)
+        arguments = (groups, low_places, device)
+        self._direction = PartLaunch(how.direction, rule.inner, *lows, *arguments)
+        arguments = (groups, places, device)
+        self._apply = PartLaunch(apply_formats(formats), rule.apply, *parts, *arguments)
         self._grad_size = formats.dtype("grad").itemsize
         self._size = how.direction.dtype("weight").itemsize
-        self._params, firsts, sizes = (numpy.array(each, dtype=numpy.int64) for each in parts)
+        self._params, firsts, sizes = (numpy.array(numbers, dtype=numpy.int64) for numbers in parts)
         self._firsts, self._sizes = firsts * self._grad_size, sizes * self._grad_size
         low_sizes = numpy.array(lows[2], dtype=numpy.int64)
         self._sent = self._size * (numpy.cumsum(low_sizes) - low_sizes)
         self._came = 4 * numpy.array(low.returned, dtype=numpy.int64)
         self._returned = 4 * numpy.array(bucket.returned, dtype=numpy.int64)
-        shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.own]
+        shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.indices]
         self._kinds, end = list[Kind](), 0
         for turns in waves(how, shapes, math.inf):
             chosen = [shapes[turn] for turn in turns]
@@ -221,8 +221,8 @@ class GaLoreBucket:
         """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
         self._begins = begins
         targets = begins["near"] + numpy.cumsum(self._sizes) - self._sizes
-        own = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device
-        self._grads = PartCopies(*own)
+        arguments = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device
+        self._grads = PartCopies(*arguments)
         begins_of: dict[str, list[int]] = {}
         for name in ("wholes", "lows", "directions"):
             pairs = [p for k in self._kinds for p in zip(k.turns, getattr(k, name), strict=True)]
@@ -240,7 +240,7 @@ class GaLoreBucket:
     def _boxes(
         self, boxes: Sequence[MatrixBox], begins: Sequence[int], units: int
     ) -> Iterator[Box]:
-        """From `far` into `room`; begins: of each matrix there; units: of a number."""
+        """Makes boxes from `far` into `room`; begins: of each matrix there; units: of a number."""
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         for index, first, rows, columns, stride, place in boxes:
             matrix = room + begins[index] // UNIT + first * units
@@ -278,8 +278,8 @@ class GaLoreBucket:
         def launches() -> None:
             if not is_due:
                 self._grads_come.copy(memory.whole)
-            for kind, own in zip(self._kinds, projections, strict=True):
-                kind.project(memory.room, own)
+            for kind, kind_projections in zip(self._kinds, projections, strict=True):
+                kind.project(memory.room, kind_projections)
             self._lows_leave.copy(memory.whole)
 
         self._launch(None if is_due else self._projecting, memory, projections, launches)
@@ -294,7 +294,7 @@ class GaLoreBucket:
         self._direction.step(run.scalars, run.controls)
 
     def send(self, memory: Memory) -> None:
-        """Directions are as they are sent."""
+        """Does nothing: directions already are as they are sent."""
 
     def make(self, run: Run, memory: Memory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
@@ -304,8 +304,8 @@ class GaLoreBucket:
 
         def launches() -> None:
             self._directions_come.copy(memory.whole)
-            for kind, own in zip(self._kinds, projections, strict=True):
-                kind.project_back(memory.room, own)
+            for kind, kind_projections in zip(self._kinds, projections, strict=True):
+                kind.project_back(memory.room, kind_projections)
             self._updates_leave.copy(memory.whole)
 
         self._launch(self._making, memory, projections, launches)
@@ -315,7 +315,7 @@ class GaLoreBucket:
         self._apply.step(run.scalars, run.left_out)
 
     def _projections(self, run: Run) -> list[Tensors]:
-        """Those of the matrices of each kind."""
+        """Returns the projections of the matrices of each kind."""
         params = params_of(self._bucket)
         return [
             [run.works[params[turn]].kept[PROJECTION] for turn in kind.turns]
@@ -329,25 +329,28 @@ class GaLoreBucket:
         projections: list[Tensors],
         launches: Callable[[], None],
     ) -> None:
-        """Launches; what is the same in each step as a graph. None: it is not."""
-        apart = [each for own in projections for each in own if not each.is_contiguous()]
-        for own in projections if apart else ():
-            own[:] = [each.contiguous() for each in own]  # they live until all is launched
+        """Launches; what is the same in each step goes as a graph. replayed: None: it is not."""
+        apart = [
+            matrix for matrices in projections for matrix in matrices if not matrix.is_contiguous()
+        ]
+        for matrices in projections if apart else ():
+            # they live until all is launched
+            matrices[:] = [matrix.contiguous() for matrix in matrices]
         if replayed is None or apart or self._how.low_rank.precision == IEEE:
             return launches()
-        told = [each.data_ptr() for own in projections for each in own]
-        replayed((stream_of(self._device), memory.whole.data_ptr(), told), launches)
+        addresses = [matrix.data_ptr() for matrices in projections for matrix in matrices]
+        replayed((stream_of(self._device), memory.whole.data_ptr(), addresses), launches)
 
 
 def _parts(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
-    """For each part its parameter, how many of its numbers lie before it, and how many it has."""
+    """Returns each part's parameter, how many of its numbers lie before the part, and its size."""
     params = [bucket.pieces[part.piece].param for part in bucket.parts]
     firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
     return params, firsts, sizes
 
 
 def _turned(box: Box) -> Box:
-    """The copy the other way."""
+    """Returns the copy the other way."""
     return Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.source_stride)
 
 
@@ -355,7 +358,7 @@ def _turned(box: Box) -> Box:
 
 
 class GaLoreMaking(Making):
-    """How ranks exchange what launches step; how: of the batch's matrices."""
+    """The exchange among ranks of what launches step; how: of the batch's matrices."""
 
     def __init__(self, how: How) -> None:
         assert how.formats.matrix is not None
@@ -373,7 +376,7 @@ def galore_plan(
     places: Sequence[Place],
     device: torch.device,
 ) -> MatrixPlan:
-    """The plan of a kernel: "torch", "compiled" or as launched_plan, whose the arguments are."""
+    """Makes the plan of a kernel: "torch", "compiled" or one of launched_plan's; its arguments."""
     if kernel in (*LAUNCHED, BY_SHAPE):
         plan = launched_plan(formats, shapes, groups, device, places, kernel)
         assert formats.matrix is not None

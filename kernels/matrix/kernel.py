@@ -81,7 +81,7 @@ def round_kernel(
     BLOCK: tl.constexpr,  # rows and columns of a tile
     SPAN: tl.constexpr,
 ):
-    """A tile of a projection rounded; where its terms lie apart for a launch, also turned.
+    """Rounds a tile of a projection; also turns it where its terms lie apart for a launch.
 
     Tensor cores take TF32 from shared memory only where a sum's terms lie one behind another.
     """
@@ -89,22 +89,22 @@ def round_kernel(
     PRECISION: tl.constexpr = PRODUCT.precision
     TURNED: tl.constexpr = LAST_FACTOR if not LEFT else FIRST_FACTOR
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
-    rows, columns = shape_of(own, PRODUCT)
+    entries = Column(table_ptr, matrices, matrix)
+    rows, columns = shape_of(entries, PRODUCT)
     height, width = (rows, PRODUCT.rank) if LEFT else (PRODUCT.rank, columns)
     across = tl.cdiv(width, BLOCK)
     row = (tile // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = (tile % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = (row[:, None] < height) & (column[None, :] < width)
     offsets = row[:, None] * width + column[None, :]
-    value = tl.load(entry(own, PROJECTION).to(tl.pointer_type(tl.float32)) + offsets, mask=mask)
+    value = tl.load(entry(entries, PROJECTION).to(tl.pointer_type(tl.float32)) + offsets, mask=mask)
     value = operand(value, PRECISION)
     pointer = tl.pointer_type(value.dtype)
     STRAIGHT: tl.constexpr = FIRST_FACTOR if not LEFT else LAST_FACTOR
-    tl.store(entry(own, STRAIGHT).to(pointer) + offsets, value, mask=mask)
+    tl.store(entry(entries, STRAIGHT).to(pointer) + offsets, value, mask=mask)
     if PRECISION == "tf32":
         turned = column[None, :] * height + row[:, None]
-        tl.store(entry(own, TURNED).to(pointer) + turned, value, mask=mask)
+        tl.store(entry(entries, TURNED).to(pointer) + turned, value, mask=mask)
 
 
 # --- the gradients projected
@@ -182,7 +182,7 @@ def low_places(first, ends, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @helper
 def added_slabs(ptr, offsets, mask, workspace, SLABS: tl.constexpr):
-    """The sum of slabs, in their order; ptr: to the first one's tile."""
+    """Returns the sum of slabs, in their order; ptr: to the first one's tile."""
     total = tl.zeros(offsets.shape, tl.float32)
     for _ in tl.static_range(SLABS):
         total = total + load_block(ptr, offsets, mask)
@@ -194,7 +194,7 @@ def added_slabs(ptr, offsets, mask, workspace, SLABS: tl.constexpr):
 def step_low(
     chunk, offsets, mask, total, direction, PRODUCT: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Adam's step of some rows of a tile; direction: where theirs goes, rounded for a product."""
+    """Takes Adam's step of a tile's rows; direction: where theirs goes, rounded for a product."""
     FORMATS: tl.constexpr = STEP.formats
     PRECISION: tl.constexpr = PRODUCT.precision
     block, scales = Block(offsets, 0, mask), Scales(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0)
@@ -228,18 +228,18 @@ def project_kernel(
     PIECE: tl.constexpr,  # numbers of a tile that are stepped at a time
     SPAN: tl.constexpr,
 ):
-    """One tile of one matrix's projected gradient, or of one slab of it; with STEP Adam's step.
+    """Makes a tile of a projected gradient, or of one slab of it; with STEP takes Adam's step.
 
     A tile is stepped from memory, as its sums and moments would not fit into registers together.
     """
     LEFT: tl.constexpr = PRODUCT.on_left
     RANK: tl.constexpr = PRODUCT.rank
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    own, low = Column(table_ptr, matrices, matrix), Column(step_table_ptr, matrices, matrix)
+    entries, low = Column(table_ptr, matrices, matrix), Column(step_table_ptr, matrices, matrix)
     if STEP is not None and STEP.controlled:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(low, controls_ptr):
             return
-    rows, columns = shape_of(own, PRODUCT)
+    rows, columns = shape_of(entries, PRODUCT)
     length, terms = (columns, rows) if LEFT else (rows, columns)
     BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
     part, tile = tile % SLABS, tile // SLABS
@@ -247,19 +247,19 @@ def project_kernel(
         part, tile = 0, tile * SLABS + part
     outer, rank = tile // BLOCKS * OUTER, tile % BLOCKS * RANKS
     ends = (length - outer, RANK - rank)
-    grad_ptr = entry(own, GRAD).to(tl.pointer_type(PRODUCT.element))
+    grad_ptr = entry(entries, GRAD).to(tl.pointer_type(PRODUCT.element))
     grad_ptr += outer.to(tl.int64) * (1 if LEFT else columns)
-    projection_ptr = entry(own, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+    projection_ptr = entry(entries, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     projection_ptr += rank.to(tl.int64) * (1 if LEFT and not PRODUCT.turned else terms)
     total = tl.zeros((OUTER, RANKS), tl.float32)
     for slab in range(1 if APART else SLABS):
         first = (part + slab) * SLAB
         last = tl.minimum(first + SLAB, terms)
-        found = slab_sum(
+        slab_total = slab_sum(
             (grad_ptr, projection_ptr), ends, (first, last), (terms, columns),
             PRODUCT, OUTER, INNER, RANKS,
         )  # fmt: skip
-        total = found if SLABS == 1 or APART else total + found
+        total = slab_total if SLABS == 1 or APART else total + slab_total
     ROWS: tl.constexpr = RANKS if LEFT else OUTER
     COLUMNS: tl.constexpr = OUTER if LEFT else RANKS
     if LEFT:  # as it lies in memory
@@ -267,9 +267,9 @@ def project_kernel(
     stride = length if LEFT else RANK
     start = rank.to(tl.int64) * (length if LEFT else 1)
     start += outer.to(tl.int64) * (1 if LEFT else RANK)
-    low_ptr = entry(own, LOW).to(tl.pointer_type(tl.float32)) + start
-    offsets, there = low_places(0, ends, stride, ROWS, COLUMNS)
-    mask = None if PRODUCT.even else there
+    low_ptr = entry(entries, LOW).to(tl.pointer_type(tl.float32)) + start
+    offsets, inside = low_places(0, ends, stride, ROWS, COLUMNS)
+    mask = None if PRODUCT.even else inside
     store_block(low_ptr + part.to(tl.int64) * workspace if APART else low_ptr, offsets, total, mask)
     if STEP is not None:
         tl.debug_barrier()  # every thread has stored its numbers
@@ -287,19 +287,21 @@ def project_kernel(
         chunk = Chunk(low, start, 0, pointers, scalars, controls, draw)
         TURNED: tl.constexpr = LEFT and PRODUCT.turned  # the last launch takes it so
         ELEMENT: tl.constexpr = tl.bfloat16 if PRODUCT.precision == "bf16" else tl.float32
-        direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(ELEMENT))
+        direction_ptr = entry(entries, DIRECTION).to(tl.pointer_type(ELEMENT))
         direction_ptr += outer.to(tl.int64) * RANK + rank if TURNED else start
         SUMS: tl.constexpr = SLABS if APART else 1
         AT_ONCE: tl.constexpr = min(ROWS, PIECE // COLUMNS)
         for first in range(0, ROWS, AT_ONCE):
-            own_offsets, own_there = low_places(first, ends, stride, AT_ONCE, COLUMNS)
-            own_mask = None if PRODUCT.even else own_there
-            places = own_offsets
+            piece_offsets, piece_inside = low_places(first, ends, stride, AT_ONCE, COLUMNS)
+            piece_mask = None if PRODUCT.even else piece_inside
+            places = piece_offsets
             if TURNED:
                 row, column = first + tl.arange(0, AT_ONCE), tl.arange(0, COLUMNS)
                 places = column[None, :] * RANK + row[:, None]
-            own_total = added_slabs(low_ptr, own_offsets, own_mask, workspace, SUMS)
-            step_low(chunk, own_offsets, own_mask, own_total, direction_ptr + places, PRODUCT, STEP)
+            piece_total = added_slabs(low_ptr, piece_offsets, piece_mask, workspace, SUMS)
+            step_low(
+                chunk, piece_offsets, piece_mask, piece_total, direction_ptr + places, PRODUCT, STEP
+            )
 
 
 @jit(do_not_specialize=["numel"])
@@ -310,7 +312,7 @@ def add_slabs_kernel(
     SLABS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of slabs, in their order."""
+    """Adds up slabs, in their order."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = place < numel
     total = tl.zeros((BLOCK,), tl.float32)
@@ -408,19 +410,19 @@ def back_project_kernel(
     INNER: tl.constexpr,  # of the rank, at a time
     SPAN: tl.constexpr,
 ):
-    """The update of a few tiles of one matrix."""
+    """Updates a few tiles of one matrix."""
     matrix, tile = place_of(tiles_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
+    entries = Column(table_ptr, matrices, matrix)
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
-        if is_left_out(own, controls_ptr):
+        if is_left_out(entries, controls_ptr):
             return
-    rows, columns = shape_of(own, PRODUCT)
+    rows, columns = shape_of(entries, PRODUCT)
     across = tl.cdiv(columns, COLUMNS * STRIP)
     first_row = tile // across * ROWS
-    direction_ptr = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
-    projection_ptr = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
-    scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
-    draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+    direction_ptr = entry(entries, DIRECTION).to(tl.pointer_type(PRODUCT.element))
+    projection_ptr = entry(entries, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+    scalars = scalars_of(entries, scalars_ptr, scalar_count, RULE)
+    draw = draw_of(entries, draw_row(entries, scalars_ptr, scalar_count, RULE), FORMATS.draws)
     left_ptr = projection_ptr if PRODUCT.on_left else direction_ptr
     right_ptr = direction_ptr if PRODUCT.on_left else projection_ptr
     left_ptr += first_row.to(tl.int64) * PRODUCT.rank
@@ -428,22 +430,24 @@ def back_project_kernel(
     if PRODUCT.rank <= INNER:  # once for all tiles of the strip
         row, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
         whole = left_tile(left_ptr, row, rows - first_row, inner, PRODUCT)
-    row, beside = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    row, column_offsets = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     column = tile % across * STRIP * COLUMNS
     start = first_row.to(tl.int64) * columns + column
     for _ in range(STRIP):
         mask = None
         if not PRODUCT.even:
-            mask = (first_row + row[:, None] < rows) & (column + beside[None, :] < columns)
+            mask = (first_row + row[:, None] < rows) & (column + column_offsets[None, :] < columns)
         # pointers to a tile's own first element: offsets stay within 32 bits
-        pointers = pointers_of(own, start, FORMATS)
+        pointers = pointers_of(entries, start, FORMATS)
         param = tl.zeros((ROWS, COLUMNS), tl.float32)
         if RULE.reads_param:
             param = param_tile(pointers, columns, mask, FORMATS, ROWS, COLUMNS)
         ends = (rows - first_row, columns - column)
         right_at = right_ptr + column.to(tl.int64) * (PRODUCT.rank if PRODUCT.turned else 1)
-        update = product_tile(left_ptr, right_at, row, beside, ends, columns, whole, PRODUCT, INNER)
-        chunk = Chunk(own, start, 0, pointers, scalars, (), draw)
+        update = product_tile(
+            left_ptr, right_at, row, column_offsets, ends, columns, whole, PRODUCT, INNER
+        )
+        chunk = Chunk(entries, start, 0, pointers, scalars, (), draw)
         updated_tile(chunk, param, update, columns, mask, FORMATS, RULE)
         column, start = column + COLUMNS, start + COLUMNS
 
@@ -461,11 +465,11 @@ class BackPlaces(NamedTuple):
     """and of those that an update reads; 0 of others."""
     master: Any
     chunk: Any
-    """All of it as a chunk, for what is stored."""
+    """The whole matrix as a chunk, for what is stored."""
 
 
 @helper
-def turns_in(places_ptr, matrix, own, controls_ptr, CONTROLLED: tl.constexpr):
+def turns_in(places_ptr, matrix, entries, controls_ptr, CONTROLLED: tl.constexpr):
     """A matrix's first strip or tile among all, the program's first one of them, and their end.
 
     The program takes none where the end is not behind its first one.
@@ -474,7 +478,7 @@ def turns_in(places_ptr, matrix, own, controls_ptr, CONTROLLED: tl.constexpr):
     first, end = tl.load(places_ptr + matrix), tl.load(places_ptr + matrix + 1)
     begin = first + (program + programs - first % programs) % programs
     if CONTROLLED:
-        end = tl.where(is_left_out(own, controls_ptr), begin, end)
+        end = tl.where(is_left_out(entries, controls_ptr), begin, end)
     return first, begin, end
 
 
@@ -486,15 +490,15 @@ def described(ptr, rows, columns, stride, HEIGHT: tl.constexpr, WIDTH: tl.conste
 
 @helper
 def back_places(
-    own, scalars_ptr, scalar_count, PRODUCT: tl.constexpr, FORMATS: tl.constexpr,
+    entries, scalars_ptr, scalar_count, PRODUCT: tl.constexpr, FORMATS: tl.constexpr,
     RULE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Makes BackPlaces: tiles [ROWS, COLUMNS], of factors [ROWS, INNER] and [INNER, COLUMNS]."""
     RANK: tl.constexpr = PRODUCT.rank
-    rows, columns = shape_of(own, PRODUCT)
+    rows, columns = shape_of(entries, PRODUCT)
     stride = columns.to(tl.int64)
-    direction = entry(own, DIRECTION).to(tl.pointer_type(PRODUCT.element))
-    projection = entry(own, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
+    direction = entry(entries, DIRECTION).to(tl.pointer_type(PRODUCT.element))
+    projection = entry(entries, LAST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     left_ptr = projection if PRODUCT.on_left else direction
     right_ptr = direction if PRODUCT.on_left else projection
     left = described(left_ptr, rows, RANK, RANK, ROWS, INNER)
@@ -502,14 +506,14 @@ def back_places(
         right = described(right_ptr, columns, RANK, RANK, COLUMNS, INNER)
     else:
         right = described(right_ptr, RANK, columns, stride, INNER, COLUMNS)
-    pointers, weight, master = pointers_of(own, 0, FORMATS), 0, 0
+    pointers, weight, master = pointers_of(entries, 0, FORMATS), 0, 0
     if FORMATS.reads_weight:
         weight = described(pointers.weight, rows, columns, stride, ROWS, COLUMNS)
     if FORMATS.master.present:
         master = described(pointers.master, rows, columns, stride, ROWS, COLUMNS)
-    scalars = scalars_of(own, scalars_ptr, scalar_count, RULE)
-    draw = draw_of(own, draw_row(own, scalars_ptr, scalar_count, RULE), FORMATS.draws)
-    chunk = Chunk(own, 0, 0, pointers, scalars, (), draw)
+    scalars = scalars_of(entries, scalars_ptr, scalar_count, RULE)
+    draw = draw_of(entries, draw_row(entries, scalars_ptr, scalar_count, RULE), FORMATS.draws)
+    chunk = Chunk(entries, 0, 0, pointers, scalars, (), draw)
     return BackPlaces(rows, columns, left, right, weight, master, chunk)
 
 
@@ -564,17 +568,17 @@ def back_strips_kernel(
     RANKS: tl.constexpr,  # PRODUCT.rank, or the power of two above it
     STAGES: tl.constexpr,  # tiles of which there is room, the one that is computed among them
 ):
-    """The updates of matrices of whole tiles: programs take strips in turns, and go down them.
+    """Updates matrices of whole tiles: programs take strips in turns, and go down them.
 
-    Of a strip the right factor is loaded once.
+    The right factor of a strip is loaded once.
     """
     programs = tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
-        own = Column(table_ptr, matrices, matrix)
-        first, begin, end = turns_in(strips_ptr, matrix, own, controls_ptr, CONTROLLED)
+        entries = Column(table_ptr, matrices, matrix)
+        first, begin, end = turns_in(strips_ptr, matrix, entries, controls_ptr, CONTROLLED)
         if begin < end:
             places = back_places(
-                own, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, RANKS
+                entries, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, RANKS
             )
             across = places.columns // COLUMNS
             for strip in range(loop_bound(begin), loop_bound(end), loop_bound(programs)):
@@ -609,14 +613,14 @@ def back_blocks_kernel(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,  # of the rank, at a time
 ):
-    """The updates of matrices of whole tiles at high ranks: programs take tiles in turns."""
+    """Updates matrices of whole tiles at high ranks: programs take tiles in turns."""
     programs = tl.num_programs(0)
     for matrix in range(loop_bound(matrices)):
-        own = Column(table_ptr, matrices, matrix)
-        first, begin, end = turns_in(tiles_ptr, matrix, own, controls_ptr, CONTROLLED)
+        entries = Column(table_ptr, matrices, matrix)
+        first, begin, end = turns_in(tiles_ptr, matrix, entries, controls_ptr, CONTROLLED)
         if begin < end:
             places = back_places(
-                own, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, INNER
+                entries, scalars_ptr, scalar_count, PRODUCT, FORMATS, RULE, ROWS, COLUMNS, INNER
             )
             high = places.rows // ROWS
             # one loop with that over the rank: a tile's first loads go out while the last is stored

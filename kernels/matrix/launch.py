@@ -41,17 +41,17 @@ from megaopt.kernels.step.launch import TritonPlan
 
 
 def padded(rank: int) -> int:
-    """A rank, or the power of two above it, as Triton wants it; at least 16."""
+    """Returns a rank, or the power of two above it, as Triton wants it; at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
 def part_of(most: int, rank: int) -> int:
-    """How much of a rank a tile takes: `padded`, or a power of two that is less."""
+    """Returns the part of a rank that a tile takes: `padded`, or a power of two that is less."""
     return min(most, padded(rank))
 
 
 def operand_bytes(low_rank: LowRank) -> int:
-    """The size of a number that was rounded ahead."""
+    """Returns the size of a number that was rounded ahead, in bytes."""
     return 2 if low_rank.precision == BF16 else 4
 
 
@@ -63,7 +63,7 @@ class ProjectTile:
     inner: int
     """Terms of the sum at a time."""
     ranks: int
-    """At most; a smaller rank takes fewer."""
+    """Ranks of a tile at most; a smaller rank takes fewer."""
     warps: int
     stages: int
 
@@ -104,11 +104,11 @@ class WholeTile:
     """Programs of a processor."""
 
     def divides(self, shape: Sequence[int]) -> bool:
-        """Whether a matrix is of whole tiles."""
+        """Checks that a matrix is of whole tiles."""
         return shape[0] % self.rows == 0 and shape[1] % self.columns == 0
 
     def counts(self, shapes: Sequence[torch.Size]) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """The numbers of tiles, one below another and one beside another, of each matrix."""
+        """Returns the numbers of tiles of each matrix, one below another and one beside another."""
         heights, widths = numpy.array(shapes).T
         return heights // self.rows, widths // self.columns
 
@@ -218,7 +218,7 @@ PARTS = (1, 2, 3, 4, 6, 8)
 
 
 def tiles_of(low_rank: LowRank) -> Tiles:
-    """The tiles of matrices that are projected so."""
+    """Returns the tiles of matrices that are projected so."""
     ahead = low_rank.precision != IEEE
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
@@ -275,12 +275,12 @@ UNIT = 128
 
 
 def is_fused(moments: Sequence[Format]) -> bool:
-    """Whether the launch that projects can step moments of these formats: tile by tile."""
-    return not any(each.has_scale for each in moments)
+    """Checks that the launch that projects can step moments of these formats, tile by tile."""
+    return not any(form.has_scale for form in moments)
 
 
 def why_not_kernel(kernel: str, device: torch.device) -> str | None:
-    """The reason why a kernel does not step matrices on a device; None where it does."""
+    """Returns the reason why a kernel does not step matrices on a device; None where it does."""
     if kernel == "compiled":
         return why_not_compiled(device)
     return BACKENDS["triton"].why_not(device) if kernel in LAUNCHED else None
@@ -295,7 +295,7 @@ def launched_plan(
     kernel: str = "hybrid",
     tiles: Tiles | None = None,
 ) -> MatrixPlan:
-    """The plan of launches over many matrices, of formats with GALORE's and masters without scales.
+    """Makes the plan of launches over many matrices, of GALORE's formats, masters without scales.
 
     kernel: "hybrid" has torch project gradients, with precision "ieee"; "grouped" a launch; "fused"
     the same that steps the moments, where `is_fused`; BY_SHAPE. tiles: for tests.
@@ -315,11 +315,11 @@ class How:
     formats: Formats
     low_rank: LowRank
     kernel: str
-    """One of LAUNCHED, or BY_SHAPE."""
+    """The kernel, one of LAUNCHED, or BY_SHAPE."""
     tiles: Tiles
 
     def by_shape(self, tiles: int) -> str:
-        """The faster kernel of a launch of so many tiles of projected gradients."""
+        """Returns the faster kernel of a launch of so many tiles of projected gradients."""
         few = self.turns or self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
         return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
@@ -330,18 +330,18 @@ class How:
 
     @property
     def fused(self) -> bool:
-        """That launch takes Adam's step."""
+        """The launch that projects takes Adam's step."""
         return self.kernel == "fused"
 
     @property
     def direction(self) -> Formats:
         """The formats of Adam's step, which writes the direction rounded for the last product."""
-        own = replace(self.formats, writes_grad=False)  # a projected one, which nobody reads
+        formats = replace(self.formats, writes_grad=False)  # a projected one, which nobody reads
         is_bf16 = self.low_rank.precision == BF16
-        return inner_formats(own, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+        return inner_formats(formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
 
     def low_numel(self, shape: torch.Size) -> int:
-        """Numbers of a projected gradient."""
+        """Returns the numbers of a projected gradient."""
         return torch.Size(self.low_rank.low_shape(shape)).numel()
 
     @property
@@ -356,11 +356,17 @@ class How:
         return self.tiles.ahead and self.low_rank.precision == TF32
 
     def workspace_bytes(self, shape: torch.Size) -> int:
-        """What a step takes for a while: the projected gradient, its direction, the projection."""
-        low, own = self.low_numel(shape), torch.Size(self.low_rank.projection_shape(shape)).numel()
+        """Returns the bytes that a step takes for a while.
+
+        They are those of the projected gradient, its direction, and the projection.
+        """
+        low, projection = (
+            self.low_numel(shape),
+            torch.Size(self.low_rank.projection_shape(shape)).numel(),
+        )
         direction = 0 if self.shares_low else self.direction.dtype("weight").itemsize * low
         copies = self.tiles.ahead * (8 if self.turns else 2)
-        return 4 * low + direction + copies * own
+        return 4 * low + direction + copies * projection
 
     @property
     def shares_low(self) -> bool:
@@ -369,12 +375,12 @@ class How:
         return self.direction.weight is FLOAT32 and not is_turned
 
     def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The dimension of a gradient that stays, and the one along which sums go."""
+        """Returns the dimension of a gradient that stays, and the one along which sums go."""
         rows, columns = shape
         return (columns, rows) if self.low_rank.side == LEFT else (rows, columns)
 
     def even(self, shape: torch.Size) -> tuple[bool, bool]:
-        """Whether it has whole tiles only, of rows of whole 16 bytes: in the two launches."""
+        """Checks for each launch that a matrix has whole tiles only, of rows of whole 16 bytes."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
         first = (outer % project.outer, terms % project.inner, rank % part_of(project.ranks, rank))
@@ -387,7 +393,7 @@ class How:
         return self.turns and (self.fused or self.low_rank.side == RIGHT)
 
     def whole_tile(self, device: torch.device, apply: Formats) -> WholeTile | None:
-        """The tile of matrices that have whole ones only; None where there is none of its own.
+        """Returns the tile of matrices that have whole ones only; None where there is none.
 
         Left factors come as tensor cores take them, in rows of whole 16 bytes. Of weights and
         masters a stage less is held: the results take its room. By blocks right factors too.
@@ -418,7 +424,7 @@ class How:
         return block
 
     def slabs(self, shape: torch.Size) -> int:
-        """How many slabs a matrix's sums are cut into."""
+        """Returns the number of slabs into which a matrix's sums are cut."""
         _, terms = self.outer_and_terms(shape)
         return -(-terms // SLAB)
 
@@ -443,9 +449,11 @@ class GaLoreLaunches:
         formats, sizes = how.formats, [shape.numel() for shape in shapes]
         room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
         self._waves = []
-        for own in waves(how, shapes, room):
-            of_matrices: Any = ([each[i] for i in own] for each in (shapes, groups, places))
-            self._waves.append((own, Wave(how, device, *of_matrices)))
+        for indices in waves(how, shapes, room):
+            of_matrices: Any = (
+                [sequence[i] for i in indices] for sequence in (shapes, groups, places)
+            )
+            self._waves.append((indices, Wave(how, device, *of_matrices)))
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
         self._device, self._replayed = device, Replayed(device)
@@ -460,10 +468,10 @@ class GaLoreLaunches:
     def step(
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
-        """One step of every matrix, by its projection."""
+        """Takes one step of every matrix, by its projection."""
         scalars = self._measured.on_device(scalars)
-        kept = [work.kept[PROJECTION] for work in works]
-        projections = [projection.contiguous() for projection in kept]
+        state_projections = [work.kept[PROJECTION] for work in works]
+        projections = [projection.contiguous() for projection in state_projections]
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         addresses = addresses_of({**buffers, PROJECTION: projections})
 
@@ -471,36 +479,36 @@ class GaLoreLaunches:
             for places, wave in self._waves:
                 rows = {slot: row[places] for slot, row in addresses.items()}
                 grads = [buffers["grad"][place] for place in places]
-                wave.step(rows, grads, [projections[i] for i in places], workspace, *others)
+                wave.step(rows, grads, [projections[i] for i in places], workspace, *numbers)
 
-        others = (scalars, controls)
-        if not self._by_launches or any(map(operator.is_not, projections, kept)):
+        numbers = (scalars, controls)
+        if not self._by_launches or any(map(operator.is_not, projections, state_projections)):
             return (
                 launches()
             )  # torch's products, or copies of projections, take memory of their own
         state: list[Any] = [row.tobytes() for row in addresses.values()]
-        state += [None if each is None else each.data_ptr() for each in (workspace, *others)]
+        state += [None if tensor is None else tensor.data_ptr() for tensor in (workspace, *numbers)]
         self._replayed((stream_of(self._device), state), launches)
 
 
 def waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
-    """The places of the matrices that are stepped together, as many as there is room for."""
+    """Returns the places of matrices that are stepped together, as many as there is room for."""
 
     def kind(index: int) -> Any:
         return how.slabs(shapes[index]), how.even(shapes[index])
 
-    there = [index for index, shape in enumerate(shapes) if shape.numel()]  # a rank may have none
-    for _, alike in groupby(sorted(there, key=kind), kind):
-        own: list[int] = []
+    indices = [index for index, shape in enumerate(shapes) if shape.numel()]  # a rank may have none
+    for _, alike in groupby(sorted(indices, key=kind), kind):
+        wave: list[int] = []
         used = 0
         for index in alike:
             needed = how.workspace_bytes(shapes[index])
-            if own and used + needed > room:
-                yield own
-                own, used = [], 0
-            own.append(index)
+            if wave and used + needed > room:
+                yield wave
+                wave, used = [], 0
+            wave.append(index)
             used += needed
-        yield own
+        yield wave
 
 
 @dataclass(frozen=True)
@@ -508,7 +516,7 @@ class WholeLaunch:
     """The last launch over matrices of whole tiles."""
 
     name: str
-    """The kernel's."""
+    """The kernel's name."""
     chunks: Chunks
     """Strips, or tiles."""
     programs: int
@@ -519,15 +527,15 @@ class WholeLaunch:
     def __call__(self, arguments: tuple[Any, ...], options: dict[str, object]) -> None:
         """Launches it; arguments, options: those that it has in common with back_project_kernel."""
         set_allocator(scratch)  # for descriptors
-        (table, *others), own = arguments, {**options, **self.options}
-        everything = (table, self.chunks.table, *others, *self.numbers)
-        call(getattr(kernel, self.name), self.programs, everything, own)
+        (table, *rest), all_options = arguments, {**options, **self.options}
+        everything = (table, self.chunks.table, *rest, *self.numbers)
+        call(getattr(kernel, self.name), self.programs, everything, all_options)
 
 
 def whole_launch(
     tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
 ) -> WholeLaunch:
-    """Makes it by strips, or by blocks."""
+    """Makes the launch by strips, or by blocks."""
     (heights, widths), most = tile.counts(shapes), tile.at_once * processors(device)
     options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -537,8 +545,8 @@ def whole_launch(
         return WholeLaunch("back_blocks_kernel", tiles, min(tiles.count, most), (), options)
 
     def strips(down: int) -> numpy.ndarray:
-        found: numpy.ndarray = -(-heights // down) * widths
-        return found
+        counts: numpy.ndarray = -(-heights // down) * widths
+        return counts
 
     def time(down: int) -> float:
         return -(-int(strips(down).sum()) // most) * (down + TURN)
@@ -574,9 +582,9 @@ class Products:
         self._shapes, self._device, self._apply, self._rule = shapes, device, apply, rule
         self._firsts, self.numel = places_of([how.low_numel(shape) for shape in shapes])
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
-        own, rank = how.tiles, how.low_rank.rank
-        self._project_tile = first = own.project if self._even[0] else own.uneven_project
-        self._back_tile = last = own.back if self._even[1] else own.uneven_back
+        tile_set, rank = how.tiles, how.low_rank.rank
+        self._project_tile = first = tile_set.project if self._even[0] else tile_set.uneven_project
+        self._back_tile = last = tile_set.back if self._even[1] else tile_set.uneven_back
         outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
@@ -594,10 +602,12 @@ class Products:
         self._whole = (
             whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
         )
-        kept = [how.low_rank.projection_shape(shape) for shape in shapes]
-        rounds = [-(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in kept]
+        projection_shapes = [how.low_rank.projection_shape(shape) for shape in shapes]
+        rounds = [
+            -(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in projection_shapes
+        ]
         self._round_tiles = Chunks(rounds, ONE_TILE, device)
-        self._copies = [-(-torch.Size(each).numel() // UNIT) * UNIT for each in kept]
+        self._copies = [-(-torch.Size(shape).numel() // UNIT) * UNIT for shape in projection_shapes]
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
     @property
@@ -611,14 +621,14 @@ class Products:
         return self.numel * self._slabs * self._apart
 
     def addresses(self, whole: torch.Tensor) -> numpy.ndarray:
-        """The addresses of the projected gradients, or directions, in a workspace of `numel`."""
-        found: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
-        return found
+        """Returns the addresses of projected gradients or directions in a workspace of `numel`."""
+        begins: numpy.ndarray = whole.data_ptr() + self._firsts * whole.element_size()
+        return begins
 
     def look(self, tensors: Mapping[str, Any], projections: Any, direction: torch.Tensor) -> None:
         """Notes the addresses of tensors, by the slots of what the last launch writes.
 
-        Of the gradients, too; projections: addresses; direction: the directions' workspace.
+        The gradients are among them. projections: addresses; direction: the directions' workspace.
         """
         for slot in self._apply.slots:
             self._rows[self._apply.rows[slot]] = tensors[slot]
@@ -635,8 +645,8 @@ class Products:
         self._rows[kernel.FIRST_FACTOR.value], self._rows[kernel.LAST_FACTOR.value] = first, last
         options = {"PRODUCT": self._product(how.formats.grad, False), "BLOCK": ROUNDED}
         tables = (self._table.update(self._rows), self._round_tiles.table)
-        arguments, own = (*tables, len(self._shapes)), {"SPAN": ONE_TILE.span}
-        call(kernel.round_kernel, self._round_tiles.count, arguments, {**options, **own})
+        arguments, launch_options = (*tables, len(self._shapes)), {"SPAN": ONE_TILE.span}
+        call(kernel.round_kernel, self._round_tiles.count, arguments, {**options, **launch_options})
 
     def project(
         self,
@@ -650,7 +660,7 @@ class Products:
 
         slabs: of `slabs_numel`, or `low` where that is 0.
         """
-        how, own, even = self.how, self._project_tile, self._even[0]
+        how, tile, even = self.how, self._project_tile, self._even[0]
         step_table, step, count = None, None, 0
         if plan is not None and scalars is not None:
             step_table, count = plan.table(), scalars.shape[1]
@@ -663,12 +673,12 @@ class Products:
             "SLAB": SLAB,
             "SLABS": self._slabs,
             "APART": self._apart,
-            "OUTER": own.outer,
-            "INNER": own.inner,
-            "RANKS": part_of(own.ranks, how.low_rank.rank),
+            "OUTER": tile.outer,
+            "INNER": tile.inner,
+            "RANKS": part_of(tile.ranks, how.low_rank.rank),
             "PIECE": STEPPED,
-            "num_warps": own.warps,
-            "num_stages": own.stages,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
         }
         self._rows[kernel.LOW.value] = self.addresses(slabs)
         tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
@@ -694,29 +704,29 @@ class Products:
         if whole is not None and product.even:  # else something is not aligned
             whole((table, scalars, controls, *numbers), options)
             return
-        own = self._back_tile
+        tile = self._back_tile
         options |= {
             "SPAN": ONE_TILE.span,
-            "ROWS": own.rows,
-            "COLUMNS": own.columns,
-            "STRIP": own.strip,
-            "INNER": part_of(own.inner, how.low_rank.rank),
-            "num_warps": own.warps,
-            "num_stages": own.stages,
+            "ROWS": tile.rows,
+            "COLUMNS": tile.columns,
+            "STRIP": tile.strip,
+            "INNER": part_of(tile.inner, how.low_rank.rank),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
         }
-        if own.registers is not None and torch.version.hip is None:
-            options["maxnreg"] = own.registers
+        if tile.registers is not None and torch.version.hip is None:
+            options["maxnreg"] = tile.registers
         arguments = (table, self._back_tiles.table, scalars, controls, *numbers)
         call(kernel.back_project_kernel, self._back_tiles.count, arguments, options)
 
     def _product(self, form: Format, even: bool) -> Product:
-        """A launch's; form: of the matrix; even: whether all shapes are."""
+        """Returns a launch's product; form: of the matrix; even: whether all shapes are."""
         used = [*self._apply.rows.values(), kernel.FIRST_FACTOR.value, kernel.LAST_FACTOR.value]
         aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
         low_rank, precision = self.how.low_rank, self.how.low_rank.precision
         on_left, even = low_rank.side == LEFT, even and aligned
-        own = (form, self.how.projection, precision, on_left, even, low_rank.rank)
-        return Product(*own, projection_rounded=self.how.tiles.ahead)
+        arguments = (form, self.how.projection, precision, on_left, even, low_rank.rank)
+        return Product(*arguments, projection_rounded=self.how.tiles.ahead)
 
 
 class Wave:
@@ -731,8 +741,8 @@ class Wave:
         places: Sequence[Place],
     ) -> None:
         self._device = device
-        own = (apply_formats(how.formats), GALORE_APPLY, device, shapes, groups, places)
-        self._products = Products(how, *own)
+        arguments = (apply_formats(how.formats), GALORE_APPLY, device, shapes, groups, places)
+        self._products = Products(how, *arguments)
         self.how = how = self._products.how
         assert how.formats.matrix is not None
         sizes = [how.low_numel(shape) for shape in shapes]
@@ -757,7 +767,7 @@ class Wave:
         scalars: torch.Tensor,
         controls: torch.Tensor | None,
     ) -> None:
-        """One step of the wave's matrices; addresses: of their tensors, by slot."""
+        """Takes one step of the wave's matrices; addresses: of their tensors, by slot."""
         how, products = self.how, self._products
         low, direction, rounded, slabs = (
             workspace[area].view(dtype)
@@ -783,29 +793,29 @@ class Wave:
         firsts = (self._products.addresses(low) - low.data_ptr()) // low.element_size()
         for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
             grad = self.how.formats.grad.decode_reference(grad)
-            found = projected(grad, projection, self.how.low_rank.side)
-            low[first : first + found.numel()] = found.view(-1)
+            low_grad = projected(grad, projection, self.how.low_rank.side)
+            low[first : first + low_grad.numel()] = low_grad.view(-1)
 
     def _look_low(
         self, addresses: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
     ) -> None:
         """Tells Adam's step where things lie; the direction goes where the weight is."""
         plan, products = self._direction, self._products
-        others = {"grad": products.addresses(low), "weight": products.addresses(direction)}
-        everything = {**addresses, **others}
+        low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
+        everything = {**addresses, **low_addresses}
         for slot, row in plan.addresses.items():
             row[:] = everything[slot]
         plan.stale = True
 
 
 def areas_of(sizes: Sequence[int], begin: int = 0) -> tuple[list[slice], int]:
-    """Areas of so many bytes in a memory, one behind another, and where the last one ends."""
+    """Returns areas of so many bytes in a memory, one behind another, and where the last ends."""
     ends = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=begin))
     return [slice(first, first + size) for first, size in zip(ends, sizes, strict=False)], ends[-1]
 
 
 def places_of(sizes: Sequence[int]) -> tuple[numpy.ndarray, int]:
-    """Where matrices of so many numbers begin in a workspace, and how many numbers it takes."""
+    """Returns where matrices of so many numbers begin in a workspace, and how many these take."""
     padded = [-(-size // UNIT) * UNIT for size in sizes]
     return numpy.cumsum([0, *padded[:-1]]), sum(padded)
 
@@ -813,7 +823,7 @@ def places_of(sizes: Sequence[int]) -> tuple[numpy.ndarray, int]:
 def _rows(
     shapes: Sequence[torch.Size], groups: Sequence[int], places: Sequence[Place]
 ) -> numpy.ndarray:
-    """The table without addresses."""
+    """Makes the table without addresses."""
     rows = numpy.zeros((kernel.ROW_COUNT, len(shapes)), dtype=numpy.int64)
     rows[table_rows.WEIGHT_ROWS.value] = [shape[0] for shape in shapes]
     rows[table_rows.WEIGHT_COLUMNS.value] = [shape[1] for shape in shapes]

@@ -86,51 +86,57 @@ LAST_AGAIN = ("polar_express", "cans", "deepseekv4")
 MOST_STEPS = 99
 
 
-def coefficients_of(given: str | Sequence[Any], steps: int) -> tuple[Triple, ...]:
-    """The coefficients of so many steps, 1 to 99.
+def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Triple, ...]:
+    """Returns the coefficients of so many steps, 1 to 99.
 
-    given: a set's name; three numbers, for all steps; or such triples, at least one for each step.
-    Raises ValueError for anything else.
+    coefficients: a set's name; three numbers, for all steps; or such triples, at least one for each
+    step. Raises ValueError for anything else.
     """
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"ns_steps must be a whole number from 1 to {MOST_STEPS}, got {steps!r}")
-    if isinstance(given, str):
-        return _named(given, steps)
-    own = (tuple(given),) * steps if _is_triple(given) else tuple(map(_triple, given))
-    if len(own) < steps:
+    if isinstance(coefficients, str):
+        return _named(coefficients, steps)
+    triples = (
+        (tuple(coefficients),) * steps
+        if _is_triple(coefficients)
+        else tuple(map(_triple, coefficients))
+    )
+    if len(triples) < steps:
         raise ValueError(
-            f"ns_coefficients must have a triple for each of {steps} steps, got {len(own)}"
+            f"ns_coefficients must have a triple for each of {steps} steps, got {len(triples)}"
         )
-    return tuple((float(a), float(b), float(c)) for a, b, c in own[:steps])
+    return tuple((float(a), float(b), float(c)) for a, b, c in triples[:steps])
 
 
 def _named(name: str, steps: int) -> tuple[Triple, ...]:
-    own = COEFFICIENTS.get(name)
-    if own is None:
+    triples = COEFFICIENTS.get(name)
+    if triples is None:
         names = ", ".join(map(repr, COEFFICIENTS))
         raise ValueError(f"ns_coefficients must be numbers or one of {names}, got {name!r}")
-    if name == "cubic5" and steps != len(own):
-        raise ValueError(f"ns_steps must be {len(own)} with ns_coefficients='cubic5', got {steps}")
-    more = steps - len(own)
-    again = own[-1:] * more if name in LAST_AGAIN else islice(cycle(own), max(more, 0))
-    return (*own[:steps], *again)
+    if name == "cubic5" and steps != len(triples):
+        raise ValueError(
+            f"ns_steps must be {len(triples)} with ns_coefficients='cubic5', got {steps}"
+        )
+    more = steps - len(triples)
+    again = triples[-1:] * more if name in LAST_AGAIN else islice(cycle(triples), max(more, 0))
+    return (*triples[:steps], *again)
 
 
-def _is_triple(given: Any) -> bool:
-    is_sequence = isinstance(given, Sequence) and len(given) == 3
-    return is_sequence and all(map(_is_number, given))
+def _is_triple(value: Any) -> bool:
+    is_sequence = isinstance(value, Sequence) and len(value) == 3
+    return is_sequence and all(map(_is_number, value))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a finite number of fp32."""
+    """Checks that a value is a finite number of fp32."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and abs(value) <= torch.finfo(torch.float32).max
 
 
-def _triple(given: Any) -> Sequence[Any]:
-    if not _is_triple(given):
-        raise ValueError(f"ns_coefficients must be triples of numbers a, b and c, got {given!r}")
-    return given  # type: ignore[no-any-return]
+def _triple(value: Any) -> Sequence[Any]:
+    if not _is_triple(value):
+        raise ValueError(f"ns_coefficients must be triples of numbers a, b and c, got {value!r}")
+    return value  # type: ignore[no-any-return]
 
 
 # --- how much an update counts
@@ -155,7 +161,7 @@ NORMUON = "normuon"
 OWN, TORCH, EO = CONTRACTS = ("ieee", "torch", "eo")
 
 GRAM_RATIO = 3.0
-"""From so many times as long as wide on "auto" takes Gram's form, of fp16.
+"""The ratio of length to width from which on "auto" takes Gram's form, of fp16.
 
 There its errors against fp64 are no more than torch.optim.Muon's. Over these, of a matrix 272 wide
 whose columns fall by three decades: 2.24 at a ratio of 1.5, 1.47 at 2, 0.96 at 2.5, 0.59 at 3, 0.34
@@ -167,7 +173,7 @@ form 15 s^2 l + 5 s^3. On an H200 a prototype took for 192 of 1408 x 2048, a rat
 27.2 ms.
 """
 GRAM_SHORT = 256
-"""Up to this width "auto" takes the standard form: small products are little but launches."""
+"""The width up to which "auto" takes the standard form: small products are little but launches."""
 RESTARTS = (2, 5, 8)
 """The steps, from 0, before which Gram's form makes X and its Gram matrix anew.
 
@@ -186,18 +192,18 @@ RATIO_RANGE = (2.0**-6, 2.0**12)
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """How matrices are made orthogonal: MUON's `how`; the same for all matrices of a batch."""
+    """The way to make matrices orthogonal: MUON's `how`, the same for all matrices of a batch."""
 
     coefficients: tuple[Triple, ...]
-    """Those of each step: `coefficients_of`."""
+    """The coefficients of each step: `coefficients_of`."""
     eps: float = 1e-7
     """The least norm by which a direction is divided."""
     method: str = AUTO
-    """One of METHODS; "auto" goes by a matrix's shape and the precision alone."""
+    """The method, one of METHODS; "auto" goes by a matrix's shape and the precision alone."""
     precision: str = BF16
-    """One of PRECISIONS: of all numbers between products, whose sums are fp32."""
+    """The precision of numbers between products, one of PRECISIONS; the products' sums are fp32."""
     adjust: str | float | None = None
-    """One of RATIOS' names, or a number; None: "original"."""
+    """The factor of an update, one of RATIOS' names or a number; None: "original"."""
     second_moment: str | None = None
     """With "normuon" rows are divided by the root of a mean of their squares over steps."""
     beta2: float = BETA2
@@ -209,7 +215,7 @@ class Orthogonal:
     restarts: tuple[int, ...] = RESTARTS
     """The restarts of Gram's form, in ascending order."""
     contract: str = OWN
-    """One of CONTRACTS; what the others take of all this: muon_peers.py."""
+    """The contract, one of CONTRACTS; muon_peers.py has what the others take of all this."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not one of these, or does not go together."""
@@ -232,7 +238,7 @@ class Orthogonal:
             return
         of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
         ratios = "one of " + ", ".join(map(repr, TORCH_RATIOS))
-        given = {
+        settings = {
             "method": (self.method, self.method != GRAM, "'auto' or 'standard'"),
             "precision": (self.precision, self.precision == BF16, "'bf16'"),
             "second_moment": (self.second_moment, self.second_moment is None, "None"),
@@ -242,7 +248,7 @@ class Orthogonal:
             ),
             "adjust_lr_fn": (self.adjust, not of_torch or self.adjust in TORCH_RATIOS, ratios),
         }  # fmt: skip
-        for name, (value, is_there, allowed) in given.items():
+        for name, (value, is_there, allowed) in settings.items():
             if not is_there:
                 raise ValueError(
                     f"{name} must be {allowed} with contract={self.contract!r}, got {value!r}"
@@ -269,18 +275,18 @@ class Orthogonal:
 
     @cached_property
     def steps(self) -> int:
-        """How many steps there are."""
+        """The number of steps."""
         return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
-        """The factor of the update of a matrix [rows, columns]; 1 without columns."""
+        """Returns the factor of the update of a matrix [rows, columns]; 1 without columns."""
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
     def repeats(self, shape: Shape) -> int:
-        """How often `split_sizes` come in each matrix of a whole parameter; 1 without them.
+        """Returns how often `split_sizes` come in each matrix of a whole parameter; 1 without them.
 
         Raises ValueError as `pieces`.
         """
@@ -301,7 +307,7 @@ class Orthogonal:
         return again
 
     def pieces(self, shape: Shape) -> list[tuple[int, int]]:
-        """The shapes of the matrices of a parameter, as they lie one behind another in memory.
+        """Returns the shapes of a parameter's matrices, as they lie one behind another in memory.
 
         Two dimensions are a matrix; three a batch of them; more, as of convolutions, one of
         [first, all others]. `split_sizes` cuts each into matrices of so many rows, or so many in
@@ -311,36 +317,36 @@ class Orthogonal:
         return [(rows, columns) for (rows, columns), _ in self.cuts(shape)]
 
     def cuts(self, shape: Shape) -> list[Cut]:
-        """The matrices of a parameter, and where their rows lie in it."""
+        """Returns the matrices of a parameter, and where their rows lie in it."""
         count, rows, columns = _batch_of(shape)
         again = self.repeats(shape)
         sizes = (rows,) if self.split_sizes is None else self.split_sizes
-        found = []
+        all_cuts = []
         for batch in range(count):
             first = batch * rows
             for size in sizes:
                 starts = [(first + part * (rows // again)) * columns for part in range(again)]
                 runs = [(start, size * columns) for start in starts]
-                found.append(Cut((again * size, columns), runs))
+                all_cuts.append(Cut((again * size, columns), runs))
                 first += size
-        return found
+        return all_cuts
 
     def is_gram(self, shape: Shape) -> bool:
-        """Whether a matrix is made orthogonal in Gram's form."""
+        """Checks that a matrix is made orthogonal in Gram's form."""
         short, long = sorted(shape)
         if self.method != AUTO:
             return self.method == GRAM
         return self.precision == FP16 and short > GRAM_SHORT and long >= GRAM_RATIO * short
 
     def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a state's tensors beside the momentum."""
+        """Returns names and shapes of a state's tensors beside the momentum."""
         if self.second_moment is None:
             return {}
         return {SECOND_MOMENT: (sum(rows for rows, _ in self.pieces(shape)),)}
 
 
 def _batch_of(shape: Shape) -> tuple[int, int, int]:
-    """How many matrices a parameter has before they are cut, and their rows and columns."""
+    """Returns how many matrices a parameter has before they are cut, and their rows and columns."""
     if len(shape) < 2:
         raise ValueError(
             f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
@@ -363,19 +369,19 @@ class Scales(NamedTuple):
     """Factors of matrices, fp32 [matrices] each: of products, but for `power`."""
 
     square: torch.Tensor
-    """That of the first Gram matrix: 1 / n^2, n the norm of what the iteration begins with."""
+    """The factor of the first Gram matrix: 1 / n^2, n the norm of the matrix that is iterated."""
     inverse: torch.Tensor
-    """That of the first product with it: 1 / n."""
+    """The factor of the first product with it: 1 / n."""
     last: torch.Tensor
-    """That of the last product: the ratio."""
+    """The factor of the last product: the ratio."""
     only: torch.Tensor
-    """That of a first one that is the last: inverse times last."""
+    """The factor of a first product that is the last: inverse times last."""
     power: torch.Tensor
     """The power of two that scales the direction; 1 in bf16."""
 
 
 def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> Scales:
-    """The factors of a matrix of a norm, fp32 of shape (1,); is_scaled: to a power of two."""
+    """Returns the factors of a matrix by its norm, fp32 (1,); is_scaled: to a power of two."""
     least, last = (torch.full_like(norm, number) for number in (eps, ratio))
     norm = torch.where(norm < least, least, norm)  # a NaN stays one
     power = torch.ones_like(norm)
@@ -390,18 +396,18 @@ def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bo
 def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, Scales]:
     """Makes what the iteration of a direction, fp32 [m, n], begins with, and its factors."""
     bins, is_scaled = new_bins(direction.device), how.precision == FP16
-    own = direction if is_scaled else direction.to(how.dtype)
-    accumulate_reference([own], bins)
+    numbers = direction if is_scaled else direction.to(how.dtype)
+    accumulate_reference([numbers], bins)
     ratio = 1.0 if how.second_moment else how.ratio(direction.shape)
     scales = scales_reference(total_reference(bins)[0].view(1), how.eps, ratio, is_scaled)
-    return ((direction * scales.power).to(how.dtype) if is_scaled else own), scales
+    return ((direction * scales.power).to(how.dtype) if is_scaled else numbers), scales
 
 
 # --- the iteration
 
 Matrices = list[torch.Tensor]
 SQUARES = {False: 2, True: 4}
-"""How many matrices [short, short] an iteration needs beside: in standard form, in Gram's."""
+"""The number of matrices [short, short] that an iteration needs: in standard form, in Gram's."""
 
 
 class Room(NamedTuple):
@@ -418,29 +424,29 @@ class Room(NamedTuple):
 class Immediate:
     """Makes products when they are asked for; muon_launch.py notes them instead."""
 
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
         """Makes S X of symmetric matrices S, or of a tall matrix X S, which is that turned."""
-        products(*ordered(squares, matrices), out, **others)
+        products(*ordered(squares, matrices), out, **options)
 
-    def symmetric(self, left: Matrices, out: Matrices, **others: Any) -> None:
+    def symmetric(self, left: Matrices, out: Matrices, **options: Any) -> None:
         """Makes symmetric products: megaopt.kernels.products.launch.symmetric_products."""
-        symmetric_products(left, out, **others)
+        symmetric_products(left, out, **options)
 
 
 def is_tall(matrix: torch.Tensor) -> bool:
-    """Whether a matrix stands for the transposed one, which has no more rows than columns."""
+    """Checks that a matrix stands for the transposed one, which has no more rows than columns."""
     return matrix.shape[0] > matrix.shape[1]
 
 
 def ordered(squares: Matrices, matrices: Matrices) -> tuple[Matrices, Matrices]:
-    """Left and right factors of S X."""
+    """Returns left and right factors of S X."""
     pairs = [(x, s) if is_tall(x) else (s, x) for s, x in zip(squares, matrices, strict=True)]
     return [left for left, _ in pairs], [right for _, right in pairs]
 
 
 def gram_sides(matrices: Matrices) -> Matrices:
-    """Those X of which X X^T is the smaller."""
-    return [each.mT if is_tall(each) else each for each in matrices]
+    """Returns each X, or its transposed one, so that X X^T is the smaller product."""
+    return [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
 
 
 def iterated(room: Room, scales: Scales, how: Orthogonal, is_gram: bool, make: Any) -> Matrices:
@@ -453,16 +459,18 @@ def iterated(room: Room, scales: Scales, how: Orthogonal, is_gram: bool, make: A
 
 def _in_standard_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Matrices:
     """Makes A = X X^T, B = b A + c A A, X' = a X + B X in each step."""
-    (now, other, (gram, power)), last = room, how.steps - 1
+    (now, target, (gram, power)), last = room, how.steps - 1
     for step, (a, b, c) in enumerate(how.coefficients):
         make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
-        one = gram
+        polynomial = gram
         if c:
             make.symmetric(gram, power, add=gram, alpha=c, beta=b)
-            one = power
-        own = {"add": now, "alpha": 1.0 if c else b, "beta": a}
-        make.times(one, now, other, scale=_factor(scales, step == 0, step == last), **own)
-        now, other = other, now
+            polynomial = power
+        options = {"add": now, "alpha": 1.0 if c else b, "beta": a}
+        make.times(
+            polynomial, now, target, scale=_factor(scales, step == 0, step == last), **options
+        )
+        now, target = target, now
     return now
 
 
@@ -472,14 +480,14 @@ def _in_gram_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Mat
     W = a I + b R + c R R is a step's; Q their product; R' = W R W. Products of these, which commute
     but for roundings, are symmetric by their lower halves.
     """
-    now, other, (gram, poly, spare, whole) = room
-    starts = {0, *(each for each in how.restarts if 0 < each < how.steps)}
+    now, target, (gram, poly, spare, whole) = room
+    starts = {0, *(restart for restart in how.restarts if 0 < restart < how.steps)}
     for step, (a, b, c) in enumerate(how.coefficients):
         if step in starts:
             if step:
                 is_first = step == min(starts - {0})
-                make.times(whole, now, other, scale=_factor(scales, is_first, False))
-                now, other = other, now
+                make.times(whole, now, target, scale=_factor(scales, is_first, False))
+                now, target = target, now
             make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
         make.symmetric(gram, poly, add=gram, alpha=c, beta=b, diagonal=a)
         if step in starts:
@@ -494,12 +502,12 @@ def _in_gram_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Mat
             poly, whole = whole, poly
         else:
             whole = factor
-    make.times(whole, now, other, scale=_factor(scales, len(starts) == 1, True))
-    return other
+    make.times(whole, now, target, scale=_factor(scales, len(starts) == 1, True))
+    return target
 
 
 def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | None:
-    """The factor of a product with X: of the first, of the last, of one that is both."""
+    """Returns the factor of a product with X: of the first, of the last, of one that is both."""
     if is_first:
         return scales.only if is_last else scales.inverse
     return scales.last if is_last else None
@@ -509,17 +517,17 @@ def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | Non
 
 
 def room_of(first: Matrices, is_gram: bool) -> Room:
-    """New memory for the iteration of matrices."""
-    sizes = [min(each.shape) for each in first]
+    """Makes new memory for the iteration of matrices."""
+    sizes = [min(matrix.shape) for matrix in first]
     squares = [
-        [each.new_empty(size, size) for each, size in zip(first, sizes, strict=True)]
+        [matrix.new_empty(size, size) for matrix, size in zip(first, sizes, strict=True)]
         for _ in range(SQUARES[is_gram])
     ]
     return Room(first, list(map(torch.empty_like, first)), squares)
 
 
 def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
-    """The update of a direction, fp32 [m, n], before any second moment: of `how.dtype`."""
+    """Returns the update of a direction, fp32 [m, n], before any second moment: of `how.dtype`."""
     if not direction.numel():
         return direction.to(how.dtype)
     first, scales = begun(direction, how)
@@ -528,14 +536,14 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 
 
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
-    """The update of a parameter, fp32."""
+    """Returns the update of a parameter, fp32."""
     how: Orthogonal = work.how
     updates, rows, cuts = [], 0, how.cuts(direction.shape)
     for piece in (cut.of(direction) for cut in cuts):
         update = orthogonal(piece.float(), how)
         if how.second_moment:
-            own = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
-            update = normalized(update, own, how.beta2, how.ratio(piece.shape))
+            second = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
+            update = normalized(update, second, how.beta2, how.ratio(piece.shape))
         updates.append(update.float())
         rows += len(piece)
     return joined(cuts, updates, direction.shape)
@@ -559,7 +567,7 @@ MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APP
 
 
 class MuonMaking(Making):
-    """How directions become updates: MUON's, alone and with other ranks, in plain torch."""
+    """The way from directions to updates: MUON's, alone and with other ranks, in plain torch."""
 
     def __init__(self, matrix: Matrix) -> None:
         super().__init__(matrix)
@@ -571,7 +579,7 @@ class MuonMaking(Making):
         self.shares_work = True
 
     def sums(self, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
-        """Bins of the norm of each matrix: a bank."""
+        """Makes bins of the norm of each matrix: a bank."""
         return torch.zeros((len(pieces), ROWS, 2), dtype=torch.int64, device=device)
 
     def measure(self, directions: Matrices, parts: Sequence[Part], sums: torch.Tensor) -> None:
@@ -580,12 +588,16 @@ class MuonMaking(Making):
             accumulate_reference([direction], sums[part.piece][None])
 
     def notes(self, sums: torch.Tensor, pieces: Sequence[Piece]) -> Scales:
-        """The factors of the matrices."""
-        ratios = [1.0 if self.how.second_moment else self.how.ratio(own.shape) for own in pieces]
-        norms = [total_reference(own[None])[0].view(1) for own in sums]
-        own = zip(norms, ratios, strict=True)
-        found = [scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in own]
-        return Scales(*map(torch.cat, zip(*found, strict=True)))
+        """Makes the factors of the matrices."""
+        ratios = [
+            1.0 if self.how.second_moment else self.how.ratio(piece.shape) for piece in pieces
+        ]
+        norms = [total_reference(bins[None])[0].view(1) for bins in sums]
+        pairs = zip(norms, ratios, strict=True)
+        scales = [
+            scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in pairs
+        ]
+        return Scales(*map(torch.cat, zip(*scales, strict=True)))
 
     def send(
         self, directions: Matrices, parts: Sequence[Part], notes: Scales, out: Matrices
@@ -600,42 +612,44 @@ class MuonMaking(Making):
         self,
         wholes: Matrices,
         pieces: Sequence[Piece],
-        own: Sequence[int],
+        indices: Sequence[int],
         notes: Scales,
-        kept: Any,
+        states: Any,
     ) -> Matrices:
         """Iterates all matrices of one form together, and then steps second moments."""
-        found: dict[int, torch.Tensor] = {}
+        updates_by_index: dict[int, torch.Tensor] = {}
         for is_gram in (False, True):
-            chosen = [i for i, each in enumerate(wholes) if self.how.is_gram(each.shape) is is_gram]
+            chosen = [
+                i for i, whole in enumerate(wholes) if self.how.is_gram(whole.shape) is is_gram
+            ]
             if chosen:
-                places = torch.tensor([own[i] for i in chosen], device=wholes[0].device)
-                scales = Scales(*(each[places] for each in notes))
+                places = torch.tensor([indices[i] for i in chosen], device=wholes[0].device)
+                scales = Scales(*(factors[places] for factors in notes))
                 room = room_of([wholes[i] for i in chosen], is_gram)
-                made = iterated(room, scales, self.how, is_gram, Immediate())
-                found.update(zip(chosen, made, strict=True))
-        updates = [found[i] for i in range(len(wholes))]
-        return self.finish(updates, kept)
+                matrices = iterated(room, scales, self.how, is_gram, Immediate())
+                updates_by_index.update(zip(chosen, matrices, strict=True))
+        updates = [updates_by_index[i] for i in range(len(wholes))]
+        return self.finish(updates, states)
 
-    def finish(self, updates: Matrices, kept: Sequence[dict[str, Any]]) -> Matrices:
+    def finish(self, updates: Matrices, states: Sequence[dict[str, Any]]) -> Matrices:
         """Steps second moments, if there are any."""
         if not self.how.second_moment:
             return updates
-        found = []
-        for update, own in zip(updates, kept, strict=True):
-            numbers = (own[SECOND_MOMENT], self.how.beta2, self.how.ratio(update.shape))
-            found.append(normalized(update, *numbers))
-        return found
+        normalized_updates = []
+        for update, state in zip(updates, states, strict=True):
+            numbers = (state[SECOND_MOMENT], self.how.beta2, self.how.ratio(update.shape))
+            normalized_updates.append(normalized(update, *numbers))
+        return normalized_updates
 
     def room(self, shape: Shape, device: torch.device) -> Room:
-        """The memory of the iteration of a matrix that ranks make together."""
+        """Makes the memory of the iteration of a matrix that ranks make together."""
         first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
         return room_of([first], self.how.is_gram(shape))
 
     def together(self, room: Room, notes: Any, make: Any) -> torch.Tensor:
-        """The update of one matrix, by the products of `make`; notes: None where this rank failed.
+        """Returns the update of one matrix, by the products of `make`.
 
-        Then it makes no products, and goes on with the others.
+        notes: None where this rank failed: then it makes no products, and goes on with the others.
         """
         scales: Any = notes or Scales(*[make] * len(Scales._fields))
         is_gram = self.how.is_gram(room.first[0].shape)

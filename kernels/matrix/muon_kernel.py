@@ -28,7 +28,7 @@ INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 
 @helper
 def power_of(norm):
-    """The power of two that brings a norm to [2**14, 2**15); 1 where it is not finite."""
+    """Returns the power of two that brings a norm to [2**14, 2**15); 1 where it is not finite."""
     bits = norm.to(tl.int32, bitcast=True)
     exponent = -(bits >> 23) + SUM_OF_EXPONENTS
     power = (exponent << 23).to(tl.float32, bitcast=True)
@@ -44,7 +44,7 @@ def scales_kernel(
     eps,
     IS_SCALED: tl.constexpr,
 ):
-    """`muon.scales_reference`: a program a matrix."""
+    """Makes what `muon.scales_reference` makes: a program a matrix."""
     matrix = tl.program_id(0)
     norm, _ = total_of(bins_ptr + matrix.to(tl.int64) * BINS)
     norm = tl.where(norm < eps, eps, norm)  # a NaN stays one
@@ -99,7 +99,7 @@ COLUMNS: tl.constexpr = tl.constexpr(2)
 HEIGHT: tl.constexpr = tl.constexpr(3)
 GROUP: tl.constexpr = tl.constexpr(4)
 FIRST_ROW: tl.constexpr = tl.constexpr(5)
-"""Where its rows begin among those of all matrices."""
+"""The place where its rows begin among those of all matrices."""
 ROW_COUNT = 6
 WIDTH: tl.constexpr = tl.constexpr(normuon.LANES)
 HALVINGS: tl.constexpr = tl.constexpr(normuon.LANES.bit_length() - 1)
@@ -109,14 +109,14 @@ LEFT_OUT: tl.constexpr = tl.constexpr(SKIP)
 
 @helper
 def lanes_added(lanes):
-    """`normuon.added_up` of normuon.LANES sums."""
+    """Adds up normuon.LANES sums, as `normuon.added_up`."""
     for _ in tl.static_range(HALVINGS):
-        one, other = tl.split(tl.reshape(lanes, (lanes.shape[0] // 2, 2)))
-        lanes = one + other
+        evens, odds = tl.split(tl.reshape(lanes, (lanes.shape[0] // 2, 2)))
+        lanes = evens + odds
     return tl.sum(lanes, 0)  # of one
 
 
-@jit(do_not_specialize=["matrices", "kept", "rest", "eps"])
+@jit(do_not_specialize=["matrices", "decay", "rest", "eps"])
 def row_squares_kernel(
     table_ptr,  # *int64 [ROW_COUNT, matrices]
     chunks_ptr,  # *int32 as table.Chunks, a row a chunk
@@ -124,18 +124,18 @@ def row_squares_kernel(
     squares_ptr,  # *fp32, of each row the sum of squares,
     roots_ptr,  # *fp32, and what it is divided by
     matrices,
-    kept,
+    decay,
     rest,
     eps,
     ELEMENT: tl.constexpr,
     CONTROLLED: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """The first half of `normuon.normalized`, of one row."""
+    """Makes the first half of `normuon.normalized`, of one row."""
     matrix, row = place_of(chunks_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
-    columns = entry(own, COLUMNS)
-    update_ptr = entry(own, UPDATE).to(tl.pointer_type(ELEMENT))
+    entries = Column(table_ptr, matrices, matrix)
+    columns = entry(entries, COLUMNS)
+    update_ptr = entry(entries, UPDATE).to(tl.pointer_type(ELEMENT))
     lanes, first = tl.zeros((WIDTH,), tl.float32), tl.zeros((), tl.int64)
     while first < columns:
         offsets = first + tl.arange(0, WIDTH)
@@ -143,15 +143,15 @@ def row_squares_kernel(
         lanes += widened(value) * widened(value)
         first += WIDTH
     squares = lanes_added(lanes)
-    second_ptr = entry(own, SECOND).to(tl.pointer_type(tl.float32)) + row
+    second_ptr = entry(entries, SECOND).to(tl.pointer_type(tl.float32)) + row
     mean = tl.math.div_rn(squares, columns.to(tl.float32))
-    second = canonical(tl.load(second_ptr) * kept + mean * rest)
-    place = entry(own, FIRST_ROW) + row
+    second = canonical(tl.load(second_ptr) * decay + mean * rest)
+    place = entry(entries, FIRST_ROW) + row
     tl.store(squares_ptr + place, squares)
     tl.store(roots_ptr + place, tl.math.sqrt_rn(second) + eps)
     is_stepped = True
     if CONTROLLED:
-        group = entry(own, GROUP)
+        group = entry(entries, GROUP)
         is_stepped = tl.load(controls_ptr + group * CONTROLS + LEFT_OUT) == 0
     tl.store(second_ptr, second, mask=is_stepped)
 
@@ -168,9 +168,9 @@ def row_factors_kernel(
 ):
     """Makes the factor of a matrix that its norm stays, times its ratio."""
     matrix = tl.program_id(0)
-    own = Column(table_ptr, matrices, matrix)
-    height = entry(own, HEIGHT)
-    place = entry(own, FIRST_ROW)
+    entries = Column(table_ptr, matrices, matrix)
+    height = entry(entries, HEIGHT)
+    place = entry(entries, FIRST_ROW)
     before, after = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     first = tl.zeros((), tl.int64)
     while first < height:
@@ -199,10 +199,10 @@ def row_scale_kernel(
 ):
     """Multiplies a row of an update by its matrix's factor over its root."""
     matrix, row = place_of(chunks_ptr, matrices, tl.program_id(0), SPAN)
-    own = Column(table_ptr, matrices, matrix)
-    columns = entry(own, COLUMNS)
-    update_ptr = entry(own, UPDATE).to(tl.pointer_type(ELEMENT))
-    root = tl.load(roots_ptr + entry(own, FIRST_ROW) + row)
+    entries = Column(table_ptr, matrices, matrix)
+    columns = entry(entries, COLUMNS)
+    update_ptr = entry(entries, UPDATE).to(tl.pointer_type(ELEMENT))
+    root = tl.load(roots_ptr + entry(entries, FIRST_ROW) + row)
     factor = tl.math.div_rn(tl.load(factors_ptr + matrix), root)
     first = tl.zeros((), tl.int64)
     while first < columns:

@@ -48,7 +48,7 @@ def muon_plan(
     device: torch.device,
     room: int = ROOM,
 ) -> MatrixPlan:
-    """The plan of parameters that MUON steps: in launches where the backend is "triton".
+    """Makes the plan of parameters that MUON steps: in launches where the backend is "triton".
 
     Contracts "torch" and "eo" are torch's operations on every backend. Where several matrices share
     a scale, and their rows do not follow each other or their forms differ, all are stepped one by
@@ -79,7 +79,7 @@ def local_launches(
     places: Sequence[Place],
     device: torch.device,
 ) -> MuonLaunches:
-    """The launches of matrices that one rank alone has; shapes, places: of its parts."""
+    """Makes the launches of matrices that one rank alone has; shapes, places: of its parts."""
     parts = []
     for piece, runs in local:
         row = 0 if piece.rows is WHOLLY else piece.rows.start
@@ -122,7 +122,7 @@ class MuonLaunches:
     def step(
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
-        """One step of every parameter."""
+        """Takes one step of every parameter."""
         if not isinstance(scalars, torch.Tensor):
             scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
         most = max((wave.layout.used for wave in self._waves), default=0)
@@ -133,7 +133,7 @@ class MuonLaunches:
         if self._how.second_moment:
             tensors[SECOND_MOMENT] = [work.kept[SECOND_MOMENT] for work in works]
         addresses = addresses_of(tensors)
-        others = (workspace, scalars, controls, left_out)
+        arguments = (workspace, scalars, controls, left_out)
         if not self._is_noted:
             with compiling_together(self._device):
                 for wave in self._waves:
@@ -142,8 +142,8 @@ class MuonLaunches:
 
         def launches() -> None:
             for wave in self._waves:
-                wave.step(addresses, *others)
+                wave.step(addresses, *arguments)
 
-        told = [own.tobytes() for own in addresses.values()]
-        places = [None if each is None else each.data_ptr() for each in others]
-        self._replayed((stream_of(self._device), told, places), launches)
+        state = [row.tobytes() for row in addresses.values()]
+        places = [None if tensor is None else tensor.data_ptr() for tensor in arguments]
+        self._replayed((stream_of(self._device), state, places), launches)

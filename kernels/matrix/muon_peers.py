@@ -36,7 +36,7 @@ def step_as_torch(
     numbers: Numbers,
     how: Orthogonal,
 ) -> None:
-    """torch.optim.Muon's step; of one set of coefficients for all steps."""
+    """Takes torch.optim.Muon's step; of one set of coefficients for all steps."""
     from torch.optim._muon import muon  # of 2.9 and later
 
     momentum, nesterov, weight_decay, lr = numbers
@@ -61,7 +61,7 @@ def step_as_eo(
     numbers: Numbers,
     how: Orthogonal,
 ) -> None:
-    """OrthogonalizedOptimizer.step of fp32 parameters, with decoupled weight decay."""
+    """Takes OrthogonalizedOptimizer.step of fp32 parameters, with decoupled weight decay."""
     momentum, nesterov, weight_decay, lr = numbers
     if weight_decay:
         param.add_(param, alpha=-weight_decay * lr)
@@ -73,7 +73,7 @@ def step_as_eo(
 
 
 def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
-    """What Megatron-Core's TensorParallelMuon makes of a matrix."""
+    """Makes of a matrix what Megatron-Core's TensorParallelMuon does."""
     extra = 1.0
     if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
         scale, extra = math.sqrt(max(direction.shape)), 0.2
@@ -83,17 +83,17 @@ def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 
 
 def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
-    """Its newton_schulz."""
+    """Makes a matrix orthogonal as Emerging-Optimizers' newton_schulz does."""
     is_tall = direction.shape[0] > direction.shape[1]
-    own = direction.mT if is_tall else direction
-    own = torch.nn.functional.normalize(own, p=2, dim=(-2, -1), eps=how.eps)  # type: ignore[arg-type]
-    own = own.bfloat16()
+    matrix = direction.mT if is_tall else direction
+    matrix = torch.nn.functional.normalize(matrix, p=2, dim=(-2, -1), eps=how.eps)  # type: ignore[arg-type]
+    matrix = matrix.bfloat16()
     for a, b, c in how.coefficients:
-        gram = own @ own.mT
+        gram = matrix @ matrix.mT
         if c:
             gram, b = torch.addmm(gram, gram, gram, alpha=c, beta=b), 1.0
-        own = torch.addmm(own, gram, own, alpha=b, beta=a)
-    return own.float().mT if is_tall else own.float()
+        matrix = torch.addmm(matrix, gram, matrix, alpha=b, beta=a)
+    return matrix.float().mT if is_tall else matrix.float()
 
 
 class PeerSteps:
@@ -116,7 +116,7 @@ class PeerSteps:
     def step(
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
-        """One step of every parameter; ValueError for numbers on the device."""
+        """Takes one step of every parameter; raises ValueError for numbers on the device."""
         if isinstance(scalars, torch.Tensor):
             raise ValueError(
                 f"contract {self._how.contract!r} must have its numbers on the host: without "
@@ -125,21 +125,22 @@ class PeerSteps:
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
             if not left_out[group] and buffers["weight"][index].numel():
-                own = {slot: each[index] for slot, each in buffers.items()}
+                tensors = {slot: matrices[index] for slot, matrices in buffers.items()}
                 row = None if controls is None else controls[group]
-                self._step_one(own, scalars[group], row)
+                self._step_one(tensors, scalars[group], row)
 
-    def _step_one(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        formats, param = self._formats, own.get("master", own["weight"]).detach()
-        grad = _gradient(own["grad"], row, formats, self._rule).to(param.dtype)
-        own_numbers = numbers[: self._rule.row_length][-COUNT:]  # behind those of others in the row
-        self._step(param, grad, own["momentum_buffer"], own_numbers, self._how)
-        if "master" in own:
-            own["weight"].detach().copy_(formats.weight.encode_reference(param))
+    def _step_one(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        formats, param = self._formats, tensors.get("master", tensors["weight"]).detach()
+        grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
+        # behind those of others in the row
+        rule_numbers = numbers[: self._rule.row_length][-COUNT:]
+        self._step(param, grad, tensors["momentum_buffer"], rule_numbers, self._how)
+        if "master" in tensors:
+            tensors["weight"].detach().copy_(formats.weight.encode_reference(param))
 
 
 def _gradient(stored: torch.Tensor, row: Any, formats: Formats, rule: Rule) -> torch.Tensor:
-    """The fp32 gradient of a step; row: of the controls, or None."""
+    """Returns the fp32 gradient of a step; row: of the controls, or None."""
     if row is None:
         grad = formats.grad.decode_reference(stored)
     else:
@@ -167,49 +168,57 @@ class PeerPlan:
 
     @torch.no_grad()
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
-        """One step; numbers are on the host."""
+        """Takes one step; numbers are on the host."""
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
             if not left_out[group]:
-                own = {slot: each[index] for slot, each in self._buffers.items()}
+                tensors = {slot: parts[index] for slot, parts in self._buffers.items()}
                 numbers = scalars[group][: self._rule.row_length][-COUNT:]
                 row = None if controls is None else controls[group]
-                (self._direct if self._rule.moments else self._update)(own, numbers, row)
+                (self._direct if self._rule.moments else self._update)(tensors, numbers, row)
 
-    def _direct(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        grad, buffer = _gradient(own["grad"], row, self.formats, self._rule), own["momentum_buffer"]
+    def _direct(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        grad, buffer = (
+            _gradient(tensors["grad"], row, self.formats, self._rule),
+            tensors["momentum_buffer"],
+        )
         momentum, nesterov, _, _ = numbers
         buffer.lerp_(grad, 1 - momentum)
-        own["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
+        tensors["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
 
-    def _update(self, own: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        param, (_, _, weight_decay, lr) = own.get("master", own["weight"]), numbers
+    def _update(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        param, (_, _, weight_decay, lr) = tensors.get("master", tensors["weight"]), numbers
         if weight_decay:
             param.add_(param, alpha=-weight_decay * lr)
-        param.add_(own["grad"], alpha=-lr)
-        if "master" in own:
-            own["weight"].copy_(self.formats.weight.encode_reference(param))
+        param.add_(tensors["grad"], alpha=-lr)
+        if "master" in tensors:
+            tensors["weight"].copy_(self.formats.weight.encode_reference(param))
 
 
 class PeerPlans:
-    """Makes them, as kernels.backends do."""
+    """The maker of PeerPlan, as kernels.backends are of plans."""
 
     def plan(
         self, formats: Formats, rule: Rule, numels: Any, groups: Sequence[int], *_: Any
     ) -> PeerPlan:
-        """The plan of some tensors."""
+        """Makes the plan of some tensors."""
         return PeerPlan(formats, rule, groups)
 
 
 class PeerMaking(Making):
-    """How ranks that share matrices step them as Emerging-Optimizers' "duplicated" mode does."""
+    """The steps of ranks that share matrices, as in Emerging-Optimizers' "duplicated" mode."""
 
     plans = PeerPlans()
 
     def make(
-        self, wholes: list[torch.Tensor], pieces: Any, own: Sequence[int], notes: Any, kept: Any
+        self,
+        wholes: list[torch.Tensor],
+        pieces: Any,
+        indices: Sequence[int],
+        notes: Any,
+        states: Any,
     ) -> list[torch.Tensor]:
-        """The updates of whole matrices."""
+        """Makes the updates of whole matrices."""
         return [_update_as_eo(whole, self.matrix.how) for whole in wholes]
 
 

@@ -46,7 +46,7 @@ from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
 
 WITHOUT_END = 2**62
-"""Bytes that all matrices of a bucket are in one wave of."""
+"""Bytes of which one wave has room for all matrices of a bucket."""
 
 
 class MuonBucket:
@@ -82,7 +82,7 @@ class MuonBucket:
         self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
         self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
         # the matrices that this rank makes, those of one form in one iteration
-        parts = {_part_of(bucket.pieces[index]): index for index in bucket.own}
+        parts = {_part_of(bucket.pieces[index]): index for index in bucket.indices}
         indices = {(part.param, part.row): index for part, index in parts.items()}
         self._iterations: list[tuple[Iteration, torch.Tensor]] = []
         for layout in waves(how, list(parts), WITHOUT_END) if parts else ():
@@ -93,7 +93,7 @@ class MuonBucket:
         """Bytes that the launches of `make` take beside messages."""
         self._norms = PartNorms(bucket, how, device) if self._is_scaled else None
         self.sums = None if self._norms is None else self._norms.sums
-        """What ranks add up between `direct` and `send`; None: nothing."""
+        """The sums that ranks add up between `direct` and `send`; None: there are none."""
         self._measured, self._cast, self._made = (Replayed(device) for _ in range(3))
         self._begins: dict[str, int] = {}
         self._copies: list[tuple[BoxCopies, BoxCopies]] = []
@@ -174,9 +174,9 @@ class MuonBucket:
                 area: Area,
                 begins: dict[tuple[int, int], int] = begins,
             ) -> Iterator[Box]:
-                """Those of the iteration's matrices, from a message to where these lie."""
+                """Makes boxes of the iteration's matrices, from a message to where these lie."""
                 for index, first, rows, columns, stride, place in chosen:
-                    part = _part_of(self._bucket.pieces[self._bucket.own[index]])
+                    part = _part_of(self._bucket.pieces[self._bucket.indices[index]])
                     begin = begins.get((part.param, part.row))
                     if begin is not None:
                         matrix = room + area.begin // UNIT + begin + first
@@ -190,7 +190,7 @@ class MuonBucket:
 
 
 def _part_of(piece: Piece) -> Part:
-    """A matrix as a wave has it, of whose elementwise launches nothing is asked."""
+    """Returns a matrix as a wave has it, without runs for elementwise launches."""
     row = 0 if piece.rows is WHOLLY else piece.rows.start
     return Part(piece.param, row, (piece.shape,), ())
 
@@ -221,7 +221,7 @@ class PartNorms:
             self._part_bins = torch.zeros((len(numels), *shape), dtype=torch.int64, device=device)
             self._bins = torch.zeros((count, *shape), dtype=torch.int64, device=device)
             self.sums = torch.zeros((count, ROWS, 2), dtype=torch.int64, device=device)
-            """What ranks add up: of each matrix a bank of the norm's bins."""
+            """The sums that ranks add up: of each matrix a bank of the norm's bins."""
             self.scales = torch.zeros((len(Scales._fields), count), device=device)
             """The factors of all matrices of the bucket."""
 

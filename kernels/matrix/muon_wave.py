@@ -44,7 +44,7 @@ from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Shape
 
 UNIT = 256
-"""What lies in the workspace begins at multiples of so many bytes."""
+"""The bytes at whose multiples areas of the workspace begin."""
 WIDE = 8
 """Rows of squares begin at multiples of so many numbers, 16 bytes, as tensor descriptors want."""
 ONE_ROW = Geometry(1, 1)
@@ -65,7 +65,7 @@ class NotedLaunch:
         self._table.update(launch.rows(runs))
 
     def __call__(self, shift: int) -> None:
-        """shift: how far the workspace is from where it was noted, in bytes."""
+        """Launches the products; shift: bytes from where the workspace was noted to where it is."""
         if shift != self._shift:
             self._table.update(self._launch.rows(moved(self._runs, shift)))
             self._shift = shift
@@ -82,16 +82,16 @@ class Notes:
     def __init__(self, tables: Tables, device: torch.device) -> None:
         self._tables, self._device, self.launches = tables, device, list[NotedLaunch]()
 
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
         """Notes S X, as muon.Immediate makes it."""
-        self._note((False, False), *ordered(squares, matrices), out, **others)
+        self._note((False, False), *ordered(squares, matrices), out, **options)
 
     def symmetric(
-        self, left: Matrices, out: Matrices, right: Matrices | None = None, **others: Any
+        self, left: Matrices, out: Matrices, right: Matrices | None = None, **options: Any
     ) -> None:
         """Notes symmetric products."""
-        turned = [each.mT for each in left] if right is None else right
-        self._note((True, right is None), left, turned, out, **others)
+        turned = [matrix.mT for matrix in left] if right is None else right
+        self._note((True, right is None), left, turned, out, **options)
 
     def _note(
         self,
@@ -103,9 +103,11 @@ class Notes:
         scale: torch.Tensor | None = None,
         **numbers: float,
     ) -> None:
-        own = Numbers(**numbers)
-        found = self._tables.prepared(factors_of(left, right, out, add, scale), symmetry, own)
-        self.launches += [NotedLaunch(*each, own, self._device) for each in found]
+        launch_numbers = Numbers(**numbers)
+        launches = self._tables.prepared(
+            factors_of(left, right, out, add, scale), symmetry, launch_numbers
+        )
+        self.launches += [NotedLaunch(*pair, launch_numbers, self._device) for pair in launches]
 
 
 # --- the matrices of a wave, and where they lie
@@ -119,34 +121,34 @@ class Part(NamedTuple):
     row: int
     """The rows of the parameter's matrices before these."""
     shapes: Sequence[Shape]
-    """Those of its matrices."""
+    """The shapes of its matrices."""
     runs: Sequence[tuple[int, int]]
     """Their numbers, in order: where those that follow each other begin in the parameter, and how
     many they are."""
 
 
 def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part] | None:
-    """The parts of parameters, but for empty ones; None where no launches step them.
+    """Returns the parts of parameters, but for empty ones; None where no launches step them.
 
     Matrices that share a scale must follow each other and have one form; none may begin in a block.
     """
     assert formats.matrix is not None
     how: Orthogonal = formats.matrix.how
-    found = []
+    parts = []
     for param, shape in enumerate(shapes):
         cuts, row = how.cuts(shape), 0
         if formats.scaled:
-            own = [cut.shape for cut in cuts]
-            if len(set(map(how.is_gram, own))) > 1 or any(cut.runs[1:] for cut in cuts):
+            cut_shapes = [cut.shape for cut in cuts]
+            if len(set(map(how.is_gram, cut_shapes))) > 1 or any(cut.runs[1:] for cut in cuts):
                 return None
-            found.append(Part(param, row, own, [(0, shape.numel())]))
+            parts.append(Part(param, row, cut_shapes, [(0, shape.numel())]))
             continue
         for cut in cuts:
-            found.append(Part(param, row, [cut.shape], cut.runs))
+            parts.append(Part(param, row, [cut.shape], cut.runs))
             row += cut.shape[0]
-    if any(first % (formats.block or 1) for part in found for first, _ in part.runs):
+    if any(first % (formats.block or 1) for part in parts for first, _ in part.runs):
         return None
-    return [part for part in found if shapes[part.param].numel()]
+    return [part for part in parts if shapes[part.param].numel()]
 
 
 class Piece(NamedTuple):
@@ -157,10 +159,10 @@ class Piece(NamedTuple):
     """The rows of the parameter's matrices before this one."""
     shape: Shape
     begin: int
-    """How many numbers lie before it in the memory of all matrices."""
+    """The count of numbers before it in the memory of all matrices."""
 
     def of(self, matrices: torch.Tensor) -> torch.Tensor:
-        """This one of that memory."""
+        """Returns this matrix of that memory."""
         return matrices[self.begin : self.begin + math.prod(self.shape)].view(*self.shape)
 
 
@@ -169,34 +171,34 @@ class Run(NamedTuple):
 
     param: int
     first: int
-    """How many numbers of the parameter lie before these."""
+    """The count of the parameter's numbers before these."""
     size: int
-    """How many they are."""
+    """The count of these numbers."""
     begin: int
-    """How many numbers lie before them in the memory of all matrices."""
+    """The count of numbers before them in the memory of all matrices."""
 
 
 class Area(NamedTuple):
     """Memory of a workspace."""
 
     begin: int
-    """How many bytes of the workspace lie before it."""
+    """The bytes of the workspace before it."""
     dtype: torch.dtype
     shape: Shape
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The bytes that it takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def of(self, workspace: torch.Tensor) -> torch.Tensor:
-        """The tensor there."""
+        """Returns the tensor there."""
         return workspace[self.begin : self.begin + self.size].view(self.dtype).view(*self.shape)
 
     def places(self, begins: numpy.ndarray) -> numpy.ndarray:
-        """Bytes of the workspace before what begins behind so many numbers of this."""
-        found: numpy.ndarray = self.begin + begins * self.dtype.itemsize
-        return found
+        """Returns the bytes of the workspace before what begins behind so many numbers of this."""
+        offsets: numpy.ndarray = self.begin + begins * self.dtype.itemsize
+        return offsets
 
 
 class Layout:
@@ -222,7 +224,7 @@ class Layout:
         # directions that are cast when their norms are known: gone before what lies over them comes
         self.wide = Area(self.used, torch.float32, (end,)) if self.is_scaled else self.first
         self.second = self._take(how.dtype, end)
-        shorts = [min(each.shape) for each in self.pieces]
+        shorts = [min(piece.shape) for piece in self.pieces]
         self.squares = [
             [self._take(how.dtype, short, _rounded_up(short, WIDE)) for short in shorts]
             for _ in range(SQUARES[is_gram])
@@ -235,14 +237,16 @@ class Layout:
         return area
 
     def places(self, area: Area) -> numpy.ndarray:
-        """Bytes of the workspace before each matrix that lies there."""
-        return area.places(numpy.array([each.begin for each in self.pieces]))
+        """Returns the bytes of the workspace before each matrix that lies there."""
+        return area.places(numpy.array([piece.begin for piece in self.pieces]))
 
     def room(self, workspace: torch.Tensor) -> Room:
-        """The matrices in a workspace."""
+        """Returns the matrices in a workspace."""
         wholes = (self.first.of(workspace), self.second.of(workspace))
         first, second = ([piece.of(whole) for piece in self.pieces] for whole in wholes)
-        squares = [[each.of(workspace)[:, : each.shape[0]] for each in own] for own in self.squares]
+        squares = [
+            [area.of(workspace)[:, : area.shape[0]] for area in areas] for areas in self.squares
+        ]
         return Room(first, second, squares)
 
 
@@ -251,22 +255,22 @@ def _rounded_up(size: int, unit: int) -> int:
 
 
 def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[Layout]:
-    """The parts that are stepped together, all in one form."""
+    """Returns layouts of the parts that are stepped together, all in one form."""
 
     def kind(part: Part) -> Any:
-        own = part.shapes[0]
-        return how.is_gram(own), own[0] > own[1], own
+        shape = part.shapes[0]
+        return how.is_gram(shape), shape[0] > shape[1], shape
 
     for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: kind(part)[0]):
-        own, used = list[Part](), 0
+        wave, used = list[Part](), 0
         for part in alike:
             needed = Layout(how, [part], is_gram).used
-            if own and used + needed > room:
-                yield Layout(how, own, is_gram)
-                own, used = [], 0
-            own.append(part)
+            if wave and used + needed > room:
+                yield Layout(how, wave, is_gram)
+                wave, used = [], 0
+            wave.append(part)
             used += needed
-        yield Layout(how, own, is_gram)
+        yield Layout(how, wave, is_gram)
 
 
 # --- the launches
@@ -280,14 +284,14 @@ class Norms:
 
     def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
         self._layout, self._ratios, device = layout, ratios, ratios.device
-        numels = [math.prod(each.shape) for each in layout.pieces]
+        numels = [math.prod(piece.shape) for piece in layout.pieces]
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
         self._places = numpy.stack([layout.places(layout.wide), layout.places(layout.first)])
 
     def step(self, workspace: torch.Tensor) -> None:
-        """Makes them of the directions in a workspace."""
+        """Makes the factors of the directions in a workspace."""
         layout = self._layout
         bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
         places = workspace.data_ptr() + self._places
@@ -352,13 +356,13 @@ class SecondMoments:
         squares, roots = ratios.new_empty((2, rows)).unbind()
         factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(self._how.beta2)
         tables: tuple[object, ...] = (table, self._chunks.table)
-        own = {"ELEMENT": ELEMENTS[dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
+        options = {"ELEMENT": ELEMENTS[dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
         arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
-        controlled = {**own, "CONTROLLED": left_out is not None}
+        controlled = {**options, "CONTROLLED": left_out is not None}
         call(muon_kernel.row_squares_kernel, rows, arguments, controlled)
         arguments = (table, ratios, squares, roots, factors, count, eps)
         call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
-        call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), own)
+        call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), options)
 
 
 class PartLaunches:
@@ -422,7 +426,7 @@ class Iteration:
 
     def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
         self.layout, how = layout, layout.how
-        ratios = numpy.array([how.ratio(each.shape) for each in layout.pieces], numpy.float32)
+        ratios = numpy.array([how.ratio(piece.shape) for piece in layout.pieces], numpy.float32)
         self._ratios, self._second = to_device(ratios, device), None
         if how.second_moment:  # behind which the ratios come
             self._second = SecondMoments(layout, groups, self._ratios)
@@ -490,7 +494,7 @@ class Wave:
         controls: torch.Tensor | None,
         left_out: torch.Tensor | None,
     ) -> None:
-        """One step; addresses: of each parameter's tensors; left_out: controls of the update."""
+        """Takes a step; addresses: of parameters' tensors; left_out: controls of the update."""
         base, iteration = workspace.data_ptr(), self._iteration
         directions, updates = (
             base + area.places(self._begins) for area in (self.layout.wide, iteration.result)

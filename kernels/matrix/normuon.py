@@ -20,12 +20,12 @@ LANES = 256
 
 
 def numbers_of(beta2: float) -> tuple[float, float, float]:
-    """The part of the mean that stays, the part that is new, and eps."""
+    """Returns the part of the mean that stays, the part that is new, and eps."""
     return beta2, 1.0 - beta2, EPS
 
 
 def added_up(values: torch.Tensor) -> torch.Tensor:
-    """The sums of the last dimension, fp32."""
+    """Returns the sums of the last dimension, fp32."""
     count = values.shape[-1]
     lanes = values.new_zeros(*values.shape[:-1], LANES)
     for first in range(0, count, LANES):
@@ -39,11 +39,14 @@ def added_up(values: torch.Tensor) -> torch.Tensor:
 def normalized(
     update: torch.Tensor, second: torch.Tensor, beta2: float, ratio: float
 ) -> torch.Tensor:
-    """The update [rows, columns] of rows alike, of the same norm, times a ratio; steps `second`."""
+    """Makes the rows of an update alike and keeps its norm, times a ratio; steps `second`.
+
+    update: [rows, columns]; second: [rows].
+    """
     squares = added_up(update.float().square())
     numbers = (update.shape[1], *numbers_of(beta2), ratio)
-    count, kept, rest, eps, ratio_32 = squares.new_tensor(numbers).unbind()
-    second.copy_(canonical_reference(second * kept + squares / count * rest))
+    count, decay, rest, eps, ratio_32 = squares.new_tensor(numbers).unbind()
+    second.copy_(canonical_reference(second * decay + squares / count * rest))
     root = second.double().sqrt().float() + eps
     after = added_up(squares / (root * root)).double().sqrt().float()
     before = added_up(squares).double().sqrt().float()

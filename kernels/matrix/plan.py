@@ -33,7 +33,7 @@ Step = Callable[..., None]
 
 
 def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
-    """The formats of the inner rule's step: its weight is the direction.
+    """Returns the formats of the inner rule's step: its weight is the direction.
 
     Its gradient is what `before` makes, fp32, or the matrix's own.
     """
@@ -43,9 +43,11 @@ def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
 
 
 def apply_formats(formats: Formats, update: Format = GRADS["float32"]) -> Formats:
-    """The formats of the update of weight and master by a matrix of this format."""
-    own = replace(formats, grad=update, moments=(), moment_names=(), maximize=False, matrix=None)
-    return replace(own, rounds_grad=False, writes_grad=False)
+    """Returns the formats of the update of weight and master by a matrix of this format."""
+    update_formats = replace(
+        formats, grad=update, moments=(), moment_names=(), maximize=False, matrix=None
+    )
+    return replace(update_formats, rounds_grad=False, writes_grad=False)
 
 
 def check_update(
@@ -55,10 +57,10 @@ def check_update(
 
     dtype: fp32, and fp64 where tests compute so.
     """
-    wanted = (dtype, tuple(shape))
-    if (update.dtype, tuple(update.shape)) != wanted:
+    layout = (dtype, tuple(shape))
+    if (update.dtype, tuple(update.shape)) != layout:
         raise ValueError(
-            f"after of {matrix.rule.name} must return {wanted[0]} of shape {wanted[1]}, got "
+            f"after of {matrix.rule.name} must return {layout[0]} of shape {layout[1]}, got "
             f"{update.dtype} of shape {tuple(update.shape)}"
         )
 
@@ -110,12 +112,12 @@ class MatrixPlan:
 
     @property
     def many_calls(self) -> bool:
-        """A step is many calls on the host, as Plan has it."""
+        """True if a step is many calls on the host, as Plan has it."""
         return self._launches is None or bool(self._launches.many_calls)
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph can repeat a step: launches, and no messages among ranks."""
+        """True if a CUDA graph can repeat a step: it has launches, and no messages among ranks."""
         return not self.many_calls and (not self._is_shared or self._launches.is_captured)
 
     def look(self, buffers: Buffers) -> None:
@@ -132,7 +134,7 @@ class MatrixPlan:
             accumulate_reference(self._buffers["grad"], bins)
 
     def grad(self, index: int) -> torch.Tensor:
-        """A matrix's gradient, as it is in memory."""
+        """Returns a matrix's gradient, as it is in memory."""
         return self._buffers["grad"][index]
 
     def ready(self, scalars: Any) -> Any:
@@ -142,7 +144,7 @@ class MatrixPlan:
         return scalars
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
-        """One step, by what `works` keep; arguments as megaopt.kernels.backends.Plan has them."""
+        """Takes a step by what `works` keep; arguments as megaopt.kernels.backends.Plan's."""
         if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:
@@ -159,24 +161,27 @@ class MatrixPlan:
         low = self._through(rule.before, grad, work)
         direction = torch.empty_like(low) if low is grad else low
         taken = self._buffers["grad"][index] if rule.before is SAME else low
-        own = self._tensors(self._inner, index, grad=taken, weight=direction)
+        tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
-        self._step(own, self._inner, rule.inner, scalars, controls, place)
+        self._step(tensors, self._inner, rule.inner, scalars, controls, place)
         update = self._through(rule.after, direction, work)
         check_update(self.matrix, update, direction.dtype, grad.shape)
-        own = self._tensors(self._apply, index, grad=update)
-        self._step(own, self._apply, rule.apply, scalars, None, work.place)
+        tensors = self._tensors(self._apply, index, grad=update)
+        self._step(tensors, self._apply, rule.apply, scalars, None, work.place)
 
     def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
-        """What a transform makes of a matrix."""
+        """Returns what a transform makes of a matrix."""
         return matrix if transform is SAME else transform.run(matrix, work).contiguous()
 
     def _tensors(
-        self, formats: Formats, index: int, **others: torch.Tensor
+        self, formats: Formats, index: int, **replacements: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The tensors of an elementwise step by slot; others: in the place of the matrix's own."""
-        own = {slot: each[index] for slot, each in self._buffers.items()}
-        return {slot: {**own, **others}[slot] for slot in formats.slots}
+        """Returns the tensors of an elementwise step by slot.
+
+        replacements: in the place of the matrix's.
+        """
+        tensors = {slot: matrices[index] for slot, matrices in self._buffers.items()}
+        return {slot: {**tensors, **replacements}[slot] for slot in formats.slots}
 
 
 class LaunchedStep:
@@ -198,8 +203,8 @@ class LaunchedStep:
         weight = tensors["weight"]
         key = (rule, formats, weight.numel(), weight.device, place)
         if key not in self._plans:
-            own = (formats, rule, [weight.numel()], [0], weight.device, None, [place])
-            self._plans[key] = TritonPlan(*own)
+            arguments = (formats, rule, [weight.numel()], [0], weight.device, None, [place])
+            self._plans[key] = TritonPlan(*arguments)
         plan = self._plans[key]
         plan.look({slot: [tensor] for slot, tensor in tensors.items()})
         row = None if controls is None else controls[None]
@@ -233,19 +238,19 @@ class PartLaunch:
         self._params = numpy.array(params, dtype=numpy.int64)
         self._firsts = numpy.array(firsts, dtype=numpy.int64)
         parts = list(zip(params, firsts, sizes, strict=True))
-        own_places = [places[param].after(first, size) for param, first, size in parts]
-        tables = (list(sizes), [groups[param] for param in params], device, None, own_places)
+        part_places = [places[param].after(first, size) for param, first, size in parts]
+        tables = (list(sizes), [groups[param] for param in params], device, None, part_places)
         self._plan = TritonPlan(formats, rule, *tables)
 
-    def look(self, addresses: dict[str, numpy.ndarray], **others: numpy.ndarray) -> None:
+    def look(self, addresses: dict[str, numpy.ndarray], **part_addresses: numpy.ndarray) -> None:
         """Tells the launch where all lies.
 
-        addresses: of each parameter's tensors; others: of each part, in the place of these, by
-        slot.
+        addresses: of each parameter's tensors; part_addresses: of each part, in the place of these,
+        by slot.
         """
         plan = self._plan
         for slot, row in plan.addresses.items():
-            now = others.get(slot)
+            now = part_addresses.get(slot)
             if now is None:
                 now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
             plan.stale = plan.stale or not numpy.array_equal(now, row)
@@ -257,7 +262,7 @@ class PartLaunch:
 
 
 def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
-    """How many bytes of a slot's tensor lie before these numbers of the parameter."""
+    """Returns how many bytes of a slot's tensor lie before these numbers of the parameter."""
     form = formats.by_slot.get(slot)
     if form is None:  # a scale: of each block a byte, or of the whole tensor
         block = formats.by_slot[slot.removesuffix("_scale")].block
@@ -271,14 +276,16 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def why_not_compiled(device: torch.device) -> str | None:
-    """The reason why torch.compile does not work on the device; None where it does."""
+    """Returns the reason why torch.compile does not work on the device; None where it does."""
     from torch._dynamo.eval_frame import is_dynamo_supported  # half a second
 
     if not is_dynamo_supported():
         return "torch.compile does not support this Python"
     if device.type == "cpu":
-        found = any(map(shutil.which, COMPILERS))
-        return None if found else f"torch.compile needs a C++ compiler ({', '.join(COMPILERS)})"
+        has_compiler = any(map(shutil.which, COMPILERS))
+        return (
+            None if has_compiler else f"torch.compile needs a C++ compiler ({', '.join(COMPILERS)})"
+        )
     if INTERPRETED:
         return "TRITON_INTERPRET=1 is set: torch.compile's kernels are Triton's"
     from torch.utils._triton import has_triton
@@ -308,10 +315,12 @@ class CompiledStep:
         row = torch.as_tensor(scalars[: rule.row_length], device=weight.device).unbind()
         # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one
         flat = {id(tensor): tensor.detach().view(-1) for tensor in tensors.values()}
-        own = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
+        flat_tensors = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
         key = (rule.name, formats)
         if key not in self._known:
             function = partial(step_with_words, formats=formats, rule=rule)
             self._known[key] = torch.compile(function, dynamic=True)
         with torch._dynamo.config.patch(recompile_limit=LIMIT):
-            self._known[key](own, row=row, controls=controls, first=place.first, words=words)
+            self._known[key](
+                flat_tensors, row=row, controls=controls, first=place.first, words=words
+            )

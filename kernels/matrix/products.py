@@ -103,7 +103,7 @@ def added_product(left, right, total, PRECISION: tl.constexpr):
 
 
 def element_of(form: Format, precision: str) -> Any:
-    """The Triton type as which a product's tiles are loaded."""
+    """Returns the Triton type as which a product's tiles are loaded."""
     is_exact = precision == BF16 and form.dtype == torch.bfloat16
     return tl.bfloat16 if is_exact else form.element
 
@@ -116,7 +116,7 @@ class Product:
     """The format of the matrix."""
     projection: Format
     precision: str
-    """One of PRECISIONS."""
+    """The precision, one of PRECISIONS."""
     on_left: bool
     """The projection stands on the left (galore.LEFT)."""
     even: bool
@@ -136,12 +136,15 @@ class Product:
 
     @property
     def projection_element(self) -> Any:
-        """Likewise the projection."""
+        """The Triton type as which the projection is loaded."""
         return element_of(self.projection, self.precision)
 
 
 def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
-    """fp32 values as a product takes them, in fp32; fp64 ones stay. Every precision has bf16's."""
+    """Returns fp32 values as a product takes them, in fp32; fp64 ones stay.
+
+    Every precision has bf16's.
+    """
     if value.dtype == torch.bfloat16:
         return value.float()
     if value.dtype != torch.float32 or precision == IEEE:
@@ -155,7 +158,7 @@ def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """torch.autocast would make the products of fp32 numbers in 16 bits."""
+    """Turns torch.autocast off, which would make the products of fp32 numbers in 16 bits."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     try:
         for kind in kinds:
@@ -182,40 +185,44 @@ def fp32_products(precision: str) -> Iterator[None]:
 
 
 @_without_autocast()
-def product(some: torch.Tensor, others: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
-    """The matrix product of fp32 tensors [m, k] and [k, n], fp32; or of fp64 ones, fp64.
+def product(left: torch.Tensor, right: torch.Tensor, precision: str = IEEE) -> torch.Tensor:
+    """Returns the matrix product of fp32 tensors [m, k] and [k, n], fp32; or of fp64 ones, fp64.
 
     precision: of fp32 numbers in products, of PRECISIONS, and with bf16 they may be bf16. "tf32"
     and "bf16": docs/numbers.md's "Products". "ieee": torch's, of fp32 numbers.
     """
-    if precision == IEEE or some.dtype == torch.float64:
+    if precision == IEEE or left.dtype == torch.float64:
         with fp32_products(IEEE):
-            return _aligned(some) @ _aligned(others)
+            return _aligned(left) @ _aligned(right)
     if precision == BF16:
-        some, others = some.bfloat16(), others.bfloat16()
+        left, right = left.bfloat16(), right.bfloat16()
     else:
-        some, others = (operand_reference(each, TF32) for each in (some, others))
-    return products([some], [others], out_dtype=torch.float32)[0]
+        left, right = (operand_reference(matrix, TF32) for matrix in (left, right))
+    return products([left], [right], out_dtype=torch.float32)[0]
 
 
 @_without_autocast()
-def parts_product(some: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The matrix product of fp32 [m, k] and any [k, n], fp32, about as near as one of fp32 numbers.
+def parts_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Returns the matrix product of fp32 [m, k] and any [k, n], fp32.
 
-    Where a GPU is given `others` in bf16, each of `some` goes as two numbers of bf16, to 2**-16 of
-    it, and tensor cores multiply them, by torch: 41 us for 128 by 4096 x 11008 on an H200, three
-    such numbers 52, fp32 ones 230. Two of fp16 would lose what is below 2**-25.
+    It is about as near as one of fp32 numbers. Where a GPU is given `right` in bf16, each of `left`
+    goes as two numbers of bf16, to 2**-16 of it, and tensor cores multiply them, by torch: 41 us
+    for 128 by 4096 x 11008 on an H200, three such numbers 52, fp32 ones 230. Two of fp16 would lose
+    what is below 2**-25.
     """
-    if not (others.is_cuda and others.dtype == torch.bfloat16):
+    if not (right.is_cuda and right.dtype == torch.bfloat16):
         # this way, so that with other columns beside them a column's bits stay, as far as they do
-        return product(others.mT.to(some.dtype), some.mT).mT
-    rows, terms = some.shape
-    pair = torch.empty((2, rows, terms), dtype=others.dtype, device=others.device)
-    torch.sub(some, pair[0].copy_(some), out=pair[1])
-    found = torch.mm(pair.view(2 * rows, terms), _aligned(others), out_dtype=torch.float32)
-    return found[:rows] + found[rows:]
+        return product(right.mT.to(left.dtype), left.mT).mT
+    rows, terms = left.shape
+    pair = torch.empty((2, rows, terms), dtype=right.dtype, device=right.device)
+    torch.sub(left, pair[0].copy_(left), out=pair[1])
+    halves = torch.mm(pair.view(2 * rows, terms), _aligned(right), out_dtype=torch.float32)
+    return halves[:rows] + halves[rows:]
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """Where torch's own allocations lie: libraries choose how to multiply by the address, too."""
+    """Returns the matrix at an address that torch's own allocations may have.
+
+    Libraries choose how to multiply by the address, too.
+    """
     return matrix.clone() if matrix.data_ptr() % (16 if matrix.is_cuda else 64) else matrix

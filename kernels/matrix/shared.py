@@ -67,15 +67,15 @@ class MatrixBox(NamedTuple):
     """Rows of numbers of a matrix, and where they lie in a message, one behind another."""
 
     matrix: int
-    """Its place in `Bucket.own`."""
+    """Its place in `Bucket.indices`."""
     first: int
-    """How many numbers of the matrix lie before its first."""
+    """The count of the matrix's numbers before its first."""
     rows: int
     columns: int
     stride: int
-    """How far apart rows begin in the matrix."""
+    """The distance between the beginnings of rows in the matrix."""
     place: int
-    """How many numbers of the message lie before its first."""
+    """The count of the message's numbers before its first."""
 
 
 class Local(NamedTuple):
@@ -91,15 +91,15 @@ class Bucket(Protocol):
 
     pieces: Sequence[Piece]
     parts: Sequence[Part]
-    """In the order in which they are sent; none is empty."""
+    """The parts, in the order in which they are sent; none is empty."""
     returned: Sequence[int]
-    """Where each part begins among those that come back."""
-    own: Sequence[int]
-    """Which of the matrices this rank makes."""
+    """The places at which parts begin among those that come back."""
+    indices: Sequence[int]
+    """The places of the matrices that this rank makes."""
     unpacked: Sequence[MatrixBox]
-    """Where the numbers that come to this rank lie in the matrices `own`."""
+    """The boxes of the matrices `indices` in which the numbers lie that come to this rank."""
     packed: Sequence[MatrixBox]
-    """Where those lie that it sends back."""
+    """The boxes in which those lie that it sends back."""
     owner: int | None
     """The rank to which the parts of the only matrix go, where all ranks make it together."""
 
@@ -111,26 +111,26 @@ class Exchange(Protocol):
     """
 
     buckets: Sequence[Any]
-    """Each a Bucket."""
+    """The buckets, each a Bucket."""
     lows: Sequence[Any]
-    """For each bucket that of what `before` makes of its matrices: itself where that is SAME."""
+    """The buckets of what `before` makes of each one's matrices: the same where that is SAME."""
     owned: Sequence[Sequence[Piece]]
-    """For each rank the matrices that it makes, in the order of the buckets."""
+    """The matrices that each rank makes, in the order of the buckets."""
     rank: int
     """This rank's place among them."""
     ranks: int
-    """How many there are."""
+    """The number of ranks."""
     local: Sequence[Local]
     """Matrices in no bucket, which this rank makes: it alone has them."""
     most: tuple[int, int]
-    """How many numbers of `near` and of `far` a bucket takes at most."""
+    """The most numbers of `near` and of `far` that a bucket takes."""
     is_nccl: bool
     """Messages are NCCL's, which a CUDA graph can capture."""
     keeps_order: bool
     """What goes to owners comes behind what went back before: both are messages of one stream."""
 
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that hold the other parts of the same matrices; in place."""
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds up in place over the ranks that hold the other parts of the same matrices."""
 
     def there(self, bucket: Any, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits, or None.
@@ -144,7 +144,9 @@ class Exchange(Protocol):
     def hand_out(self, whole: torch.Tensor, owner: int) -> None:
         """Gives all ranks the owner's tensor, in place."""
 
-    def spread(self, own: Tensors, lengths: Sequence[int], memory: torch.Tensor) -> torch.Tensor:
+    def spread(
+        self, tensors: Tensors, lengths: Sequence[int], memory: torch.Tensor
+    ) -> torch.Tensor:
         """Puts together what all ranks have, of so many numbers each, one behind another.
 
         memory: of `tiles.room_of` numbers; nothing else is taken.
@@ -155,17 +157,20 @@ class Exchange(Protocol):
 
 
 class Making:
-    """How updates are made: by the rule's transform, of fp32. A rule may have a way of its own."""
+    """The way in which updates are made: by the rule's transform, of fp32.
+
+    A rule may have a way of its own.
+    """
 
     direction = sent = FLOAT32
     """The formats of directions, and of what ranks send one another."""
     plans: Any = None
-    """What makes plans of what is elementwise, as a backend does; None: the backend."""
+    """The maker of elementwise plans, as a backend is one; None: the backend."""
     shares_work = False
     """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
     launches: Any = None
-    """What steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket; where
-    the rule has a `before`, it is also given the low bucket and places: GaLoreBucket."""
+    """The class that steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket;
+    where the rule has a `before`, it is also given the low bucket and places: GaLoreBucket."""
     alone: Any = None
     """Makes the launches of matrices that one rank alone has; None: they are in buckets, too."""
 
@@ -183,22 +188,27 @@ class Making:
         """Makes what is sent of directions; `out` are these themselves where formats are alike."""
 
     def notes(self, sums: Any, pieces: Sequence[Piece]) -> Any:
-        """What `send` and `make` must know of the matrices, by the sums over all ranks."""
+        """Returns what `send` and `make` must know of the matrices, by the sums over all ranks."""
 
     def make(
-        self, wholes: Tensors, pieces: Sequence[Piece], own: Sequence[int], notes: Any, kept: Any
+        self,
+        wholes: Tensors,
+        pieces: Sequence[Piece],
+        indices: Sequence[int],
+        notes: Any,
+        states: Any,
     ) -> Tensors:
-        """The updates of matrices.
+        """Makes the updates of matrices.
 
-        pieces: of the bucket. own: the matrices' places there, and in the notes. kept: what states
-        keep for each, which may be written.
+        pieces: of the bucket. indices: the matrices' places there, and in the notes. states: what
+        states keep for each, which may be written.
         """
-        found = []
-        for whole, index, each in zip(wholes, own, kept, strict=True):
-            update = self.matrix.rule.after.run(whole, Work(self.matrix.how, Place(0), each))
+        updates = []
+        for whole, index, state in zip(wholes, indices, states, strict=True):
+            update = self.matrix.rule.after.run(whole, Work(self.matrix.how, Place(0), state))
             check_update(self.matrix, update, whole.dtype, pieces[index].shape)
-            found.append(update)
-        return found
+            updates.append(update)
+        return updates
 
 
 class Renewal(NamedTuple):
@@ -241,19 +251,21 @@ class PartSteps:
         self._plan = backend.plan(formats, rule, self._numels, rows, device, None, spots)
 
     def views(self, memory: torch.Tensor, firsts: Sequence[int] | None = None) -> Tensors:
-        """Each part in memory; firsts: where they begin, without it one behind another."""
+        """Returns each part in memory; firsts: where they begin; None: one behind another."""
         if firsts is None:
             return list(torch.split(memory[: sum(self._numels)], self._numels))
         return [memory[a : a + n] for a, n in zip(firsts, self._numels, strict=True)]
 
-    def step(self, buffers: Buffers, scalars: Any, controls: Any, **others: Tensors) -> None:
-        """Steps the parts of parameters' tensors; others: in the place of these, by slot."""
-        own = {s: self.cut(s, buffers[s]) for s in self._formats.slots if s not in others}
-        self._plan.look({**own, **others})
+    def step(self, buffers: Buffers, scalars: Any, controls: Any, **replacements: Tensors) -> None:
+        """Steps the parts of parameters' tensors; replacements: in the place of these, by slot."""
+        cut_tensors = {
+            s: self.cut(s, buffers[s]) for s in self._formats.slots if s not in replacements
+        }
+        self._plan.look({**cut_tensors, **replacements})
         self._plan.step(scalars, controls)
 
     def cut(self, slot: str, tensors: Tensors) -> Tensors:
-        """The parts of parameters' tensors, flat."""
+        """Returns the parts of parameters' tensors, flat."""
         form, unit = self._formats.by_slot.get(slot), 1
         if form is None:  # scales of blocks
             unit = self._formats.by_slot[slot.removesuffix("_scale")].block
@@ -269,18 +281,18 @@ class Memory(NamedTuple):
     """The memory that a bucket takes on its way; all uint8."""
 
     whole: torch.Tensor
-    """In which the others lie."""
+    """The memory in which the others lie."""
 
     near: torch.Tensor
     """Parts that go to owners."""
     back: torch.Tensor
     """Parts that come from them."""
     far: torch.Tensor
-    """Those of whole matrices, at the owner."""
+    """Numbers of whole matrices, at the owner."""
     wide: torch.Tensor
     """Directions that are not made where they are sent from."""
     room: torch.Tensor
-    """What a bucket's launches take while updates are made."""
+    """The memory that a bucket's launches take while updates are made."""
 
 
 @dataclass
@@ -345,7 +357,7 @@ class TorchBucket:
         self.room = 0
         """Bytes that launches take while updates are made."""
         self.sums: torch.Tensor | None = None
-        """What is added up over ranks between `direct` and `send`."""
+        """The sums that ranks add up between `direct` and `send`."""
         self._notes: Any = None
         self._directions: Tensors = []
         self._out: Tensors = []
@@ -399,7 +411,7 @@ class TorchBucket:
 
     @property
     def notes(self) -> Any:
-        """What is known of the matrices; None where this rank failed to find it."""
+        """The notes of the matrices; None where this rank failed to make them."""
         return self._notes
 
     def make(self, run: Run, memory: Memory, update: torch.Tensor | None) -> None:
@@ -408,23 +420,23 @@ class TorchBucket:
         But for groups that are left out. update: of the matrix that ranks have made together.
         """
         bucket, making = self._bucket, self._making
-        pieces = [bucket.pieces[index] for index in bucket.own]
-        kept = [_kept(run.works, piece) for piece in pieces]
+        pieces = [bucket.pieces[index] for index in bucket.indices]
+        states = [_kept(run.works, piece) for piece in pieces]
         before: list[dict[str, torch.Tensor]] = []
         if run.controls is not None:
-            before = [{name: each.clone() for name, each in own.items()} for own in kept]
+            before = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
         updates: Tensors
         far = memory.far.view(making.sent.dtype)
         if update is None:
             wholes = unpacked(self._low, far)
-            updates = making.make(wholes, bucket.pieces, bucket.own, self._notes, kept)
+            updates = making.make(wholes, bucket.pieces, bucket.indices, self._notes, states)
         else:
-            updates = making.finish([update], kept) if pieces else []
-        for piece, own, old in zip(pieces, kept, before, strict=False):
+            updates = making.finish([update], states) if pieces else []
+        for piece, state, old in zip(pieces, states, before, strict=False):
             assert run.controls is not None
             is_left_out = run.controls[self._groups[piece.param], SKIP] != 0
-            for name, each in own.items():
-                each.copy_(torch.where(is_left_out, old[name], each))
+            for name, tensor in state.items():
+                tensor.copy_(torch.where(is_left_out, old[name], tensor))
         pack(bucket, updates, far)
 
     def finish(self, run: Run, memory: Memory) -> None:
@@ -436,8 +448,8 @@ class TorchBucket:
 
 
 def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
-    """The matrices `bucket.own` of the parts that have come."""
-    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.own]
+    """Makes the matrices `bucket.indices` of the parts that have come."""
+    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.indices]
     pairs = _boxes_beside_parts(bucket.unpacked, matrices, far)
     if pairs:
         torch._foreach_copy_([box for box, _ in pairs], [part for _, part in pairs])
@@ -445,20 +457,20 @@ def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
 
 
 def renewed(bucket: Bucket, renewal: Renewal, grads: Sequence[torch.Tensor]) -> None:
-    """Makes anew what is kept of the matrices `bucket.own` whose turn it is."""
-    own = dict(zip(params_of(bucket), grads, strict=True))
-    turns = [param for param in renewal.turns if param in own]
-    renewal.renew(turns, lambda index: own[turns[index]])
+    """Makes anew what is kept of the matrices `bucket.indices` whose turn it is."""
+    grads_by_param = dict(zip(params_of(bucket), grads, strict=True))
+    turns = [param for param in renewal.turns if param in grads_by_param]
+    renewal.renew(turns, lambda index: grads_by_param[turns[index]])
 
 
 def params_of(bucket: Bucket) -> list[int]:
-    """The parameters of the matrices `bucket.own`."""
-    return [bucket.pieces[index].param for index in bucket.own]
+    """Returns the parameters of the matrices `bucket.indices`."""
+    return [bucket.pieces[index].param for index in bucket.indices]
 
 
 def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
-    """Writes the parts of the updates of `bucket.own`."""
-    pairs = _boxes_beside_parts(bucket.packed, [each.contiguous() for each in updates], far)
+    """Writes the parts of the updates of `bucket.indices`."""
+    pairs = _boxes_beside_parts(bucket.packed, [update.contiguous() for update in updates], far)
     if pairs:
         torch._foreach_copy_([part for _, part in pairs], [box for box, _ in pairs])
 
@@ -466,7 +478,7 @@ def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
 def _boxes_beside_parts(
     boxes: Sequence[MatrixBox], matrices: Tensors, far: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Views of the boxes in matrices, each beside that of its numbers in a message."""
+    """Returns views of the boxes in matrices, each beside that of its numbers in a message."""
     pairs = []
     for index, first, rows, columns, stride, place in boxes:
         box = matrices[index].view(-1)[first:].as_strided((rows, columns), (stride, 1))
@@ -504,7 +516,7 @@ class SharedSteps:
         backend: of kernels.backends.
         device: of all.
         exchange: an Exchange, with the other ranks.
-        kept: shapes of what the state of each parameter keeps.
+        state_shapes: shapes of what the state of each parameter keeps.
         local: steps the matrices that this rank alone has, if there are any: MuonLaunches.
     """
 
@@ -518,7 +530,7 @@ class SharedSteps:
         backend: Any,
         device: torch.device,
         exchange: Any,
-        kept: Sequence[dict[str, tuple[int, ...]]],
+        state_shapes: Sequence[dict[str, tuple[int, ...]]],
         local: Any = None,
     ) -> None:
         assert formats.matrix is not None
@@ -536,8 +548,8 @@ class SharedSteps:
         self._ways = []
         for bucket, low in zip(exchange.buckets, exchange.lows, strict=True):
             if making.launches is not None and bucket.owner is None:
-                others = (low, low_places) if self._is_projected else ()
-                steps = making.launches(bucket, formats, groups, places, device, *others)
+                low_arguments = (low, low_places) if self._is_projected else ()
+                steps = making.launches(bucket, formats, groups, places, device, *low_arguments)
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(Way(bucket, low, steps))
@@ -548,7 +560,9 @@ class SharedSteps:
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
         """The renewal that the next step makes."""
-        self._lengths = [sum(_kept_numel(kept, each) for each in own) for own in exchange.owned]
+        self._lengths = [
+            sum(_kept_numel(state_shapes, piece) for piece in pieces) for pieces in exchange.owned
+        ]
         self._memory: list[Memory] = []
         self._rooms: list[Any] = []
         self._spread_room: torch.Tensor | None = None
@@ -556,7 +570,7 @@ class SharedSteps:
         self._skip = torch.arange(COUNT, device=device) == SKIP
         self._rows = DeviceTable(device)
         self._lay: list[Any] | None = None
-        """Where tensors and memory lay in the last step, if it was whole."""
+        """The addresses of tensors and memory in the last step, if it was whole."""
         self._error: Exception | None = None
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
@@ -568,7 +582,7 @@ class SharedSteps:
 
     @property
     def _phases(self) -> list[tuple[int, Callable[[int, Run], None]]]:
-        """What is done in a turn, each for the bucket that began so many turns before.
+        """The phases of a turn, each for the bucket that began so many turns before.
 
         All buckets are on their way at once: while the products of one are made, the directions of
         the next one go to owners, and the updates of the last one come from them. What a rank must
@@ -585,7 +599,7 @@ class SharedSteps:
         ]
 
     def _placed(self, steps: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
-        """The bytes of each area of a step's memory, and for each bucket the areas of its pieces.
+        """Returns the bytes of each area of a step's memory, and each bucket's areas of its pieces.
 
         Buckets take turns with the pieces. When updates come back, two turns after their directions
         left, those of the turn between have left too, and updates come where these were. What goes
@@ -593,7 +607,7 @@ class SharedSteps:
         """
         making, exchange = self._making, self._exchange
         near, far = (making.sent.dtype.itemsize * most for most in exchange.most)
-        room, wide = max((each.room for each in steps), default=0), 0
+        room, wide = max((bucket_steps.room for bucket_steps in steps), default=0), 0
         if self._is_projected or making.direction.dtype is not making.sent.dtype:
             wide = making.direction.dtype.itemsize * exchange.most[0]
         nears, fars, wides = 2, 2 if exchange.keeps_order else 3, 1
@@ -609,7 +623,7 @@ class SharedSteps:
         near_areas, far_areas = areas[1 : 1 + nears], areas[1 + nears : 1 + nears + fars]
         wide_areas = areas[1 + nears + fars :] or areas[:1]
         places = []
-        for turn, each in enumerate(steps):
+        for turn, bucket_steps in enumerate(steps):
             ahead = 0 if self._is_projected else 1
             places.append(
                 {
@@ -620,7 +634,7 @@ class SharedSteps:
                     "room": 0,
                 }
             )
-            each.lie({name: begins[area] for name, area in places[-1].items()})
+            bucket_steps.lie({name: begins[area] for name, area in places[-1].items()})
         return sizes, places
 
     def ready(self) -> None:
@@ -644,7 +658,7 @@ class SharedSteps:
                 making.room(shape, self._device),
                 new(Tiles.numel(shape, exchange.rank, exchange.ranks)),
             )
-            for shape in (own.pieces[0].shape for own in together)
+            for shape in (bucket.pieces[0].shape for bucket in together)
         ]
         if self._before.renew is None and any(self._lengths):
             numel = room_of(self._lengths, exchange.rank)
@@ -653,7 +667,7 @@ class SharedSteps:
     def step(
         self, buffers: Buffers, works: Sequence[Work], scalars: Any, controls: torch.Tensor | None
     ) -> None:
-        """One step of every parameter.
+        """Takes one step of every parameter.
 
         A rank that fails goes on with the exchange, as others wait for it, and raises at its end.
         """
@@ -700,7 +714,7 @@ class SharedSteps:
             raise error
 
     def _try(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What a function returns; None where it fails, or something has failed before."""
+        """Returns what a function returns; None where it fails, or something has failed before."""
         if self._error is not None:
             return None
         try:
@@ -758,7 +772,7 @@ class SharedSteps:
         self._try(way.steps.make, run, memory, update)
 
     def _made_together(self, way: Way, memory: Memory) -> torch.Tensor:
-        """The update of a matrix of which every rank makes tiles, before any second moment."""
+        """Makes the update of a matrix whose tiles all ranks make, before any second moment."""
         exchange, owner, (room, spare) = self._exchange, way.bucket.owner, self._rooms.pop(0)
         assert owner is not None
         if owner == exchange.rank:
@@ -791,11 +805,11 @@ class SharedSteps:
         """Every rank gets what the owners have made of what states keep."""
         if self._before.renew is None:
             return self._spread(run.works)
-        owners = {p.param: i for i, own in enumerate(self._exchange.owned) for p in own}
+        owners = {p.param: i for i, pieces in enumerate(self._exchange.owned) for p in pieces}
         for param in run.renewal.turns:
             work = run.works[param]
-            for each in work.kept.values():
-                self._exchange.hand_out(each, owners[param])
+            for tensor in work.kept.values():
+                self._exchange.hand_out(tensor, owners[param])
             work.is_made = work.is_made or None
 
     def _spread(self, works: Sequence[Work]) -> None:
@@ -803,22 +817,28 @@ class SharedSteps:
         memory, self._spread_room = self._spread_room, None
         if memory is None:
             return
-        pieces = [[_kept(works, piece) for piece in own] for own in self._exchange.owned]
-        kept = [[each for own in ranks for each in own.values()] for ranks in pieces]
-        found = self._exchange.spread(kept[self._exchange.rank], self._lengths, memory)
-        flat = [each for own in kept for each in own]
-        for each, part in zip(flat, torch.split(found, [e.numel() for e in flat]), strict=True):
-            each.copy_(part.view(each.shape))
+        states = [
+            [_kept(works, piece) for piece in rank_pieces] for rank_pieces in self._exchange.owned
+        ]
+        tensors = [
+            [tensor for state in rank_states for tensor in state.values()] for rank_states in states
+        ]
+        numbers = self._exchange.spread(tensors[self._exchange.rank], self._lengths, memory)
+        flat = [tensor for rank_tensors in tensors for tensor in rank_tensors]
+        for tensor, part in zip(
+            flat, torch.split(numbers, [tensor.numel() for tensor in flat]), strict=True
+        ):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _kept(works: Sequence[Work], piece: Piece) -> dict[str, torch.Tensor]:
-    """What a state keeps for a matrix; of several in a parameter its rows."""
-    return {name: each[piece.rows] for name, each in works[piece.param].kept.items()}
+    """Returns what a state keeps for a matrix; of several in a parameter its rows."""
+    return {name: tensor[piece.rows] for name, tensor in works[piece.param].kept.items()}
 
 
-def _kept_numel(kept: Sequence[dict[str, tuple[int, ...]]], piece: Piece) -> int:
-    """How many numbers these are."""
-    shapes = kept[piece.param].values()
+def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: Piece) -> int:
+    """Counts the numbers that a state keeps for a matrix."""
+    shapes = state_shapes[piece.param].values()
     if piece.rows is WHOLLY:
         return sum(map(math.prod, shapes))
-    return sum((piece.rows.stop - piece.rows.start) * math.prod(own[1:]) for own in shapes)
+    return sum((piece.rows.stop - piece.rows.start) * math.prod(shape[1:]) for shape in shapes)

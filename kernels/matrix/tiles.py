@@ -19,14 +19,14 @@ Matrices = list[torch.Tensor]
 
 
 def cuts(size: int, ranks: int, of_triangle: bool) -> list[int]:
-    """Where equal parts of the work begin, and the end; of_triangle: rows of a lower triangle."""
+    """Returns where equal parts of work begin, and the end; of_triangle: of a lower triangle."""
     power = 0.5 if of_triangle else 1.0
     inner = [round(size * (rank / ranks) ** power / UNIT) * UNIT for rank in range(1, ranks)]
-    return [0, *(min(each, size) for each in inner), size]
+    return [0, *(min(row, size) for row in inner), size]
 
 
 def room_of(lengths: Sequence[int], rank: int) -> int:
-    """Numbers of memory in which a rank spreads its own, one copy for each, and takes all."""
+    """Returns the room, in numbers, that spreading takes: a rank's own once for each, and all."""
     return sum(lengths) + len(lengths) * lengths[rank]
 
 
@@ -43,34 +43,34 @@ class Tiles:
         self._rank, self._ranks, self._spread = exchange.rank, exchange.ranks, exchange.spread
         self._memory = memory
         self.error = error
-        """What failed on this rank."""
+        """The exception that failed this rank."""
 
     @staticmethod
     def numel(shape: Sequence[int], rank: int, ranks: int) -> int:
-        """Numbers of memory that the products of a matrix take on a rank."""
+        """Returns the numbers of memory that the products of a matrix take on a rank."""
         short, long = sorted(shape)
         lengths = [(b - a) * short for a, b in pairwise(cuts(long, ranks, False))]
         of_square = [(b - a) * b for a, b in pairwise(cuts(short, ranks, True))]
         return max(room_of(lengths, rank), room_of(of_square, rank))
 
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **others: Any) -> None:
+    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
         """Makes S X of a symmetric matrix S, or of a tall matrix X S, by parts of the longer side.
 
-        add: of which `others` has the one that is added.
+        `options` may have `add`, the matrix that is added.
         """
         (square,), (whole,), (target,) = squares, matrices, out
         is_tall = whole.shape[0] > whole.shape[1]
         ends = cuts(max(whole.shape), self._ranks, False)
         cut = [_part(target, is_tall, *pair) for pair in pairwise(ends)]
         begin, end = ends[self._rank], ends[self._rank + 1]
-        own = {name: _given(each, is_tall, begin, end) for name, each in others.items()}
+        part_options = {name: _given(value, is_tall, begin, end) for name, value in options.items()}
         part = _part(whole, is_tall, begin, end)
         sides = ([part], [square]) if is_tall else ([square], [part])
-        self._make(lambda: end > begin and products(*sides, [cut[self._rank]], **own))
+        self._make(lambda: end > begin and products(*sides, [cut[self._rank]], **part_options))
         self._exchange(cut)
 
     def symmetric(
-        self, left: Matrices, out: Matrices, right: Matrices | None = None, **others: Any
+        self, left: Matrices, out: Matrices, right: Matrices | None = None, **options: Any
     ) -> None:
         """Makes a symmetric product by rows of its lower triangle."""
         (first,), (target,) = left, out
@@ -82,16 +82,18 @@ class Tiles:
         def make() -> None:
             rows = first[begin:end]
             if begin and end > begin:
-                own = {name: each for name, each in others.items() if name != "diagonal"}
-                if "add" in own:
-                    own["add"] = [own["add"][0][begin:end, :begin]]
-                products([rows], [second[:, :begin]], [target[begin:end, :begin]], **own)
+                part_options = {
+                    name: value for name, value in options.items() if name != "diagonal"
+                }
+                if "add" in part_options:
+                    part_options["add"] = [part_options["add"][0][begin:end, :begin]]
+                products([rows], [second[:, :begin]], [target[begin:end, :begin]], **part_options)
             if end > begin:
-                own = dict(others)
-                if "add" in own:
-                    own["add"] = [own["add"][0][begin:end, begin:end]]
+                part_options = dict(options)
+                if "add" in part_options:
+                    part_options["add"] = [part_options["add"][0][begin:end, begin:end]]
                 square = target[begin:end, begin:end]
-                symmetric_products([rows], [square], right=[second[:, begin:end]], **own)
+                symmetric_products([rows], [square], right=[second[:, begin:end]], **part_options)
 
         def mirror() -> None:
             upper = torch.ones_like(target, dtype=torch.bool).triu_(1)
@@ -102,7 +104,7 @@ class Tiles:
         self._make(mirror)
 
     def _make(self, make: Callable[[], Any]) -> None:
-        """Does this rank's part, unless it has failed."""
+        """Makes this rank's part, unless it has failed."""
         if self.error is None:
             try:
                 make()
@@ -110,11 +112,11 @@ class Tiles:
                 self.error = error
 
     def _exchange(self, cut: Matrices) -> None:
-        """Every rank gets all parts of a result, of which it has its own."""
+        """Gives every rank all parts of a result, of which it has its own."""
         sizes = [part.numel() for part in cut]
-        found = self._spread([cut[self._rank]], sizes, self._memory)
-        for part, own in zip(cut, torch.split(found, sizes), strict=True):
-            part.copy_(own.view(part.shape))
+        numbers = self._spread([cut[self._rank]], sizes, self._memory)
+        for part, part_numbers in zip(cut, torch.split(numbers, sizes), strict=True):
+            part.copy_(part_numbers.view(part.shape))
 
 
 def _part(matrix: torch.Tensor, of_rows: bool, begin: int, end: int) -> torch.Tensor:
@@ -122,7 +124,7 @@ def _part(matrix: torch.Tensor, of_rows: bool, begin: int, end: int) -> torch.Te
 
 
 def _given(value: Any, of_rows: bool, begin: int, end: int) -> Any:
-    """A number as it is; of a list's matrix the part."""
+    """Returns a number as it is, and the part of a list's matrix."""
     if not isinstance(value, list):
         return value
     return [_part(value[0], of_rows, begin, end)]

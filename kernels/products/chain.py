@@ -17,24 +17,28 @@ if INTERPRETED:
 
     def values_of(tile: Any) -> torch.Tensor:
         """The numbers of an interpreted tile, in its dtype."""
-        own = torch.from_numpy(numpy.ascontiguousarray(tile.handle.data))
-        return own.view(TYPES[tile.dtype])
+        values = torch.from_numpy(numpy.ascontiguousarray(tile.handle.data))
+        return values.view(TYPES[tile.dtype])
 
     def chained(left: Any, right: Any, total: Any) -> Any:
         """fp32 total + left @ right, docs/numbers.md's "Products"; tiles of bf16, fp16 or fp32."""
-        some, others, found = values_of(left), values_of(right), values_of(total).clone()
+        left_values, right_values, sums = (
+            values_of(left),
+            values_of(right),
+            values_of(total).clone(),
+        )
         # what lies behind a matrix is zeros, which change no bit but beside infinities and NaN
-        m, n = _end(some, 1, others), _end(others, 0, some)
-        k = max(_end(some, 0), _end(others, 1))
-        found[:m, :n] = product_reference(some[:m, :k], others[:k, :n], found[:m, :n])
-        return tl.tensor(TensorHandle(found.numpy(), tl.float32), total.type)
+        m, n = _end(left_values, 1, right_values), _end(right_values, 0, left_values)
+        k = max(_end(left_values, 0), _end(right_values, 1))
+        sums[:m, :n] = product_reference(left_values[:m, :k], right_values[:k, :n], sums[:m, :n])
+        return tl.tensor(TensorHandle(sums.numpy(), tl.float32), total.type)
 
-    def _end(matrix: torch.Tensor, dim: int, beside: torch.Tensor | None = None) -> int:
-        """How many rows (of dim 1) or columns (0) there are up to the last that is not zeros.
+    def _end(matrix: torch.Tensor, dim: int, factor: torch.Tensor | None = None) -> int:
+        """Returns the number of rows (dim 1) or columns (dim 0) up to the last that is not zeros.
 
-        All where it is multiplied by a matrix `beside` that is not finite.
+        It counts all of them where the matrix is multiplied by a `factor` that is not finite.
         """
-        if beside is not None and not bool(beside.isfinite().all()):
+        if factor is not None and not bool(factor.isfinite().all()):
             return matrix.shape[1 - dim]
         places = (matrix != 0).any(dim).nonzero()
         return int(places[-1]) + 1 if len(places) else 0

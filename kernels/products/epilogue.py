@@ -77,27 +77,30 @@ def finished_reference(
     return rounded_reference(value, dtype)
 
 
-def products_with_epilogue(found: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
+def products_with_epilogue(products: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
     """The twin of kernel.products_kernel: products of one shape are made together, if small."""
     alike: dict[Any, list[Factors]] = {}
-    for own in found:
-        shapes = own.left.shape, own.right.shape
+    for product in products:
+        shapes = product.left.shape, product.right.shape
         few = alike.setdefault(shapes, [])
-        few.append(own)
-        if len(few) * max(own.left.numel(), own.right.numel(), own.out.numel()) > AT_ONCE:
+        few.append(product)
+        if (
+            len(few) * max(product.left.numel(), product.right.numel(), product.out.numel())
+            > AT_ONCE
+        ):
             _make(alike.pop(shapes), numbers, mirrored)
     for few in alike.values():
         _make(few, numbers, mirrored)
 
 
 def _make(few: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
-    """Products of one shape; those that may or may not be have all what one has."""
+    """Makes products of one shape, which all have the same optional matrices."""
     left, right, added, out, scale = zip(*few, strict=True)
     total, (alpha, beta, diagonal) = products_reference(_stack(left), _stack(right)), numbers
-    beside = None if added[0] is None else _stack(added)
+    addends = None if added[0] is None else _stack(added)
     factors = None if scale[0] is None else _stack(scale)[:, None, None]
-    behind = (alpha, out[0].dtype, beside, beta, diagonal, factors)
-    results = finished_reference(total, *behind)
+    arguments = (alpha, out[0].dtype, addends, beta, diagonal, factors)
+    results = finished_reference(total, *arguments)
     if mirrored:
         is_below = torch.ones_like(results, dtype=torch.bool).tril()
         results = torch.where(is_below, results, results.mT)
@@ -105,7 +108,7 @@ def _make(few: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
 
 
 def _stack(matrices: Sequence[Any]) -> torch.Tensor:
-    """Tensors of one shape; one alone without a copy."""
+    """Stacks tensors of one shape; one alone is not copied."""
     return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
 
 
@@ -116,15 +119,15 @@ if INTERPRETED:
 
     def widened(value: Any) -> Any:
         """The value in fp32: the interpreter's own cast from bf16 makes zeros of subnormals."""
-        own = values_of(value).float()
+        values = values_of(value).float()
         kind = tl.block_type(tl.float32, value.shape)
-        return tl.tensor(TensorHandle(own.numpy(), tl.float32), kind)
+        return tl.tensor(TensorHandle(values.numpy(), tl.float32), kind)
 
     def rounded(value: Any, ELEMENT: tl.constexpr) -> Any:
         """The value, rounded as a GPU does: the interpreter's own cast to bf16 truncates."""
         element = ELEMENT.value if isinstance(ELEMENT, tl.constexpr) else ELEMENT
-        found = rounded_reference(torch.from_numpy(value.handle.data), TYPES[element])
-        data = (found.view(torch.uint16) if element == tl.bfloat16 else found).numpy()
+        values = rounded_reference(torch.from_numpy(value.handle.data), TYPES[element])
+        data = (values.view(torch.uint16) if element == tl.bfloat16 else values).numpy()
         return tl.tensor(TensorHandle(data, element), tl.block_type(element, value.shape))
 
 else:

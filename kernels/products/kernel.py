@@ -98,7 +98,7 @@ class Places(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a tile begins."""
+    """The place at which a tile begins."""
 
     product: Any
     """Its product's place in the run."""
@@ -108,14 +108,14 @@ class Tile(NamedTuple):
 
 @helper
 def place_in(
-    own, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    entries, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Makes the descriptor, or Memory, of a run's matrices; row: of their address in the table."""
-    ptr = entry(own, row).to(tl.pointer_type(ELEMENT))
-    stride, apart = entry(own, row + 1), entry(own, row + 2)
+    ptr = entry(entries, row).to(tl.pointer_type(ELEMENT))
+    stride, apart = entry(entries, row + 1), entry(entries, row + 2)
     if KIND.described:
-        count = entry(own, COUNT).to(tl.int32)
+        count = entry(entries, COUNT).to(tl.int32)
         place = tl.make_tensor_descriptor(
             ptr, [count, rows, columns], [apart, stride, 1], [1, HEIGHT, WIDTH]
         )
@@ -158,14 +158,14 @@ def store(place, product, row, column, tile, KIND: tl.constexpr):
 
 @helper
 def operand_place(
-    own, row, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    entries, row, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Makes that of operands [rows, columns]; TURNED: in memory they are [columns, rows]."""
+    """Makes the place of operands [rows, columns]; TURNED: in memory they are [columns, rows]."""
     if TURNED:
-        place = place_in(own, row, KIND.operand, columns, rows, WIDTH, HEIGHT, KIND)
+        place = place_in(entries, row, KIND.operand, columns, rows, WIDTH, HEIGHT, KIND)
     else:
-        place = place_in(own, row, KIND.operand, rows, columns, HEIGHT, WIDTH, KIND)
+        place = place_in(entries, row, KIND.operand, rows, columns, HEIGHT, WIDTH, KIND)
     return place
 
 
@@ -184,17 +184,21 @@ def operand_tile(
 
 @helper
 def places_of(
-    own, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    entries, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Makes the Places of a run."""
-    m, n, k = entry(own, M).to(tl.int32), entry(own, N).to(tl.int32), entry(own, K).to(tl.int32)
-    left = operand_place(own, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
-    right = operand_place(own, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
-    out = place_in(own, OUT, KIND.out, m, n, ROWS, COLUMNS // PARTS, KIND)
+    m, n, k = (
+        entry(entries, M).to(tl.int32),
+        entry(entries, N).to(tl.int32),
+        entry(entries, K).to(tl.int32),
+    )
+    left = operand_place(entries, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
+    right = operand_place(entries, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
+    out = place_in(entries, OUT, KIND.out, m, n, ROWS, COLUMNS // PARTS, KIND)
     added = out
     if KIND.added is not None:
-        added = place_in(own, ADDED, KIND.added, m, n, ROWS, COLUMNS // PARTS, KIND)
+        added = place_in(entries, ADDED, KIND.added, m, n, ROWS, COLUMNS // PARTS, KIND)
     return Places(left, right, added, out, m)
 
 
@@ -217,13 +221,13 @@ def chain_of(
 
 @helper
 def below(value, tile):
-    """Which numbers of a part of a tile are above the diagonal, negative, on it, 0, or below."""
+    """Returns negative numbers above the diagonal of a part of a tile, 0 on it, positive below."""
     rows, columns = tl.arange(0, value.shape[0])[:, None], tl.arange(0, value.shape[1])[None, :]
     return tile.row - tile.column + rows - columns
 
 
 @helper
-def finish(own, places, tile, total, numbers, KIND: tl.constexpr):
+def finish(entries, places, tile, total, numbers, KIND: tl.constexpr):
     """Stores the results of a part of a tile; of symmetric ones also turned, those below."""
     product, row, column = tile
     alpha, beta, diagonal = numbers
@@ -233,8 +237,8 @@ def finish(own, places, tile, total, numbers, KIND: tl.constexpr):
     if KIND.diagonal:
         is_diagonal = below(total, tile) == 0
     if KIND.scaled:
-        scales = entry(own, SCALE).to(tl.pointer_type(tl.float32))
-        scale = tl.load(scales + product * entry(own, SCALE + 2))
+        scales = entry(entries, SCALE).to(tl.pointer_type(tl.float32))
+        scale = tl.load(scales + product * entry(entries, SCALE + 2))
     value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
     if KIND.mirrored:
         turned = tl.trans(value)
@@ -268,12 +272,12 @@ def products_kernel(
     numbers = (alpha, beta, diagonal)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for run in range(loop_bound(runs)):
-        own = Column(table_ptr, runs, run)
-        first, end = entry(own, FIRST_TILE).to(tl.int32), entry(own, END_TILE).to(tl.int32)
+        entries = Column(table_ptr, runs, run)
+        first, end = entry(entries, FIRST_TILE).to(tl.int32), entry(entries, END_TILE).to(tl.int32)
         first += (program + programs - first % programs) % programs
         if first < end:
-            places = places_of(own, KIND, ROWS, COLUMNS, INNER, PARTS)
-            k = entry(own, K).to(tl.int32)
+            places = places_of(entries, KIND, ROWS, COLUMNS, INNER, PARTS)
+            k = entry(entries, K).to(tl.int32)
             # one loop with that over K: a tile's first loads go out while the last one is stored
             for number in tl.range(
                 loop_bound(first), loop_bound(end), loop_bound(programs), flatten=True
@@ -284,11 +288,11 @@ def products_kernel(
                 tile = Tile(product, row, column)
                 total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
                 if PARTS == 1:
-                    finish(own, places, tile, total, numbers, KIND)
+                    finish(entries, places, tile, total, numbers, KIND)
                 else:
                     WIDTH: tl.constexpr = COLUMNS // 2
                     both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
-                    one, other = tl.split(both)
-                    finish(own, places, tile, one, numbers, KIND)
-                    beside = Tile(product, row, column + WIDTH)
-                    finish(own, places, beside, other, numbers, KIND)
+                    first_half, second_half = tl.split(both)
+                    finish(entries, places, tile, first_half, numbers, KIND)
+                    second_tile = Tile(product, row, column + WIDTH)
+                    finish(entries, places, second_tile, second_half, numbers, KIND)

@@ -30,9 +30,9 @@ class Tile:
     warps: int
     stages: int
     rate: float = 1.0
-    """How fast a processor makes results by such tiles, beside one with the fastest."""
+    """The speed at which a processor makes results by such tiles; 1 with the fastest."""
     programs: int = 1
-    """So many run on a processor at a time."""
+    """The number that run on a processor at a time."""
 
 
 UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
@@ -53,7 +53,7 @@ GROUP = 8
 An H100, 8 of 4096^3, of torch.bmm's speed: 8 rows 1.02, 16 0.95, all 0.95.
 """
 INNER_BYTES = 128
-"""So many of K at a time: 64 numbers of 16 bits, 32 of TF32."""
+"""The bytes of K that are loaded at a time: 64 numbers of 16 bits, 32 of TF32."""
 PROCESSORS = 132
 """The processors of an H100, and of an H200, for which tiles are chosen on any card."""
 SHARED_MEMORY = 227 * 1024
@@ -84,20 +84,23 @@ def tile_of(runs: tuple[Run, ...], kind: kernel.Kind) -> Tile:
 
 
 def _fits(tile: Tile, kind: kernel.Kind) -> bool:
-    """Whether it is of squares where results are mirrored, and three stages have room."""
+    """Checks that mirrored results have squares, and that three stages have room."""
     squares = not kind.mirrored or tile.columns in (tile.rows, 2 * tile.rows)
     return squares and _stages(tile, kind) >= min(tile.stages, 3)
 
 
 def _parts(tile: Tile, kind: kernel.Kind) -> int:
-    """In how many parts it is stored: squares of mirrored results, and what memory has room for."""
+    """Returns the number of parts in which a tile is stored.
+
+    They are squares of mirrored results, and no larger than memory has room for.
+    """
     if kind.mirrored:
         return tile.columns // tile.rows
     return 2 if _stored_bytes(kind) * tile.rows * tile.columns > 2 * 128 * 256 else 1
 
 
 def _stages(tile: Tile, kind: kernel.Kind) -> int:
-    """The tile's, or as many as memory has room for beside a part of the results."""
+    """Returns the tile's stages, or as many as memory has room for beside a part of the results."""
     stored = _stored_bytes(kind) * tile.rows * tile.columns // _parts(tile, kind)
     one = (tile.rows + tile.columns) * INNER_BYTES
     return min(tile.stages, (SHARED_MEMORY // tile.programs - stored - MARGIN) // one)
@@ -105,8 +108,8 @@ def _stages(tile: Tile, kind: kernel.Kind) -> int:
 
 def _stored_bytes(kind: kernel.Kind) -> int:
     """Bytes of an element of the results, and of what is added."""
-    own = (kind.out, kind.added)
-    return sum(each.primitive_bitwidth // 8 for each in own if each is not None)
+    elements = (kind.out, kind.added)
+    return sum(element.primitive_bitwidth // 8 for element in elements if element is not None)
 
 
 def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
@@ -114,8 +117,8 @@ def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
     counts = [run.count * len(_corners(run.m, run.n, mirrored, tile)[0]) for run in runs]
     steps = -numpy.sort(-numpy.repeat([run.k + OVERHEAD for run in runs], counts))
     together = min(tile.programs, -(-len(steps) // PROCESSORS))
-    own = int(steps[:: PROCESSORS * max(together, 1)].sum())
-    return own * tile.rows * tile.columns * together / tile.rate
+    steps_of_first = int(steps[:: PROCESSORS * max(together, 1)].sum())
+    return steps_of_first * tile.rows * tile.columns * together / tile.rate
 
 
 def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -126,8 +129,8 @@ def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray,
     rows, columns = rows * tile.rows, columns * tile.columns
     order = numpy.lexsort((rows, columns, rows // (GROUP * tile.rows)))
     rows, columns = rows[order], columns[order]
-    kept = columns <= rows if mirrored else slice(None)
-    return rows[kept], columns[kept]
+    mask = columns <= rows if mirrored else slice(None)
+    return rows[mask], columns[mask]
 
 
 def tile_rows(
@@ -138,9 +141,12 @@ def tile_rows(
     for run in runs:
         rows, columns = _corners(run.m, run.n, mirrored, tile)
         places = numpy.arange(run.count)
-        own = (places.repeat(len(rows)), *(numpy.tile(each, run.count) for each in (rows, columns)))
-        parts.append(numpy.stack(own))
-        firsts.append(firsts[-1] + len(own[0]))
+        entries = (
+            places.repeat(len(rows)),
+            *(numpy.tile(starts, run.count) for starts in (rows, columns)),
+        )
+        parts.append(numpy.stack(entries))
+        firsts.append(firsts[-1] + len(entries[0]))
     return numpy.concatenate(parts, axis=1).astype(numpy.int32), numpy.array(firsts)
 
 
@@ -176,31 +182,31 @@ class Tables:
         numbers: Numbers,
         tile: Tile | None = None,
     ) -> list[tuple[_Launch, numpy.ndarray]]:
-        """The launches, and the runs that each is given.
+        """Returns the launches, and the runs that each is given.
 
         symmetry: whether results are symmetric, and right matrices the left ones, turned.
         """
         first = products[0]
-        dtypes = tuple(None if each is None else each.dtype for each in first)
-        others = (*symmetry, bool(numbers.diagonal), first.scale is not None)
+        dtypes = tuple(None if matrix is None else matrix.dtype for matrix in first)
+        flags = (*symmetry, bool(numbers.diagonal), first.scale is not None)
         by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
         for left, right, added, out, scale in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
             way = places[0].turned, places[1].turned, all(place.described for place in places)
-            where = (each for place in places for each in place[:2])
+            where = (number for place in places for number in place[:2])
             factor = 0 if scale is None else scale.data_ptr()
-            own = (*out.shape, left.shape[1], *where, factor, 0)
-            by_way.setdefault(way, []).append(own)
-        found = []
+            row = (*out.shape, left.shape[1], *where, factor, 0)
+            by_way.setdefault(way, []).append(row)
+        launches = []
         for way, rows in by_way.items():
-            kind = _kind(dtypes, *way, *others)
-            sizes = [0 if each is None else each.itemsize for each in dtypes]
+            kind = _kind(dtypes, *way, *flags)
+            sizes = [0 if dtype is None else dtype.itemsize for dtype in dtypes]
             runs, columns = runs_of(numpy.array(rows, numpy.int64), sizes)
             key = (kind, runs, tile, first.out.device)
             if key not in self._launches:
                 self._launches[key] = _Launch(*key)
-            found.append((self._launches[key], columns))
-        return found
+            launches.append((self._launches[key], columns))
+        return launches
 
 
 SHAPE = slice(0, 3)
@@ -238,23 +244,25 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
         if not (follows[index - 1] and even):
             firsts.append(index)
     counts = numpy.diff([*firsts, len(products)])
-    own = products[firsts]
-    steps = own[:, STRIDES].copy()  # of one product alone any step does
+    first_products = products[firsts]
+    steps = first_products[:, STRIDES].copy()  # of one product alone any step does
     several = counts > 1
     divisors = numpy.maximum(sizes, 1)
     steps[several] = apart[numpy.array(firsts)[several]] // divisors
-    places = numpy.stack([own[:, ADDRESSES], own[:, STRIDES], steps], 2).reshape(len(own), -1)
-    rows = zip(counts.tolist(), own[:, SHAPE].tolist(), strict=True)
+    places = numpy.stack(
+        [first_products[:, ADDRESSES], first_products[:, STRIDES], steps], 2
+    ).reshape(len(first_products), -1)
+    rows = zip(counts.tolist(), first_products[:, SHAPE].tolist(), strict=True)
     runs = tuple(Run(count, *shape) for count, shape in rows)
-    return runs, numpy.concatenate([counts[:, None], own[:, SHAPE], places], 1)
+    return runs, numpy.concatenate([counts[:, None], first_products[:, SHAPE], places], 1)
 
 
 def moved(runs: numpy.ndarray, shift: int) -> numpy.ndarray:
     """The same runs, whose matrices and factors all lie so many bytes further."""
-    found: numpy.ndarray = runs.copy()
-    addresses: Any = found[:, 4::3]
+    moved_runs: numpy.ndarray = runs.copy()
+    addresses: Any = moved_runs[:, 4::3]
     addresses[addresses != 0] += shift
-    return found
+    return moved_runs
 
 
 class _Launch:
@@ -282,11 +290,11 @@ class _Launch:
         self._again = Again(kernel.products_kernel, programs, options)
 
     def __call__(self, runs: numpy.ndarray, numbers: Numbers) -> None:
-        """runs: as runs_of gives it."""
+        """Launches the kernel; runs: as runs_of gives them."""
         self.begin(self._table.update(self.rows(runs)), numbers)
 
     def rows(self, runs: numpy.ndarray) -> numpy.ndarray:
-        """int64 [ROW_COUNT, runs], the kernel's table."""
+        """Returns the kernel's table, int64 [ROW_COUNT, runs]."""
         tiles = (self._firsts[:-1], self._firsts[1:])
         return numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
 
@@ -302,12 +310,12 @@ class _Launch:
             self._again.compile(self._arguments(table, numbers))
 
     def _arguments(self, table: torch.Tensor, numbers: Numbers) -> tuple[object, ...]:
-        own = (table, self._tiles.kept(), table.shape[1], self._count)
-        return (*own, *map(float, numbers))
+        tables = (table, self._tiles.kept(), table.shape[1], self._count)
+        return (*tables, *map(float, numbers))
 
 
 def has_room(device: torch.device) -> bool:
-    """Whether a program may have as much shared memory as on an H100."""
+    """Checks that a program may have as much shared memory as on an H100."""
     if device.type == "cpu":
         return True
     properties: Any = torch.cuda.get_device_properties(device)  # whose types lack this one
@@ -327,11 +335,11 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 
 class Place(NamedTuple):
-    """How a matrix lies in memory."""
+    """The place of a matrix in memory."""
 
     address: int
     stride: int
-    """How far apart its rows lie; of a turned one its columns."""
+    """The distance between its rows in elements; of a turned one, between its columns."""
     turned: bool
     """Columns, not rows, lie there one behind another."""
     described: bool
@@ -339,7 +347,7 @@ class Place(NamedTuple):
 
 
 def _place(matrix: torch.Tensor | None) -> Place:
-    """A matrix's place; of None one that changes nothing."""
+    """Returns a matrix's place; for None one that changes nothing."""
     if matrix is None:
         return Place(0, 0, False, True)
     (rows, columns), (stride, along), address = matrix.shape, matrix.stride(), matrix.data_ptr()
@@ -356,11 +364,11 @@ def _kind(
     right_turned: bool,
     described: bool,
     mirrored: bool,
-    *others: bool,
+    *flags: bool,
 ) -> kernel.Kind:
-    left, _, added, out = (None if each is None else ELEMENTS[each] for each in dtypes[:4])
-    own = (left, added, out, left_turned, right_turned, mirrored, described)
-    return kernel.Kind(*own, *others)
+    left, _, added, out = (None if dtype is None else ELEMENTS[dtype] for dtype in dtypes[:4])
+    fields = (left, added, out, left_turned, right_turned, mirrored, described)
+    return kernel.Kind(*fields, *flags)
 
 
 # --- what others call
@@ -411,9 +419,9 @@ def products(
             tables is None within a capture.
         RuntimeError: this thread of a CPU makes zeros of subnormal numbers.
     """
-    found = factors_of(left, right, out, add, scale, out_dtype)
+    factors = factors_of(left, right, out, add, scale, out_dtype)
     numbers = Numbers(alpha, beta, diagonal)
-    return _multiply(found, (False, False), numbers, tables, launches, tile)
+    return _multiply(factors, (False, False), numbers, tables, launches, tile)
 
 
 @torch.no_grad()
@@ -441,10 +449,10 @@ def symmetric_products(
     made, and stand above it, too: for products that are symmetric but for roundings, as those of
     polynomials of one symmetric matrix are.
     """
-    turned = [each.mT for each in matrices] if right is None else right
-    found = factors_of(matrices, turned, out, add, scale, out_dtype)
+    turned = [matrix.mT for matrix in matrices] if right is None else right
+    factors = factors_of(matrices, turned, out, add, scale, out_dtype)
     numbers = Numbers(alpha, beta, diagonal)
-    return _multiply(found, (True, right is None), numbers, tables, launches, tile)
+    return _multiply(factors, (True, right is None), numbers, tables, launches, tile)
 
 
 def factors_of(
@@ -461,52 +469,52 @@ def factors_of(
     if out is None:
         dtype = out_dtype or (left[0].dtype if left else None)
         pairs = zip(left, right, strict=False)  # lengths are looked at below
-        out = [one.new_empty(one.shape[0], other.shape[1], dtype=dtype) for one, other in pairs]
+        out = [a.new_empty(a.shape[0], b.shape[1], dtype=dtype) for a, b in pairs]
     added: Sequence[Any] = [None] * len(left) if add is None else add
     lists: dict[str, Sequence[Any]] = {"left": left, "right": right, "add": added, "out": out}
-    for name, own in lists.items():
-        if len(own) != len(left):
-            raise ValueError(f"{name} must have {len(left)} matrices, as left, got {len(own)}")
-        for index, matrix in enumerate(own):
+    for name, matrices in lists.items():
+        if len(matrices) != len(left):
+            raise ValueError(f"{name} must have {len(left)} matrices, as left, got {len(matrices)}")
+        for index, matrix in enumerate(matrices):
             if not isinstance(matrix, torch.Tensor) and not (name == "add" and add is None):
                 raise ValueError(f"{name}[{index}] must be a matrix, got {matrix!r}")
     factors: Sequence[Any] = [None] * len(left)
     if scale is not None:
         if scale.dtype != torch.float32 or scale.shape != (len(left),):
-            own_scale = f"{scale.dtype} {list(scale.shape)}"
-            raise ValueError(f"scale must be torch.float32 [{len(left)}], got {own_scale}")
+            description = f"{scale.dtype} {list(scale.shape)}"
+            raise ValueError(f"scale must be torch.float32 [{len(left)}], got {description}")
         factors = scale.unbind()
-    made = [
+    products = [
         # what a view has in a bit of its own, as its sign, a kernel does not see
         Factors(a.resolve_neg(), b.resolve_neg(), None if c is None else c.resolve_neg(), d, e)
         for a, b, c, d, e in zip(*lists.values(), factors, strict=True)
     ]
-    for index, product in enumerate(made):
-        _check(index, product, made[0])
-    return made
+    for index, product in enumerate(products):
+        _check(index, product, products[0])
+    return products
 
 
 def _multiply(
-    found: Sequence[Factors],
+    products: Sequence[Factors],
     symmetry: tuple[bool, bool],
     numbers: Numbers,
     tables: Tables | None,
     launches: bool | None,
     tile: Tile | None,
 ) -> list[torch.Tensor]:
-    results = [product.out for product in found]
-    if not found:
+    results = [product.out for product in products]
+    if not products:
         return results
-    device, (is_mirrored, is_squared) = found[0].out.device, symmetry
+    device, (is_mirrored, is_squared) = products[0].out.device, symmetry
     if device.type != "cuda":
         check_subnormals()
     torch.autograd.graph.increment_version(results)
     if not (device.type == "cuda" if launches is None else launches):
-        products_with_epilogue(found, numbers, is_mirrored and not is_squared)
+        products_with_epilogue(products, numbers, is_mirrored and not is_squared)
         return results
     if tables is None and is_capturing(device):
         raise ValueError("tables must be given within the capture of a CUDA graph, got None")
-    (tables or Tables()).launch(found, symmetry, numbers, tile)
+    (tables or Tables()).launch(products, symmetry, numbers, tile)
     return results
 
 
@@ -526,29 +534,33 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
         overlaps = name == "out" and m > 1 and matrix.stride(0) < n
         if matrix.shape != (m, n) or matrix.stride(1) != 1 or overlaps:
-            own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
-            raise ValueError(f"{name}[{index}] must be {[m, n]} with rows without gaps, got {own}")
+            layout = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+            raise ValueError(
+                f"{name}[{index}] must be {[m, n]} with rows without gaps, got {layout}"
+            )
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"out[{index}] must be no inference tensor outside of inference mode")
     names = ("left", "right", "add", "out", "scale")
     for name, matrix in zip(names, product, strict=True):
         if matrix is not None and matrix.device != first.left.device:
-            wanted = f"on left[0]'s device {first.left.device}"
-            raise ValueError(f"{name}[{index}] must be {wanted}, got {matrix.device}")
+            place = f"on left[0]'s device {first.left.device}"
+            raise ValueError(f"{name}[{index}] must be {place}, got {matrix.device}")
 
 
 def _matrix(name: str, matrix: torch.Tensor) -> torch.Size:
     if matrix.dim() != 2 or 1 not in matrix.stride():
-        own = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
-        raise ValueError(f"{name} must be a matrix with a stride of 1, got {own}")
+        layout = f"{list(matrix.shape)} with strides {list(matrix.stride())}"
+        raise ValueError(f"{name} must be a matrix with a stride of 1, got {layout}")
     return matrix.shape
 
 
 def _check_dtype(
-    name: str, matrix: torch.Tensor, wanted: torch.dtype, dtypes: Iterable[torch.dtype]
+    name: str, matrix: torch.Tensor, first_dtype: torch.dtype, dtypes: Iterable[torch.dtype]
 ) -> None:
     if matrix.dtype not in dtypes:
         allowed = ", ".join(map(str, dtypes))
         raise ValueError(f"{name} must be of one of the dtypes {allowed}, got {matrix.dtype}")
-    if matrix.dtype != wanted:
-        raise ValueError(f"{name} must be of dtype {wanted}, as the first is, got {matrix.dtype}")
+    if matrix.dtype != first_dtype:
+        raise ValueError(
+            f"{name} must be of dtype {first_dtype}, as the first is, got {matrix.dtype}"
+        )

@@ -1,6 +1,6 @@
 """The twin of a product on tensor cores: docs/numbers.md has its specification.
 
-In torch, and in C++ (product.h) with the same bits, some 60 times as fast, where it is built.
+It is in torch, and in C++ (product.h) where that is built: the same bits, some 60 times as fast.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ NO_EXPONENT = -(2**20)
 NUMBERS_AT_ONCE = 2**18
 """Numbers of a result that are made at once, so that what is in between stays in caches."""
 WORTH_BUILDING = 2**21
-"""So many products of two numbers, 128^3, take 17 ms in torch and 0.3 ms in C++.
+"""The number of products of two numbers from which on C++ is worth building: 128^3.
 
-Building takes one core some 30 s, once on a machine: 2,000 such products.
+They take 17 ms in torch and 0.3 ms in C++. Building takes one core some 30 s, once on a
+machine: as long as 2,000 such products.
 """
 
 
 class Operand(NamedTuple):
-    """What a tensor core does with numbers of a type."""
+    """The way in which a tensor core adds up products of numbers of a type."""
 
     terms: int
-    """So many products are summed up at once."""
+    """The number of products that are summed up at once."""
     least: int
     """The exponent of its smallest normal number, and of subnormal ones."""
 
@@ -63,25 +64,25 @@ def product_reference(
     if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
         shapes = f"{list(left.shape)} and {list(right.shape)}"
         raise ValueError(f"left and right must be [m, k] and [k, n], got {shapes}")
-    own = OPERANDS[left.dtype]
+    operand = OPERANDS[left.dtype]
     if left.dtype == torch.float32:
         left, right = cut_to_tf32(left), cut_to_tf32(right)
     shape = left.shape[0], right.shape[1]
     if total is None:
         out = left.new_zeros(shape, dtype=torch.float32)
     elif total.dtype != torch.float32 or total.shape != shape:
-        own_total = f"{total.dtype} {list(total.shape)}"
-        raise ValueError(f"total must be torch.float32 {list(shape)}, got {own_total}")
+        description = f"{total.dtype} {list(total.shape)}"
+        raise ValueError(f"total must be torch.float32 {list(shape)}, got {description}")
     else:
         out = total.clone(memory_format=torch.contiguous_format)
     worth = left.numel() * shape[1] >= WORTH_BUILDING
     extension = native.get(worth) if left.device.type == "cpu" else None
     if extension is not None:
-        extension.add_product(left.float(), right.float(), out, *own)
+        extension.add_product(left.float(), right.float(), out, *operand)
         return out
     rows = max(1, NUMBERS_AT_ONCE // max(1, shape[1]))
     parts = zip(torch.split(left, rows), torch.split(out, rows), strict=True)
-    return torch.cat([_chain(part, right, begun, own) for part, begun in parts])
+    return torch.cat([_chain(part, right, begun, operand) for part, begun in parts])
 
 
 def products_reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -91,12 +92,12 @@ def products_reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     extension = native.get(worth) if left.device.type == "cpu" else None
     if extension is None:
         return torch.stack([product_reference(left[i], right[i]) for i in range(count)])
-    own = OPERANDS[left.dtype]
+    operand = OPERANDS[left.dtype]
     if left.dtype == torch.float32:
         left, right = cut_to_tf32(left), cut_to_tf32(right)
     out = left.new_zeros((count, rows, columns), dtype=torch.float32)
-    for each in zip(left.float(), right.float(), out, strict=True):
-        extension.add_product(*each, *own)
+    for matrices in zip(left.float(), right.float(), out, strict=True):
+        extension.add_product(*matrices, *operand)
     return out
 
 
@@ -106,42 +107,45 @@ def cut_to_tf32(value: torch.Tensor) -> torch.Tensor:
 
 
 def _chain(
-    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, own: Operand
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, operand: Operand
 ) -> torch.Tensor:
-    for first in range(0, left.shape[1], own.terms):
-        last = first + own.terms
-        total = _block(left[:, first:last], right[first:last], total, own)
+    for first in range(0, left.shape[1], operand.terms):
+        last = first + operand.terms
+        total = _block(left[:, first:last], right[first:last], total, operand)
     return total
 
 
 def _block(
-    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, own: Operand
+    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, operand: Operand
 ) -> torch.Tensor:
-    """One instruction: a sum that is exact of terms that are cut, and is cut to fp32."""
-    some, others, begun = left.double(), right.double(), total.double()
-    of_some, of_others = _exponents(some, own.least), _exponents(others, own.least)
-    top = _exponents(begun, -126).clamp(min=LEAST)
-    for k in range(some.shape[1]):
-        top = torch.maximum(top, of_some[:, k, None] + of_others[None, k])
-    scale = torch.ldexp(torch.ones_like(begun), FRACTION - top)
-    found = torch.trunc(begun * scale)
-    for k in range(some.shape[1]):
-        found += torch.trunc(some[:, k, None] * others[None, k] * scale)
-    finite = _cut_to_fp32(found / scale)
-    if all(bool(each.isfinite().all()) for each in (some, others, begun)):
+    """Makes one instruction's sums: terms are cut, added up exactly, and the sum is cut to fp32."""
+    left_64, right_64, total_64 = left.double(), right.double(), total.double()
+    left_exponents, right_exponents = (
+        _exponents(left_64, operand.least),
+        _exponents(right_64, operand.least),
+    )
+    top = _exponents(total_64, -126).clamp(min=LEAST)
+    for k in range(left_64.shape[1]):
+        top = torch.maximum(top, left_exponents[:, k, None] + right_exponents[None, k])
+    scale = torch.ldexp(torch.ones_like(total_64), FRACTION - top)
+    sums = torch.trunc(total_64 * scale)
+    for k in range(left_64.shape[1]):
+        sums += torch.trunc(left_64[:, k, None] * right_64[None, k] * scale)
+    finite = _cut_to_fp32(sums / scale)
+    if all(bool(matrix.isfinite().all()) for matrix in (left_64, right_64, total_64)):
         return finite
     # of what is finite only the sign counts beside infinities
-    beside = _signs(begun)
-    for k in range(some.shape[1]):
-        beside = beside + _signs(some[:, k, None]) * _signs(others[None, k])
+    signs = _signs(total_64)
+    for k in range(left_64.shape[1]):
+        signs = signs + _signs(left_64[:, k, None]) * _signs(right_64[None, k])
     nan = torch.tensor(NAN, dtype=torch.int32, device=total.device).view(torch.float32)
-    found = torch.where(beside.isfinite(), finite, beside.float())
-    return torch.where(beside.isnan(), nan, found)
+    sums = torch.where(signs.isfinite(), finite, signs.float())
+    return torch.where(signs.isnan(), nan, sums)
 
 
 def _exponents(value: torch.Tensor, least: int) -> torch.Tensor:
-    own = (torch.frexp(value).exponent - 1).clamp(min=least)
-    return torch.where((value == 0) | ~value.isfinite(), NO_EXPONENT, own)
+    exponents = (torch.frexp(value).exponent - 1).clamp(min=least)
+    return torch.where((value == 0) | ~value.isfinite(), NO_EXPONENT, exponents)
 
 
 def _signs(value: torch.Tensor) -> torch.Tensor:

@@ -196,11 +196,11 @@ def test_owners_get_each_number_of_their_matrices_once(layout, sizes):
     far = exchanged(near, [bucket.sent for bucket in buckets])
     for rank, (bucket, coming) in enumerate(zip(buckets, far, strict=True)):
         assert len(coming) == sum(bucket.received)
-        assert bucket.own == [index for index, owner in enumerate(owners) if owner == rank]
-        for index, matrix in zip(bucket.own, unpacked(bucket, coming), strict=True):
+        assert bucket.indices == [index for index, owner in enumerate(owners) if owner == rank]
+        for index, matrix in zip(bucket.indices, unpacked(bucket, coming), strict=True):
             assert torch.equal(matrix, views[index])
         wanted = sorted(
-            number for index in bucket.own for number in views[index].flatten().tolist()
+            number for index in bucket.indices for number in views[index].flatten().tolist()
         )
         assert sorted(coming.tolist()) == wanted
 
@@ -213,7 +213,7 @@ def test_ranks_get_their_parts_of_all_updates(layout, sizes):
     far = []
     for bucket in buckets:
         own = torch.full((sum(bucket.leaving),), -1)
-        pack(bucket, [views[index].clone() for index in bucket.own], own)
+        pack(bucket, [views[index].clone() for index in bucket.indices], own)
         assert not (own == -1).any()
         far.append(own)
     back = exchanged(far, [bucket.leaving for bucket in buckets])

@@ -186,7 +186,7 @@ class Bucket:
         self.owner = owners[0] if together else None
         ranks = range(len(boxes))
         self.pieces = [matrix.piece for matrix in matrices]
-        self.own = [index for index, owner in enumerate(owners) if owner == rank]
+        self.indices = [index for index, owner in enumerate(owners) if owner == rank]
         order = sorted(range(len(matrices)), key=lambda i: (not gives[owners[i]], owners[i]))
         returned = dict.fromkeys(ranks, 0)
         owned_parts = []
@@ -212,7 +212,7 @@ class Bucket:
         """Numbers of updates that go to each."""
         for taker, shards in enumerate(boxes):
             place = 0
-            for turn, index in enumerate(self.own):
+            for turn, index in enumerate(self.indices):
                 shard = shards[matrices[index].piece.param]
                 for run, first in matrices[index].runs:
                     box, outer = within(common(shard, run), run), sizes_of(run)

@@ -246,8 +246,8 @@ MUTANTS = {
             "(exp_avg.double() * beta1 + (grad * one_minus_beta1).double()).float()",
         ),
         "twin: update in fp64": (
-            "return param - found * lr",
-            "return (param.double() - found.double() * lr).float()",
+            "return param - direction * lr",
+            "return (param.double() - direction.double() * lr).float()",
         ),
         "both: bias correction off by one step": ('group["step"])', 'group["step"] - 1)'),
         "both: beta rounded before the power": ("power(beta,", "power(round_row([beta])[0],"),
@@ -271,7 +271,7 @@ MUTANTS = {
             "momentum_b",
             "sgd_nesterov",
         ),
-        "kernel: dampening left out": ("kept * update", "update", "sgd_momentum"),
+        "kernel: dampening left out": ("grad_share * update", "update", "sgd_momentum"),
         "twin: decay before the momentum": (
             "grad if decoupled",
             "grad if not decoupled",
@@ -301,15 +301,18 @@ MUTANTS = {
     ("rules/muon.py", steps_of_muon): {
         "never nesterov": ("mixed = momentum if nesterov else 1.0", "mixed = 1.0"),
         "decay by an lr of fp64": ('lr = round_to_fp32(float(group["lr"]))', 'lr = group["lr"]'),
-        "kernel: the buffer as it was": ("mixed * buffer + beside", "mixed * moments[0] + beside"),
-        "kernel: decay of what is updated": (
-            "kept * param - lr * grad",
-            "kept * (param - lr * grad)",
+        "kernel: the buffer as it was": (
+            "mixed * buffer + grad_share",
+            "mixed * moments[0] + grad_share",
         ),
-        "twin: the gradient whole": ("buffer * mixed + grad * beside", "buffer * mixed + grad"),
+        "kernel: decay of what is updated": (
+            "decay_factor * param - lr * grad",
+            "decay_factor * (param - lr * grad)",
+        ),
+        "twin: the gradient whole": ("buffer * mixed + grad * grad_share", "buffer * mixed + grad"),
         "twin: decay of what is updated": (
-            "param * kept - grad * lr",
-            "(param - grad * lr) * kept",
+            "param * decay_factor - grad * lr",
+            "(param - grad * lr) * decay_factor",
         ),
     },
     ("formats/bfloat16.py", steps_with): {

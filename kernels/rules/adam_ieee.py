@@ -262,9 +262,9 @@ def reference(decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
         after: Moments = (exp_avg, exp_avg_sq)
         if len(moments) > len(after):
             after = (*after, torch.maximum(moments[2], exp_avg_sq))  # NaN where one is
-        found = direction_reference(exp_avg, after[-1], scalars)
-        found = found + param * weight_decay if decoupled else found
-        return param - found * lr, after
+        direction = direction_reference(exp_avg, after[-1], scalars)
+        direction = direction + param * weight_decay if decoupled else direction
+        return param - direction * lr, after
 
     return update
 

@@ -37,8 +37,8 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     momentum, nesterov, weight_decay = hyper(group)
     lr = round_to_fp32(float(group["lr"]))
     mixed = momentum if nesterov else 1.0
-    kept = 1.0 - lr * weight_decay
-    return round_row((momentum, 1.0 - momentum, mixed, 1.0 - mixed, kept, lr))
+    decay_factor = 1.0 - lr * weight_decay
+    return round_row((momentum, 1.0 - momentum, mixed, 1.0 - mixed, decay_factor, lr))
 
 
 @helper
@@ -46,45 +46,45 @@ def prepare(hyper_ptr, lr, step):
     one = tl.full((), 1.0, tl.float64)
     momentum = number(hyper_ptr, MOMENTUM)
     mixed = tl.where(number(hyper_ptr, NESTEROV) != 0, momentum, one)
-    kept = one - lr.to(tl.float64) * number(hyper_ptr, WEIGHT_DECAY)
+    decay_factor = one - lr.to(tl.float64) * number(hyper_ptr, WEIGHT_DECAY)
     return (
         momentum.to(tl.float32),
         (one - momentum).to(tl.float32),
         mixed.to(tl.float32),
         (one - mixed).to(tl.float32),
-        kept.to(tl.float32),
+        decay_factor.to(tl.float32),
         lr,
     )
 
 
 @helper
 def direction(param, moments, grad, scalars):
-    momentum, rest, mixed, beside, _, _ = scalars
+    momentum, rest, mixed, grad_share, _, _ = scalars
     buffer = momentum * moments[0] + rest * grad
-    return mixed * buffer + beside * grad, (buffer,)
+    return mixed * buffer + grad_share * grad, (buffer,)
 
 
 @helper
 def apply(param, moments, grad, scalars):
-    _, _, _, _, kept, lr = scalars
-    return kept * param - lr * grad, ()
+    _, _, _, _, decay_factor, lr = scalars
+    return decay_factor * param - lr * grad, ()
 
 
 def direction_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
     """The direction of a gradient and its momentum; fp32 or fp64."""
-    momentum, rest, mixed, beside = scalars[:4]
+    momentum, rest, mixed, grad_share = scalars[:4]
     buffer = moments[0] * momentum + grad * rest
-    return buffer * mixed + grad * beside, (buffer,)
+    return buffer * mixed + grad * grad_share, (buffer,)
 
 
 def apply_reference(
     param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
 ) -> tuple[torch.Tensor, Moments]:
     """The weight after its decay and an update, `grad`; fp32 or fp64."""
-    kept, lr = scalars[4:6]
-    return param * kept - grad * lr, ()
+    decay_factor, lr = scalars[4:6]
+    return param * decay_factor - grad * lr, ()
 
 
 @helper

@@ -34,8 +34,8 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     lr in units of the parameter per unit of the gradient. 1 - dampening is 1 at the first step.
     """
     momentum, dampening, weight_decay = hyper(group)
-    kept = 1.0 if group["step"] == 1 else 1.0 - dampening
-    return round_row((momentum, kept, weight_decay, float(group["lr"])))
+    grad_share = 1.0 if group["step"] == 1 else 1.0 - dampening
+    return round_row((momentum, grad_share, weight_decay, float(group["lr"])))
 
 
 @helper
@@ -54,7 +54,7 @@ def updated(
     param, moments, grad, scalars, MOMENTS: tl.constexpr, NESTEROV: tl.constexpr,
     DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    momentum, kept, weight_decay, lr = scalars
+    momentum, grad_share, weight_decay, lr = scalars
     update = grad
     if not DECOUPLED:
         update = update + weight_decay * param
@@ -62,7 +62,7 @@ def updated(
     if MOMENTS > 0:
         # as torch, a group whose momentum is 0 for a while leaves the buffer, and dampens nothing
         rests = momentum == 0
-        momentum_buffer = momentum * moments[0] + kept * update
+        momentum_buffer = momentum * moments[0] + grad_share * update
         with_momentum = update + momentum * momentum_buffer if NESTEROV else momentum_buffer
         update = tl.where(rests, update, with_momentum)
         after = (tl.where(rests, moments[0], momentum_buffer),)
@@ -81,12 +81,12 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
 
         (Sutskever et al. 2013); with decoupled decay as Loshchilov & Hutter 2019, arXiv:1711.05101.
         """
-        momentum, kept, weight_decay, lr = scalars
+        momentum, grad_share, weight_decay, lr = scalars
         direction = grad if decoupled else grad + param * weight_decay
         after: Moments = ()
         if moments:
             rests = torch.as_tensor(momentum == 0, device=param.device)
-            momentum_buffer = moments[0] * momentum + direction * kept
+            momentum_buffer = moments[0] * momentum + direction * grad_share
             mixed = direction + momentum_buffer * momentum if nesterov else momentum_buffer
             direction = torch.where(rests, direction, mixed)
             after = (torch.where(rests, moments[0], momentum_buffer),)

@@ -11,7 +11,7 @@ FOLDERS = ("megaopt", "kernels", "integration")
 SHARED = (ast.Attribute, ast.arg, ast.keyword)
 """Where a name stands that readers know without the file it is from."""
 NAMED = re.compile(r"`([a-z_]\w*)(?:\(\))?`")
-INVERTED = re.compile(r"(Of|By|As|None|Nothing)\b")
+INVERTED = re.compile(r"(Of|By|As|None|Nothing|Where|In|What|Those|That|Which|How|So)\b")
 """How a docstring begins that leaves out what it is about."""
 REFUSAL = re.compile(r"\bnot\s+allowed\b")
 """The words of a message that names no value that would do: "must be ..., got ..." does."""

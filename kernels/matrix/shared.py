@@ -127,7 +127,7 @@ class Exchange(Protocol):
     is_nccl: bool
     """Messages are NCCL's, which a CUDA graph can capture."""
     keeps_order: bool
-    """What goes to owners comes behind what went back before: both are messages of one stream."""
+    """Messages to owners come behind those that went back before: all are of one stream."""
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up in place over the ranks that hold the other parts of the same matrices."""

@@ -26,7 +26,7 @@ On two H200s a message of 117 MB takes 0.3 ms, and the products of such a matrix
 of parts and whole matrices stay below half a gigabyte.
 """
 ALL_IN_ONE = 1.5
-"""So many times that are one bucket, where nothing is left for another.
+"""The largest only bucket, in ROOMs: what fits into it is not cut.
 
 The calls for a bucket take 0.4 to 0.5 ms of an H200's host, the products of 48 matrices of a GPT of
 124M, 85 MB a rank, 1.3 ms, and their messages 0.1 ms each.

@@ -1,6 +1,6 @@
 """Moments of an optimizer beside exact ones, over many steps with the same gradients.
 
-What tests/megaopt/test_block_fidelity.py asks of moments in blocks.
+What tests/megaopt/state/test_block_fidelity.py asks of moments in blocks.
 """
 
 from __future__ import annotations

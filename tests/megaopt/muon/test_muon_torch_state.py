@@ -94,7 +94,7 @@ def test_each_rule_has_a_state_dict_of_its_own():
 
 
 def test_the_part_of_adamw_is_that_of_fused_adam():
-    """So that torch.optim.AdamW goes on from it as tests/megaopt/test_torch_state.py shows."""
+    """So that torch.optim.AdamW goes on from it as saving/test_torch_state.py shows."""
     ours = made(adam_eps=1e-6)
     vector, matrix = (copy.deepcopy(params_of(ours)[place]) for place in ADAMWS)
     groups = [{"params": [vector], "eps": 1e-6, "lr": 0.125}, {"params": [matrix], "eps": 1e-5}]

@@ -140,7 +140,7 @@ def test_full_disk_is_an_oserror_and_leaves_the_older_file(path):
 
 @pytest.mark.parametrize("kill", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_killed_saves_leave_the_old_file_or_the_new_one(tmp_path, kill):
-    script = Path(__file__).parents[1] / "support" / "killed_saves.py"
+    script = Path(__file__).parents[2] / "support" / "killed_saves.py"
     command = [sys.executable, str(script), str(tmp_path), str(kill)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

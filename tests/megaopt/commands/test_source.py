@@ -12,7 +12,7 @@ import pytest
 import megaopt
 from megaopt.commands.source import SourceError, describe_source, portable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CACHES = shutil.ignore_patterns("__pycache__")
 
 # each stage prints what is described; the package is imported once, since that takes seconds

@@ -379,6 +379,6 @@ def test_no_operation_mixes_host_and_card():
     backends = importlib.import_module("torch.utils.backend_registration")
     if not hasattr(backends, "_setup_privateuseone_for_python_backend"):
         pytest.skip("this torch makes no device in Python")
-    script = Path(__file__).parents[1] / "support" / "devices_apart.py"
+    script = Path(__file__).parents[2] / "support" / "devices_apart.py"
     found = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "done\n"), found.stdout + found.stderr[-3000:]

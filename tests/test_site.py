@@ -19,7 +19,7 @@ def shown(place, markdown=""):
 
 @pytest.mark.parametrize("guide", ["how-to/clipping.md", "diff.md", "faq.md", "api.md"])
 @pytest.mark.parametrize(
-    "inside", ["design.md", "reliability.md", "adding.md", "benchmarks/README.md"]
+    "inside", ["reliability.md", "design.md", "internals.md", "adding.md", "benchmarks/README.md"]
 )
 def test_a_search_finds_guides_before_what_is_inside(guide, inside):
     assert shown(guide)[1] > shown(inside)[1]

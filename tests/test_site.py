@@ -18,7 +18,9 @@ def shown(place, markdown=""):
 
 
 @pytest.mark.parametrize("guide", ["how-to/clipping.md", "diff.md", "faq.md", "api.md"])
-@pytest.mark.parametrize("inside", ["reliability.md", "design.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "inside", ["reliability.md", "design.md", "internals.md", "adding.md", "benchmarks/README.md"]
+)
 def test_a_search_finds_guides_before_what_is_inside(guide, inside):
     assert shown(guide)[1] > shown(inside)[1]
 

@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"^megaopt regress$": "make regress does",
     r"configs/gpt_tiny_fp8": "the same as megaopt regress gpt_tiny_fp8",
     r"runs/|megaopt record": "of a training script of the reader's",
-    r"make (test|check|package|types|docs)": "CI runs it",
+    r"make (test|check|package|lint|types|docs)": "CI runs it",
     r"make shell": "opens a shell",
     r"--write|--record": "writes files of the repository anew",
     r"galore test$": "a name: it asks for a matrix",

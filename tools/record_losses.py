@@ -2,8 +2,9 @@
 
     python tools/record_losses.py AVX512=out/avx512/gpt_tiny AVX2=out/avx2/gpt_tiny
 
-Each argument names a kind of processor and the folder of a run's record.json; CONTRIBUTING.md says
-by which variables one processor passes for another. All runs are of one config of this checkout.
+Each argument names a kind of processor and the folder of a run's record.json; docs/internals.md
+says by which variables one processor passes for another. All runs are of one config of this
+checkout.
 """
 
 import json

@@ -4,7 +4,8 @@ import posixpath
 import re
 from typing import Any
 
-INSIDE = ("design.md", "regression.md", "reliability.md", "tried.md", "numbers.md", "benchmarks/")
+INSIDE = ("design.md", "internals.md", "adding.md", "regression.md", "reliability.md", "tried.md")
+INSIDE += ("numbers.md", "benchmarks/")
 """Pages for those who ask how it is made: a search lists them behind the others."""
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)\s]+)(\))")
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe: quantizers from a file outside the package, without an edit."""
+"""The recipe of docs/adding.md: quantizers from a file outside the package."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipes: a rule and a format from a file outside the package, without an edit."""
+"""The recipes of docs/adding.md: a rule and a format from a file outside the package."""
 
 import importlib.util
 

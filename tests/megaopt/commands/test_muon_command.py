@@ -18,7 +18,7 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
 from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
-from megaopt.commands.muon.check import Case, Finding, chance, in_fp64
+from megaopt.commands.muon.check import CaseErrors, OrthogonalCase, chance, in_fp64
 from megaopt.kernels.matrix import muon
 from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
 
@@ -81,12 +81,12 @@ def test_a_broken_ratio_is_noticed(megaopt, monkeypatch):
 
 
 def test_nan_and_other_bits_are_beyond_every_bound():
-    case = Case(4, 8, "random", "standard", "bf16")
+    case = OrthogonalCase(4, 8, "random", "standard", "bf16")
     for error, above, bits, holds in (
         (1e-3, 0, None, True), (1e-3, 0, True, True), (1e-3, 0, False, False),
         (math.nan, 1, None, False), (1.2e-2, 13, True, True), (1.2e-2, 14, True, False),
     ):  # fmt: skip
-        assert Finding(case, error, 1e-2, 14, above, bits).holds == holds
+        assert CaseErrors(case, error, 1e-2, 14, above, bits).holds == holds
 
 
 def test_chance_is_that_of_coins():

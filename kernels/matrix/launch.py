@@ -15,7 +15,7 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import Replayed, call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, addresses_of, stream_of
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
@@ -664,7 +664,7 @@ class Products:
         step_table, step, count = None, None, 0
         if plan is not None and scalars is not None:
             step_table, count = plan.table(), scalars.shape[1]
-            step = Spec(plan.formats, plan.rule, controls is not None)
+            step = KernelSpec(plan.formats, plan.rule, controls is not None)
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),

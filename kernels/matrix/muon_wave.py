@@ -39,7 +39,7 @@ from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
-from megaopt.kernels.products.epilogue import Numbers
+from megaopt.kernels.products.epilogue import ProductCoefficients
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Shape
 
@@ -58,7 +58,7 @@ class NotedLaunch:
     """A launch of products in a workspace, which may have moved when it is launched again."""
 
     def __init__(
-        self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
+        self, launch: Any, runs: numpy.ndarray, numbers: ProductCoefficients, device: torch.device
     ) -> None:
         self._launch, self._runs, self._numbers = launch, runs, numbers
         self._table, self._shift = DeviceTable(device), 0
@@ -103,7 +103,7 @@ class Notes:
         scale: torch.Tensor | None = None,
         **numbers: float,
     ) -> None:
-        launch_numbers = Numbers(**numbers)
+        launch_numbers = ProductCoefficients(**numbers)
         launches = self._tables.prepared(
             factors_of(left, right, out, add, scale), symmetry, launch_numbers
         )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, Part, Piece
+from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, MatrixPart, ParameterMatrix
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, hand_out, reduced
 
@@ -41,7 +41,7 @@ Box = tuple[tuple[int, int], ...]
 class Matrix(NamedTuple):
     """A matrix of a parameter, and where it lies there."""
 
-    piece: Piece
+    piece: ParameterMatrix
     runs: list[tuple[Box, int]]
     """Boxes of the parameter, and where their numbers begin in the matrix."""
 
@@ -55,7 +55,7 @@ def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[M
         boxes = [box_of(first, size, shape) for first, size in cut.runs if size]
         firsts = accumulate((size for _, size in cut.runs if size), initial=0)
         if boxes:
-            piece = Piece(param, row_range, tuple(cut.shape))
+            piece = ParameterMatrix(param, row_range, tuple(cut.shape))
             matrices.append(Matrix(piece, list(zip(boxes, firsts, strict=False))))
     return matrices
 
@@ -197,7 +197,7 @@ class Bucket:
                 numel = math.prod(sizes_of(box))
                 if numel:
                     first = _offset(within(box, local_box), sizes_of(local_box))
-                    owned_parts.append((Part(index, first, numel), owners[index]))
+                    owned_parts.append((MatrixPart(index, first, numel), owners[index]))
                     returned[owners[index]] += numel
         starts = dict(zip(ranks, accumulate(returned.values(), initial=0), strict=False))
         self.parts, self.returned = [part for part, _ in owned_parts], []
@@ -350,7 +350,7 @@ class Owners:
         ]  # where all ranks have all, nobody is preferred
         costs = [cost_of(matrix.piece.shape) for matrix in matrices]
         owners = owners_of(costs, holders, len(places))
-        self.owned: list[list[Piece]] = [[] for _ in places]
+        self.owned: list[list[ParameterMatrix]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
         local = {
             index: runs

@@ -20,7 +20,13 @@ from megaopt.commands.muon import bench, check
 from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
 from megaopt.commands.muon.check import CaseErrors, OrthogonalCase, chance, in_fp64
 from megaopt.kernels.matrix import muon
-from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
+from megaopt.kernels.matrix.muon import (
+    MatrixScales,
+    Orthogonal,
+    Workspace,
+    coefficients_of,
+    iterated,
+)
 
 CPU = torch.device("cpu")
 TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 14)
@@ -160,8 +166,8 @@ def test_operations_are_those_of_grams_form(shape):
     first, short = torch.empty(shape, device="meta"), min(shape)
     squares = [[first.new_empty(short, short)] for _ in range(4)]
     how, counted = Orthogonal(SIMPLE, precision="fp16", restarts=(2,)), Counted()
-    scales = Scales(*[None] * len(Scales._fields))
-    iterated(Room([first], [first.clone()], squares), scales, how, True, counted)
+    scales = MatrixScales(*[None] * len(MatrixScales._fields))
+    iterated(Workspace([first], [first.clone()], squares), scales, how, True, counted)
     assert operations(TensorSet.of_shapes("", "", [shape])) == counted.total
 
 

@@ -218,7 +218,7 @@ class GaLoreBucket:
         self._projecting, self._making = Replayed(device), Replayed(device)
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: tables are made by it."""
         self._begins = begins
         targets = begins["near"] + numpy.cumsum(self._sizes) - self._sizes
         arguments = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device

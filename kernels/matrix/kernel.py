@@ -218,7 +218,7 @@ def project_kernel(
     workspace,  # numbers of a slab's workspace
     scalar_count,
     PRODUCT: tl.constexpr,
-    STEP: tl.constexpr,  # chunks.spec.Spec of Adam's step; None: only the sums are stored
+    STEP: tl.constexpr,  # chunks.spec.KernelSpec of Adam's step; None: only the sums are stored
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab

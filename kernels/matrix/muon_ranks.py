@@ -106,7 +106,7 @@ class MuonBucket:
         self._copies: list[tuple[BoxCopies, BoxCopies]] = []
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: tables are made by it."""
         self._begins = begins
         if self._norms is not None:
             self._norms.lie(begins)

@@ -308,7 +308,7 @@ def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch
     """Casts fp32 directions to 16 bits, each times its power of two.
 
     table: int64, as a step's: GRAD has the directions, WEIGHT where they go. scales: fp32 [factors,
-    directions], in the order of muon.Scales.
+    directions], in the order of muon.MatrixScales.
     """
     options: dict[str, object] = {
         "SOURCE": WEIGHTS[torch.float32],

@@ -365,7 +365,7 @@ class TorchBucket:
         self._out: Tensors = []
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: no launch must know it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: no launch must know it."""
 
     def ready(self) -> None:
         """Takes the memory of what is added up."""
@@ -511,7 +511,7 @@ class SharedSteps:
 
     Args:
         formats: of every buffer; `matrix` is set.
-        making: how owners make updates: Making, or as it.
+        making: how owners make updates: UpdateMaker, or as it.
         groups: for each parameter its row of scalars.
         places: of each rank's part in its parameter.
         low_places: of its moments, in all of them.

@@ -87,7 +87,7 @@ class RowMajorMatrices(NamedTuple):
 
 
 class Places(NamedTuple):
-    """A run's matrices, as tiles are loaded and stored: descriptors, or Memory."""
+    """A run's matrices, as tiles are loaded and stored: descriptors, or RowMajorMatrices."""
 
     left: Any
     right: Any
@@ -111,7 +111,7 @@ def place_in(
     entries, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Makes the descriptor, or Memory, of a run's matrices; row: of their address in the table."""
+    """Makes a run's descriptor, or RowMajorMatrices; row: of the matrices' address in the table."""
     ptr = entry(entries, row).to(tl.pointer_type(ELEMENT))
     stride, apart = entry(entries, row + 1), entry(entries, row + 2)
     if KIND.described:

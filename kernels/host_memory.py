@@ -128,7 +128,7 @@ def pinned_by(replacement: Pinning) -> Iterator[None]:
 # --- memory
 
 
-class Chunk:
+class HostAllocation:
     """One allocation; freed when neither it nor a tensor in it is left."""
 
     held = 0
@@ -137,10 +137,10 @@ class Chunk:
     """The calls that free what could not be freed yet."""
 
     def __init__(self, size: int, device: torch.device, by: Pinning) -> None:
-        Chunk._left[:] = [free for free in Chunk._left if not free()]
+        HostAllocation._left[:] = [free for free in HostAllocation._left if not free()]
         self.size, self.used = size, 0
         self.address = by.allocate(size, device)
-        Chunk.held += size
+        HostAllocation.held += size
         freeing = weakref.finalize(self, _free, by, self.address, size, device)
         freeing.atexit = False  # tensors may outlive the interpreter; the process ends anyway
 
@@ -167,16 +167,16 @@ def _free(by: Pinning, address: int, size: int, device: torch.device) -> None:
         done = True
         with suppress(Exception):  # the process ends, and the device is gone before
             done = by.free(address, device)
-        Chunk.held -= size * done
+        HostAllocation.held -= size * done
         return done
 
     if not free():
-        Chunk._left.append(free)
+        HostAllocation._left.append(free)
 
 
 def held_bytes() -> int:
     """Bytes of pinned host memory that states of this process hold."""
-    return Chunk.held
+    return HostAllocation.held
 
 
 def padded(size: int) -> int:
@@ -189,7 +189,7 @@ class HostMemory:
 
     def __init__(self, device: torch.device, by: Pinning | None = None) -> None:
         self.device, self.by = device, by or pinning()
-        self._chunk: Chunk | None = None
+        self._chunk: HostAllocation | None = None
         self._total = 0
 
     @contextmanager
@@ -222,9 +222,9 @@ class HostMemory:
             self._chunk = self._new(max(padded(size), SMALLEST, min(self._total, LARGEST)))
         return self._chunk.take(size).view(dtype).view(shape)
 
-    def _new(self, size: int) -> Chunk:
+    def _new(self, size: int) -> HostAllocation:
         try:
-            chunk = Chunk(size, self.device, self.by)
+            chunk = HostAllocation(size, self.device, self.by)
         except HostMemoryError as error:
             raise HostMemoryError(_refusal(size, self.device, error)) from None
         self._total += size

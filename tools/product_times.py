@@ -19,7 +19,7 @@ from digest_times import gpu_ms, summary
 
 from megaopt.commands.environment import describe
 from megaopt.commands.source import describe_source
-from megaopt.kernels.products.launch import TILES, Tables, Tile, products, symmetric_products
+from megaopt.kernels.products.launch import TILES, ProductTile, Tables, products, symmetric_products
 
 ROUNDS = 5
 
@@ -78,7 +78,7 @@ class Lists:
             else:
                 torch.bmm(left, right, out=out)
 
-    def by_launch(self, tile: Tile | None = None) -> None:
+    def by_launch(self, tile: ProductTile | None = None) -> None:
         """One launch for all cases."""
         left, right, out = (
             [matrix for each in batches for matrix in each]
@@ -99,7 +99,7 @@ def captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def tiles_of(lists: Lists) -> dict[str, Tile]:
+def tiles_of(lists: Lists) -> dict[str, ProductTile]:
     """Those that such results take, by name."""
     return {
         f"{tile.rows} x {tile.columns}, {tile.warps} warps": tile

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
     """The numbers that random words are made of (draws.draw_of)."""
 
 
-class Scales(NamedTuple):
+class ChunkScales(NamedTuple):
     """The factors of a chunk's codes when they are read and when they are stored."""
 
     param: Any

@@ -11,7 +11,7 @@ from megaopt.kernels.rules.base import Rule
 
 
 @dataclass(frozen=True)
-class Spec:
+class KernelSpec:
     """One combination of formats and rule, and how a launch goes over it: one compiled kernel."""
 
     formats: Formats
@@ -74,6 +74,6 @@ class Spec:
         return self.stores and self.formats.writes_grad
 
     @property
-    def amaxes(self) -> Spec:
+    def amaxes(self) -> KernelSpec:
         """The same for the phase that finds amaxes."""
         return replace(self, stores=False)

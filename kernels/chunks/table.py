@@ -47,7 +47,7 @@ class CopyEvent:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PinnedMemory:
     """Memory of the host that the device copies from."""
 
     tensor: torch.Tensor
@@ -60,16 +60,16 @@ class Piece:
         return self.tensor.numpy()
 
 
-def new_piece(like: torch.Tensor) -> Piece:
+def new_piece(like: torch.Tensor) -> PinnedMemory:
     """Memory for a copy to a tensor; pinned where that is on a GPU."""
     on_gpu = like.device.type == "cuda"
     # a step within inference mode makes tensors that no other step could write
     with torch.inference_mode(False):
         memory = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=on_gpu)
-    return Piece(memory, CopyEvent(like.device))
+    return PinnedMemory(memory, CopyEvent(like.device))
 
 
-GIVEN_UP: list[Piece] = []
+GIVEN_UP: list[PinnedMemory] = []
 """Pieces of an Upload that was dropped within a capture, until another is written.
 
 Where pinned memory is freed, torch records an event on each stream that copied from it. On a stream
@@ -87,10 +87,10 @@ class Upload:
     """
 
     def __init__(
-        self, tensor: torch.Tensor, new: Callable[[torch.Tensor], Piece] = new_piece
+        self, tensor: torch.Tensor, new: Callable[[torch.Tensor], PinnedMemory] = new_piece
     ) -> None:
         self.tensor, self._new = tensor, new
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[PinnedMemory] = deque()
 
     def write(self, array: numpy.ndarray, first: int = 0, last: int | None = None) -> None:
         """Copies an array's rows from `first` up to `last` into the tensor's, after what is queued.

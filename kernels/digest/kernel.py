@@ -40,7 +40,7 @@ ELEMENTS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 
 
 @dataclass(frozen=True, order=True)
-class Kind:
+class TensorKind:
     """The properties that tensors share which are read by the same code."""
 
     size: int
@@ -60,10 +60,10 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Spec:
+class DigestSpec:
     """The case that a launch is compiled for: a kind that is not there would cost registers."""
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     geometry: Geometry
     """Blocks are whole rows."""
 

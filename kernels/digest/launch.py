@@ -61,7 +61,7 @@ class DigestPlan:
             for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
         ]
         self.chunks = Chunks(lengths, geometry, device)
-        self._spec = kernel.Spec(tuple(sorted(set(kinds))), geometry)
+        self._spec = kernel.DigestSpec(tuple(sorted(set(kinds))), geometry)
         self._is_complex = any(map(torch.Tensor.is_complex, tensors))
         self._table = DeviceTable(device)
 
@@ -134,22 +134,22 @@ class Digests:
         return out
 
 
-def _kind(tensor: torch.Tensor, place: Place) -> kernel.Kind:
+def _kind(tensor: torch.Tensor, place: Place) -> kernel.TensorKind:
     width, size = kernel.WIDTH.value, tensor.dtype.to_real().itemsize
     if place.stride:
         fits = all(number % width == 0 for number in (place.first, place.run, place.stride))
         order = kernel.IN_RUNS if fits else kernel.SCATTERED
     else:
         order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS
-    return kernel.Kind(size, order.value)
+    return kernel.TensorKind(size, order.value)
 
 
-def _lead(place: Place, kind: kernel.Kind) -> int:
+def _lead(place: Place, kind: kernel.TensorKind) -> int:
     """The places before the tensor's first that its first chunk begins with."""
     return place.first % kernel.WIDTH.value if kind.order == kernel.IN_RUNS.value else 0
 
 
-def _column(tensor: torch.Tensor, place: Place, kind: kernel.Kind) -> dict[int, int]:
+def _column(tensor: torch.Tensor, place: Place, kind: kernel.TensorKind) -> dict[int, int]:
     """A tensor's column of the table, but for its address."""
     mask, pattern = NONFINITE.get(tensor.dtype.to_real(), FINITE)
     # of 8 bytes the upper word

@@ -84,7 +84,7 @@ def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (codes & mask == pattern).sum(-1)
 
 
-class Part(NamedTuple):
+class CodeRange(NamedTuple):
     """Codes of one tensor that follow each other."""
 
     number: int
@@ -100,15 +100,15 @@ class Part(NamedTuple):
         return -(-(self.first % ROW + self.numel) // ROW)
 
 
-def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
+def joined(parts: Iterable[CodeRange], size: int) -> Iterator[list[CodeRange]]:
     """Lists of parts that fill whole rows of `size` elements at most; large ones are cut."""
-    batch, room = list[Part](), size
+    batch, room = list[CodeRange](), size
     for part in parts:
         begin, (number, codes, count, first) = 0, part
         while begin < count:
             end = min(begin + room - (first + begin) % ROW, count)
             piece = codes if end - begin == count else codes[begin:end]
-            batch.append(Part(number, piece, end - begin, first + begin))
+            batch.append(CodeRange(number, piece, end - begin, first + begin))
             begin, room = end, room - batch[-1].rows * ROW
             if not room:
                 yield batch
@@ -116,7 +116,7 @@ def joined(parts: Iterable[Part], size: int) -> Iterator[list[Part]]:
     yield batch
 
 
-def add_in_rows(parts: Sequence[Part], dtype: torch.dtype, out: torch.Tensor) -> None:
+def add_in_rows(parts: Sequence[CodeRange], dtype: torch.dtype, out: torch.Tensor) -> None:
     """Adds the sums of parts, whose codes are of one dtype, to their tensors' rows of `out`."""
     zeros = parts[0].codes.new_zeros(ROW)
     pieces = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.numel) % ROW]) for p in parts)
@@ -149,14 +149,14 @@ def add_reference(
     places: Sequence[Place], tensors: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
     """Adds the sums of tensors at places, and their counts, to rows of `out`, int64 [n, 3]."""
-    alike: dict[torch.dtype, list[Part]] = {}
+    alike: dict[torch.dtype, list[CodeRange]] = {}
     for i, (tensor, tensor_place) in enumerate(zip(tensors, places, strict=True)):
         codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, tensor_place)
         dtype = tensor.dtype.to_real()
         if place.stride:
             add_in_runs(codes, place, dtype, out[i])
         else:
-            alike.setdefault(dtype, []).append(Part(i, codes, count_of(tensor), place.first))
+            alike.setdefault(dtype, []).append(CodeRange(i, codes, count_of(tensor), place.first))
     for dtype, parts in alike.items():
         for batch in filter(None, joined(parts, piece_of(out.device))):
             add_in_rows(batch, dtype, out)

@@ -53,11 +53,11 @@ from megaopt.kernels.matrix.plan import (
 from megaopt.kernels.matrix.products import IEEE
 from megaopt.kernels.matrix.shared import (
     Bucket,
-    Making,
+    BucketMemory,
     MatrixBox,
-    Memory,
-    Run,
+    SharedStepRun,
     Tensors,
+    UpdateMaker,
     params_of,
     renewed,
 )
@@ -69,7 +69,7 @@ UPDATES = Formats(GRADS["float32"], WEIGHTS["float32"], NONE, (), ())
 """The formats of a launch that leaves updates, as ranks are sent them."""
 
 
-class Kind:
+class ProjectionGroup:
     """Matrices that a bucket's owner projects by one launch, and where they lie in `room`.
 
     Args:
@@ -209,16 +209,16 @@ class GaLoreBucket:
         self._came = 4 * numpy.array(low.returned, dtype=numpy.int64)
         self._returned = 4 * numpy.array(bucket.returned, dtype=numpy.int64)
         shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.indices]
-        self._kinds, end = list[Kind](), 0
+        self._kinds, end = list[ProjectionGroup](), 0
         for turns in waves(how, shapes, math.inf):
             chosen = [shapes[turn] for turn in turns]
-            self._kinds.append(Kind(how, turns, chosen, end, device))
+            self._kinds.append(ProjectionGroup(how, turns, chosen, end, device))
             end = self._kinds[-1].end
         self.room = end
         self._projecting, self._making = Replayed(device), Replayed(device)
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: tables are made by it."""
         self._begins = begins
         targets = begins["near"] + numpy.cumsum(self._sizes) - self._sizes
         arguments = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device
@@ -250,13 +250,13 @@ class GaLoreBucket:
     def ready(self) -> None:
         """Takes nothing but the step's memory."""
 
-    def send_grads(self, run: Run, memory: Memory) -> None:
+    def send_grads(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Leaves this rank's parts of gradients in `near`."""
         if run.has_moved:
             self._grads.look(run.addresses["grad"][self._params] + self._firsts, memory.whole)
         self._grads.copy(memory.whole)
 
-    def renew(self, run: Run, memory: Memory) -> None:
+    def renew(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Puts gradients together, and makes the projections anew whose turn it is."""
         self._grads_come.copy(memory.whole)
         pairs = (
@@ -266,7 +266,7 @@ class GaLoreBucket:
         )
         renewed(self._bucket, run.renewal, list(dict(sorted(pairs)).values()))
 
-    def project(self, run: Run, memory: Memory) -> None:
+    def project(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Projects gradients, and leaves the parts of that in `far`."""
         if not self._kinds:
             return
@@ -284,7 +284,7 @@ class GaLoreBucket:
 
         self._launch(None if is_due else self._projecting, memory, projections, launches)
 
-    def direct(self, run: Run, memory: Memory) -> None:
+    def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps moments by what has come, and leaves directions in `wide`."""
         if run.has_moved:
             base, begins = memory.whole.data_ptr(), self._begins
@@ -293,10 +293,10 @@ class GaLoreBucket:
             self._apply.look(run.addresses, grad=base + begins["back"] + self._returned)
         self._direction.step(run.scalars, run.controls)
 
-    def send(self, memory: Memory) -> None:
+    def send(self, memory: BucketMemory) -> None:
         """Does nothing: directions already are as they are sent."""
 
-    def make(self, run: Run, memory: Memory, update: None) -> None:
+    def make(self, run: SharedStepRun, memory: BucketMemory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
         if not self._kinds:
             return
@@ -310,11 +310,11 @@ class GaLoreBucket:
 
         self._launch(self._making, memory, projections, launches)
 
-    def finish(self, run: Run, memory: Memory) -> None:
+    def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps weights and masters by the updates in `back`."""
         self._apply.step(run.scalars, run.left_out)
 
-    def _projections(self, run: Run) -> list[Tensors]:
+    def _projections(self, run: SharedStepRun) -> list[Tensors]:
         """Returns the projections of the matrices of each kind."""
         params = params_of(self._bucket)
         return [
@@ -325,7 +325,7 @@ class GaLoreBucket:
     def _launch(
         self,
         replayed: Replayed | None,
-        memory: Memory,
+        memory: BucketMemory,
         projections: list[Tensors],
         launches: Callable[[], None],
     ) -> None:
@@ -357,7 +357,7 @@ def _turned(box: Box) -> Box:
 # --- the plan
 
 
-class GaLoreMaking(Making):
+class GaLoreMaking(UpdateMaker):
     """The exchange among ranks of what launches step; how: of the batch's matrices."""
 
     def __init__(self, how: How) -> None:

@@ -21,9 +21,9 @@ from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block, 
 from megaopt.kernels.chunks.chunk import (
     Block,
     Chunk,
+    ChunkScales,
     Column,
     Pointers,
-    Scales,
     entry,
     place_of,
 )
@@ -197,7 +197,7 @@ def step_low(
     """Takes Adam's step of a tile's rows; direction: where theirs goes, rounded for a product."""
     FORMATS: tl.constexpr = STEP.formats
     PRECISION: tl.constexpr = PRODUCT.precision
-    block, scales = Block(offsets, 0, mask), Scales(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0)
+    block, scales = Block(offsets, 0, mask), ChunkScales(1.0, (1.0, 1.0), 1.0, (1.0, 1.0), 1.0)
     grad = controlled_grad(total, chunk, block, STEP)
     moments = loaded_moments(chunk, scales.moments, block, FORMATS)
     values = updated(grad, tl.zeros_like(grad), moments, chunk, offsets, STEP)
@@ -218,7 +218,7 @@ def project_kernel(
     workspace,  # numbers of a slab's workspace
     scalar_count,
     PRODUCT: tl.constexpr,
-    STEP: tl.constexpr,  # chunks.spec.Spec of Adam's step; None: only the sums are stored
+    STEP: tl.constexpr,  # chunks.spec.KernelSpec of Adam's step; None: only the sums are stored
     SLAB: tl.constexpr,  # terms
     SLABS: tl.constexpr,
     APART: tl.constexpr,  # a program for each slab
@@ -388,7 +388,7 @@ def updated_tile(chunk, param, update, columns, mask, FORMATS: tl.constexpr, RUL
     offsets = row[:, None] * columns + column[None, :]
     values = canonical_values(RULE.update(param, (), update, chunk.scalars), FORMATS)
     words = block_words(chunk.draw, chunk.start, 0, offsets, FORMATS.draws, False, 0, False)
-    block, scales = Block(offsets, 0, mask), Scales(1.0, (), 1.0, (), 1.0)
+    block, scales = Block(offsets, 0, mask), ChunkScales(1.0, (), 1.0, (), 1.0)
     stored_block(chunk, scales, block, values, 0, words, FORMATS)
 
 

@@ -15,7 +15,7 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import Replayed, call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
-from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, addresses_of, stream_of
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
@@ -114,7 +114,7 @@ class WholeTile:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class ProjectionTiles:
     """The tiles of both launches; for matrices that have whole tiles only, and for others."""
 
     project: ProjectTile
@@ -217,13 +217,13 @@ PARTS = (1, 2, 3, 4, 6, 8)
 """
 
 
-def tiles_of(low_rank: LowRank) -> Tiles:
+def tiles_of(low_rank: LowRank) -> ProjectionTiles:
     """Returns the tiles of matrices that are projected so."""
     ahead = low_rank.precision != IEEE
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
         whole = (WholeTile(32, 64, 4, 3), WholeTile(32, 64, 4, 3, inner=64))
-        return Tiles(project, back, project, back, ahead, *whole)
+        return ProjectionTiles(project, back, project, back, ahead, *whole)
     if low_rank.precision == IEEE:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
@@ -233,7 +233,7 @@ def tiles_of(low_rank: LowRank) -> Tiles:
         # two sums of 128 rows and more than 32 ranks spill
         project = ProjectTile(128 if low_rank.rank <= 32 else 64, 32, 128, 4, 4)
         back = BACK_TF32 if low_rank.rank <= BACK_TF32.inner else HIGH_BACK_TF32
-    return Tiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, ahead, STRIP, BLOCK)
+    return ProjectionTiles(project, back, UNEVEN_PROJECT, UNEVEN_BACK, ahead, STRIP, BLOCK)
 
 
 # --- the plan
@@ -293,7 +293,7 @@ def launched_plan(
     device: torch.device,
     places: Sequence[Place] | None = None,
     kernel: str = "hybrid",
-    tiles: Tiles | None = None,
+    tiles: ProjectionTiles | None = None,
 ) -> MatrixPlan:
     """Makes the plan of launches over many matrices, of GALORE's formats, masters without scales.
 
@@ -316,7 +316,7 @@ class How:
     low_rank: LowRank
     kernel: str
     """The kernel, one of LAUNCHED, or BY_SHAPE."""
-    tiles: Tiles
+    tiles: ProjectionTiles
 
     def by_shape(self, tiles: int) -> str:
         """Returns the faster kernel of a launch of so many tiles of projected gradients."""
@@ -453,7 +453,7 @@ class GaLoreLaunches:
             of_matrices: Any = (
                 [sequence[i] for i in indices] for sequence in (shapes, groups, places)
             )
-            self._waves.append((indices, Wave(how, device, *of_matrices)))
+            self._waves.append((indices, ProjectionWave(how, device, *of_matrices)))
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
         self._device, self._replayed = device, Replayed(device)
@@ -664,7 +664,7 @@ class Products:
         step_table, step, count = None, None, 0
         if plan is not None and scalars is not None:
             step_table, count = plan.table(), scalars.shape[1]
-            step = Spec(plan.formats, plan.rule, controls is not None)
+            step = KernelSpec(plan.formats, plan.rule, controls is not None)
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
@@ -729,7 +729,7 @@ class Products:
         return Product(*arguments, projection_rounded=self.how.tiles.ahead)
 
 
-class Wave:
+class ProjectionWave:
     """Steps some matrices of a batch, all with as many slabs and of even shape, or not."""
 
     def __init__(

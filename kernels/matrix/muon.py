@@ -18,7 +18,7 @@ import torch
 
 from megaopt.kernels.formats import WEIGHTS
 from megaopt.kernels.matrix.normuon import BETA2, SECOND_MOMENT, normalized
-from megaopt.kernels.matrix.shared import Making, Part, Piece
+from megaopt.kernels.matrix.shared import MatrixPart, ParameterMatrix, UpdateMaker
 from megaopt.kernels.norm.bins import ROWS, new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.products.launch import products, symmetric_products
@@ -365,7 +365,7 @@ def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
 # --- the norm, and what it makes of the first matrix
 
 
-class Scales(NamedTuple):
+class MatrixScales(NamedTuple):
     """Factors of matrices, fp32 [matrices] each: of products, but for `power`."""
 
     square: torch.Tensor
@@ -380,7 +380,7 @@ class Scales(NamedTuple):
     """The power of two that scales the direction; 1 in bf16."""
 
 
-def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> Scales:
+def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> MatrixScales:
     """Returns the factors of a matrix by its norm, fp32 (1,); is_scaled: to a power of two."""
     least, last = (torch.full_like(norm, number) for number in (eps, ratio))
     norm = torch.where(norm < least, least, norm)  # a NaN stays one
@@ -390,10 +390,10 @@ def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bo
         scaled = ((exponent + 127) << 23).view(torch.float32)
         power = torch.where(norm.isfinite(), scaled, power)
     inverse = 1.0 / (norm * power)
-    return Scales(inverse * inverse, inverse, last, inverse * last, power)
+    return MatrixScales(inverse * inverse, inverse, last, inverse * last, power)
 
 
-def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, Scales]:
+def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, MatrixScales]:
     """Makes what the iteration of a direction, fp32 [m, n], begins with, and its factors."""
     bins, is_scaled = new_bins(direction.device), how.precision == FP16
     numbers = direction if is_scaled else direction.to(how.dtype)
@@ -410,7 +410,7 @@ SQUARES = {False: 2, True: 4}
 """The number of matrices [short, short] that an iteration needs: in standard form, in Gram's."""
 
 
-class Room(NamedTuple):
+class Workspace(NamedTuple):
     """The memory of an iteration: of each matrix."""
 
     first: Matrices
@@ -449,7 +449,9 @@ def gram_sides(matrices: Matrices) -> Matrices:
     return [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
 
 
-def iterated(room: Room, scales: Scales, how: Orthogonal, is_gram: bool, make: Any) -> Matrices:
+def iterated(
+    room: Workspace, scales: MatrixScales, how: Orthogonal, is_gram: bool, make: Any
+) -> Matrices:
     """Makes all products of an iteration of `room.first`; returns where the result is.
 
     make: Immediate(), or what notes products.
@@ -457,7 +459,9 @@ def iterated(room: Room, scales: Scales, how: Orthogonal, is_gram: bool, make: A
     return (_in_gram_form if is_gram else _in_standard_form)(room, scales, how, make)
 
 
-def _in_standard_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Matrices:
+def _in_standard_form(
+    room: Workspace, scales: MatrixScales, how: Orthogonal, make: Any
+) -> Matrices:
     """Makes A = X X^T, B = b A + c A A, X' = a X + B X in each step."""
     (now, target, (gram, power)), last = room, how.steps - 1
     for step, (a, b, c) in enumerate(how.coefficients):
@@ -474,7 +478,7 @@ def _in_standard_form(room: Room, scales: Scales, how: Orthogonal, make: Any) ->
     return now
 
 
-def _in_gram_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Matrices:
+def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: Any) -> Matrices:
     """Makes polynomials of R = X X^T, and multiplies X by them at restarts and at the end.
 
     W = a I + b R + c R R is a step's; Q their product; R' = W R W. Products of these, which commute
@@ -506,7 +510,7 @@ def _in_gram_form(room: Room, scales: Scales, how: Orthogonal, make: Any) -> Mat
     return target
 
 
-def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | None:
+def _factor(scales: MatrixScales, is_first: bool, is_last: bool) -> torch.Tensor | None:
     """Returns the factor of a product with X: of the first, of the last, of one that is both."""
     if is_first:
         return scales.only if is_last else scales.inverse
@@ -516,14 +520,14 @@ def _factor(scales: Scales, is_first: bool, is_last: bool) -> torch.Tensor | Non
 # --- the twin
 
 
-def room_of(first: Matrices, is_gram: bool) -> Room:
+def room_of(first: Matrices, is_gram: bool) -> Workspace:
     """Makes new memory for the iteration of matrices."""
     sizes = [min(matrix.shape) for matrix in first]
     squares = [
         [matrix.new_empty(size, size) for matrix, size in zip(first, sizes, strict=True)]
         for _ in range(SQUARES[is_gram])
     ]
-    return Room(first, list(map(torch.empty_like, first)), squares)
+    return Workspace(first, list(map(torch.empty_like, first)), squares)
 
 
 def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
@@ -566,7 +570,7 @@ MUON_PEER = replace(MUON, name="muon_peer", inner=PEER_DIRECTION, apply=PEER_APP
 # --- among ranks
 
 
-class MuonMaking(Making):
+class MuonMaking(UpdateMaker):
     """The way from directions to updates: MUON's, alone and with other ranks, in plain torch."""
 
     def __init__(self, matrix: Matrix) -> None:
@@ -578,16 +582,18 @@ class MuonMaking(Making):
         self.direction = WEIGHTS["float32"] if self.is_scaled else self.sent
         self.shares_work = True
 
-    def sums(self, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
+    def sums(self, pieces: Sequence[ParameterMatrix], device: torch.device) -> torch.Tensor:
         """Makes bins of the norm of each matrix: a bank."""
         return torch.zeros((len(pieces), ROWS, 2), dtype=torch.int64, device=device)
 
-    def measure(self, directions: Matrices, parts: Sequence[Part], sums: torch.Tensor) -> None:
+    def measure(
+        self, directions: Matrices, parts: Sequence[MatrixPart], sums: torch.Tensor
+    ) -> None:
         """Adds the squares of directions to the bins."""
         for part, direction in zip(parts, directions, strict=True):
             accumulate_reference([direction], sums[part.piece][None])
 
-    def notes(self, sums: torch.Tensor, pieces: Sequence[Piece]) -> Scales:
+    def notes(self, sums: torch.Tensor, pieces: Sequence[ParameterMatrix]) -> MatrixScales:
         """Makes the factors of the matrices."""
         ratios = [
             1.0 if self.how.second_moment else self.how.ratio(piece.shape) for piece in pieces
@@ -597,10 +603,10 @@ class MuonMaking(Making):
         scales = [
             scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in pairs
         ]
-        return Scales(*map(torch.cat, zip(*scales, strict=True)))
+        return MatrixScales(*map(torch.cat, zip(*scales, strict=True)))
 
     def send(
-        self, directions: Matrices, parts: Sequence[Part], notes: Scales, out: Matrices
+        self, directions: Matrices, parts: Sequence[MatrixPart], notes: MatrixScales, out: Matrices
     ) -> None:
         """Casts directions, times their matrices' powers of two."""
         if self.is_scaled:
@@ -611,9 +617,9 @@ class MuonMaking(Making):
     def make(
         self,
         wholes: Matrices,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterMatrix],
         indices: Sequence[int],
-        notes: Scales,
+        notes: MatrixScales,
         states: Any,
     ) -> Matrices:
         """Iterates all matrices of one form together, and then steps second moments."""
@@ -624,7 +630,7 @@ class MuonMaking(Making):
             ]
             if chosen:
                 places = torch.tensor([indices[i] for i in chosen], device=wholes[0].device)
-                scales = Scales(*(factors[places] for factors in notes))
+                scales = MatrixScales(*(factors[places] for factors in notes))
                 room = room_of([wholes[i] for i in chosen], is_gram)
                 matrices = iterated(room, scales, self.how, is_gram, Immediate())
                 updates_by_index.update(zip(chosen, matrices, strict=True))
@@ -641,16 +647,16 @@ class MuonMaking(Making):
             normalized_updates.append(normalized(update, *numbers))
         return normalized_updates
 
-    def room(self, shape: Shape, device: torch.device) -> Room:
+    def room(self, shape: Shape, device: torch.device) -> Workspace:
         """Makes the memory of the iteration of a matrix that ranks make together."""
         first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
         return room_of([first], self.how.is_gram(shape))
 
-    def together(self, room: Room, notes: Any, make: Any) -> torch.Tensor:
+    def together(self, room: Workspace, notes: Any, make: Any) -> torch.Tensor:
         """Returns the update of one matrix, by the products of `make`.
 
         notes: None where this rank failed: then it makes no products, and goes on with the others.
         """
-        scales: Any = notes or Scales(*[make] * len(Scales._fields))
+        scales: Any = notes or MatrixScales(*[make] * len(MatrixScales._fields))
         is_gram = self.how.is_gram(room.first[0].shape)
         return iterated(room, scales, self.how, is_gram, make)[0]

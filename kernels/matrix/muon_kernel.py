@@ -14,7 +14,7 @@ from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 BINS: tl.constexpr = tl.constexpr(bins.BANKS * bins.ROWS * 2)
-# Rows of the factors, fp32 [5, matrices], in the order of muon.Scales.
+# Rows of the factors, fp32 [5, matrices], in the order of muon.MatrixScales.
 SQUARE: tl.constexpr = tl.constexpr(0)
 INVERSE: tl.constexpr = tl.constexpr(1)
 LAST: tl.constexpr = tl.constexpr(2)

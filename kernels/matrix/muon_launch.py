@@ -21,7 +21,7 @@ from megaopt.kernels.formats import NONE
 from megaopt.kernels.matrix.muon import OWN, MuonMaking
 from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
 from megaopt.kernels.matrix.muon_ranks import MuonBucket
-from megaopt.kernels.matrix.muon_wave import Part, Wave, parts_of, waves
+from megaopt.kernels.matrix.muon_wave import MatrixGroup, MuonWave, parts_of, waves
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
 from megaopt.kernels.matrix.shared import NEUTRAL, WHOLLY, Local
@@ -83,7 +83,7 @@ def local_launches(
     parts = []
     for piece, runs in local:
         row = 0 if piece.rows is WHOLLY else piece.rows.start
-        parts.append(Part(piece.param, row, [piece.shape], runs))
+        parts.append(MatrixGroup(piece.param, row, [piece.shape], runs))
     return MuonLaunches(formats, parts, shapes, groups, places, device, ROOM)
 
 
@@ -95,7 +95,7 @@ class MuonLaunches:
     def __init__(
         self,
         formats: Formats,
-        parts: Sequence[Part],
+        parts: Sequence[MatrixGroup],
         shapes: Sequence[torch.Size],
         groups: Sequence[int],
         places: Sequence[Place],
@@ -105,7 +105,7 @@ class MuonLaunches:
         assert formats.matrix is not None
         self._device, self._how = device, formats.matrix.how
         layouts = waves(self._how, parts, room)
-        self._waves = [Wave(formats, layout, groups, places, device) for layout in layouts]
+        self._waves = [MuonWave(formats, layout, groups, places, device) for layout in layouts]
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)

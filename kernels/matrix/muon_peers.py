@@ -16,7 +16,7 @@ import torch
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import MASTERS, WEIGHTS
 from megaopt.kernels.matrix.muon import EO, TORCH, Orthogonal
-from megaopt.kernels.matrix.shared import Making
+from megaopt.kernels.matrix.shared import UpdateMaker
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import Work, joined
@@ -205,7 +205,7 @@ class PeerPlans:
         return PeerPlan(formats, rule, groups)
 
 
-class PeerMaking(Making):
+class PeerMaking(UpdateMaker):
     """The steps of ranks that share matrices, as in Emerging-Optimizers' "duplicated" mode."""
 
     plans = PeerPlans()

@@ -29,18 +29,25 @@ from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, stream_of, to_device
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
-from megaopt.kernels.matrix.muon import FP16, Scales
+from megaopt.kernels.matrix.muon import FP16, MatrixScales
 from megaopt.kernels.matrix.muon_wave import (
     Area,
     Iteration,
-    Part,
+    MatrixGroup,
     PartLaunches,
     cast,
     scales_by_norms,
     waves,
 )
 from megaopt.kernels.matrix.normuon import SECOND_MOMENT
-from megaopt.kernels.matrix.shared import WHOLLY, Bucket, MatrixBox, Memory, Piece, Run
+from megaopt.kernels.matrix.shared import (
+    WHOLLY,
+    Bucket,
+    BucketMemory,
+    MatrixBox,
+    ParameterMatrix,
+    SharedStepRun,
+)
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
@@ -99,7 +106,7 @@ class MuonBucket:
         self._copies: list[tuple[BoxCopies, BoxCopies]] = []
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: tables are made by it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: tables are made by it."""
         self._begins = begins
         if self._norms is not None:
             self._norms.lie(begins)
@@ -107,7 +114,7 @@ class MuonBucket:
     def ready(self) -> None:
         """Takes nothing but the step's memory."""
 
-    def direct(self, run: Run, memory: Memory) -> None:
+    def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
         base = memory.whole.data_ptr()
         if run.has_moved:
@@ -121,13 +128,13 @@ class MuonBucket:
             state, measure = (stream_of(self._device), base), self._norms.measure
             self._measured(state, lambda: measure(memory.whole))
 
-    def send(self, memory: Memory) -> None:
+    def send(self, memory: BucketMemory) -> None:
         """Casts fp32 directions, by the sums over all ranks."""
         if self._norms is not None:
             state, cast_all = (stream_of(self._device), memory.whole.data_ptr()), self._norms.cast
             self._cast(state, lambda: cast_all(memory.whole))
 
-    def make(self, run: Run, memory: Memory, update: None) -> None:
+    def make(self, run: SharedStepRun, memory: BucketMemory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
         if not self._iterations:
             return
@@ -158,7 +165,7 @@ class MuonBucket:
             state.append(None if left_out is None else left_out.data_ptr())
         self._made(state, launches)
 
-    def finish(self, run: Run, memory: Memory) -> None:
+    def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps weights and masters by the updates in `back`."""
         self._parts.apply(run.scalars, run.left_out)
 
@@ -189,10 +196,10 @@ class MuonBucket:
         self._copies = planned  # not before all are made
 
 
-def _part_of(piece: Piece) -> Part:
+def _part_of(piece: ParameterMatrix) -> MatrixGroup:
     """Returns a matrix as a wave has it, without runs for elementwise launches."""
     row = 0 if piece.rows is WHOLLY else piece.rows.start
-    return Part(piece.param, row, (piece.shape,), ())
+    return MatrixGroup(piece.param, row, (piece.shape,), ())
 
 
 class PartNorms:
@@ -222,7 +229,7 @@ class PartNorms:
             self._bins = torch.zeros((count, *shape), dtype=torch.int64, device=device)
             self.sums = torch.zeros((count, ROWS, 2), dtype=torch.int64, device=device)
             """The sums that ranks add up: of each matrix a bank of the norm's bins."""
-            self.scales = torch.zeros((len(Scales._fields), count), device=device)
+            self.scales = torch.zeros((len(MatrixScales._fields), count), device=device)
             """The factors of all matrices of the bucket."""
 
     def lie(self, begins: dict[str, int]) -> None:

@@ -28,9 +28,9 @@ from megaopt.kernels.matrix.muon import (
     FP16,
     SQUARES,
     Matrices,
+    MatrixScales,
     Orthogonal,
-    Room,
-    Scales,
+    Workspace,
     iterated,
     ordered,
 )
@@ -39,7 +39,7 @@ from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
-from megaopt.kernels.products.epilogue import Numbers
+from megaopt.kernels.products.epilogue import ProductCoefficients
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
 from megaopt.kernels.rules.matrix import Shape
 
@@ -58,7 +58,7 @@ class NotedLaunch:
     """A launch of products in a workspace, which may have moved when it is launched again."""
 
     def __init__(
-        self, launch: Any, runs: numpy.ndarray, numbers: Numbers, device: torch.device
+        self, launch: Any, runs: numpy.ndarray, numbers: ProductCoefficients, device: torch.device
     ) -> None:
         self._launch, self._runs, self._numbers = launch, runs, numbers
         self._table, self._shift = DeviceTable(device), 0
@@ -103,7 +103,7 @@ class Notes:
         scale: torch.Tensor | None = None,
         **numbers: float,
     ) -> None:
-        launch_numbers = Numbers(**numbers)
+        launch_numbers = ProductCoefficients(**numbers)
         launches = self._tables.prepared(
             factors_of(left, right, out, add, scale), symmetry, launch_numbers
         )
@@ -113,7 +113,7 @@ class Notes:
 # --- the matrices of a wave, and where they lie
 
 
-class Part(NamedTuple):
+class MatrixGroup(NamedTuple):
     """A matrix, or all those of a parameter that share a scale: it is stepped in one wave."""
 
     param: int
@@ -127,7 +127,7 @@ class Part(NamedTuple):
     many they are."""
 
 
-def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part] | None:
+def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[MatrixGroup] | None:
     """Returns the parts of parameters, but for empty ones; None where no launches step them.
 
     Matrices that share a scale must follow each other and have one form; none may begin in a block.
@@ -141,17 +141,17 @@ def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[Part] | Non
             cut_shapes = [cut.shape for cut in cuts]
             if len(set(map(how.is_gram, cut_shapes))) > 1 or any(cut.runs[1:] for cut in cuts):
                 return None
-            parts.append(Part(param, row, cut_shapes, [(0, shape.numel())]))
+            parts.append(MatrixGroup(param, row, cut_shapes, [(0, shape.numel())]))
             continue
         for cut in cuts:
-            parts.append(Part(param, row, [cut.shape], cut.runs))
+            parts.append(MatrixGroup(param, row, [cut.shape], cut.runs))
             row += cut.shape[0]
     if any(first % (formats.block or 1) for part in parts for first, _ in part.runs):
         return None
     return [part for part in parts if shapes[part.param].numel()]
 
 
-class Piece(NamedTuple):
+class WaveMatrix(NamedTuple):
     """A matrix of a wave."""
 
     param: int
@@ -166,7 +166,7 @@ class Piece(NamedTuple):
         return matrices[self.begin : self.begin + math.prod(self.shape)].view(*self.shape)
 
 
-class Run(NamedTuple):
+class ElementRun(NamedTuple):
     """Numbers of a part that follow each other in the parameter, and in the workspace."""
 
     param: int
@@ -204,22 +204,22 @@ class Area(NamedTuple):
 class Layout:
     """A wave's matrices, and where they lie in its workspace."""
 
-    def __init__(self, how: Orthogonal, parts: Sequence[Part], is_gram: bool) -> None:
+    def __init__(self, how: Orthogonal, parts: Sequence[MatrixGroup], is_gram: bool) -> None:
         self.how, self.is_gram, self.is_scaled = how, is_gram, how.precision == FP16
-        self.pieces, self.runs, end = list[Piece](), list[Run](), 0
+        self.pieces, self.runs, end = list[WaveMatrix](), list[ElementRun](), 0
         for part in parts:
             row, begin = part.row, end
             for shape in part.shapes:
-                self.pieces.append(Piece(part.param, row, shape, begin))
+                self.pieces.append(WaveMatrix(part.param, row, shape, begin))
                 row, begin = row + shape[0], begin + math.prod(shape)
             for first, size in part.runs:
-                self.runs.append(Run(part.param, first, size, end))
+                self.runs.append(ElementRun(part.param, first, size, end))
                 end += size
             end = _rounded_up(begin, UNIT // how.dtype.itemsize)
         self.used, count = 0, len(self.pieces)
         """The workspace's bytes."""
         self.bins = self._take(torch.int64, count, BANKS, ROWS, 2)
-        self.scales = self._take(torch.float32, len(Scales._fields), count)
+        self.scales = self._take(torch.float32, len(MatrixScales._fields), count)
         self.first = self._take(how.dtype, end)
         # directions that are cast when their norms are known: gone before what lies over them comes
         self.wide = Area(self.used, torch.float32, (end,)) if self.is_scaled else self.first
@@ -240,29 +240,29 @@ class Layout:
         """Returns the bytes of the workspace before each matrix that lies there."""
         return area.places(numpy.array([piece.begin for piece in self.pieces]))
 
-    def room(self, workspace: torch.Tensor) -> Room:
+    def room(self, workspace: torch.Tensor) -> Workspace:
         """Returns the matrices in a workspace."""
         wholes = (self.first.of(workspace), self.second.of(workspace))
         first, second = ([piece.of(whole) for piece in self.pieces] for whole in wholes)
         squares = [
             [area.of(workspace)[:, : area.shape[0]] for area in areas] for areas in self.squares
         ]
-        return Room(first, second, squares)
+        return Workspace(first, second, squares)
 
 
 def _rounded_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def waves(how: Orthogonal, parts: Sequence[Part], room: int) -> Iterator[Layout]:
+def waves(how: Orthogonal, parts: Sequence[MatrixGroup], room: int) -> Iterator[Layout]:
     """Returns layouts of the parts that are stepped together, all in one form."""
 
-    def kind(part: Part) -> Any:
+    def kind(part: MatrixGroup) -> Any:
         shape = part.shapes[0]
         return how.is_gram(shape), shape[0] > shape[1], shape
 
     for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: kind(part)[0]):
-        wave, used = list[Part](), 0
+        wave, used = list[MatrixGroup](), 0
         for part in alike:
             needed = Layout(how, [part], is_gram).used
             if wave and used + needed > room:
@@ -308,7 +308,7 @@ def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch
     """Casts fp32 directions to 16 bits, each times its power of two.
 
     table: int64, as a step's: GRAD has the directions, WEIGHT where they go. scales: fp32 [factors,
-    directions], in the order of muon.Scales.
+    directions], in the order of muon.MatrixScales.
     """
     options: dict[str, object] = {
         "SOURCE": WEIGHTS[torch.float32],
@@ -446,7 +446,7 @@ class Iteration:
         Compiles their kernels, within calling.compiling_together.
         """
         layout, notes = self.layout, Notes(self._tables, workspace.device)
-        room, scales = layout.room(workspace), Scales(*layout.scales.of(workspace).unbind())
+        room, scales = layout.room(workspace), MatrixScales(*layout.scales.of(workspace).unbind())
         result = iterated(room, scales, layout.how, layout.is_gram, notes)
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
         self.result = layout.first if result is room.first else layout.second
@@ -468,7 +468,7 @@ class Iteration:
             self._second.step(updates, addresses[SECOND_MOMENT], left_out)
 
 
-class Wave:
+class MuonWave:
     """Steps the matrices of a layout; groups, places: of the batch's parameters."""
 
     def __init__(

@@ -24,7 +24,7 @@ from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.chunks.table import DeviceTable, addresses_of
 from megaopt.kernels.formats import GRADS, NONE
 from megaopt.kernels.matrix.plan import FLOAT32, apply_formats, check_update, inner_formats
-from megaopt.kernels.matrix.tiles import Tiles, room_of
+from megaopt.kernels.matrix.tiles import TiledProducts, room_of
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import SAME, Matrix, Work
@@ -42,7 +42,7 @@ WHOLLY: Any = ...
 # --- what ranks do for one another
 
 
-class Piece(NamedTuple):
+class ParameterMatrix(NamedTuple):
     """A matrix of a parameter."""
 
     param: int
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """Numbers of a matrix that this rank has; of one there may be several."""
 
     piece: int
@@ -81,7 +81,7 @@ class MatrixBox(NamedTuple):
 class Local(NamedTuple):
     """A matrix of which no other rank has any part."""
 
-    piece: Piece
+    piece: ParameterMatrix
     runs: list[tuple[int, int]]
     """Its numbers in this rank's tensor: where those that follow each other begin, how many."""
 
@@ -89,8 +89,8 @@ class Local(NamedTuple):
 class Bucket(Protocol):
     """Matrices that are on their way together."""
 
-    pieces: Sequence[Piece]
-    parts: Sequence[Part]
+    pieces: Sequence[ParameterMatrix]
+    parts: Sequence[MatrixPart]
     """The parts, in the order in which they are sent; none is empty."""
     returned: Sequence[int]
     """The places at which parts begin among those that come back."""
@@ -114,7 +114,7 @@ class Exchange(Protocol):
     """The buckets, each a Bucket."""
     lows: Sequence[Any]
     """The buckets of what `before` makes of each one's matrices: the same where that is SAME."""
-    owned: Sequence[Sequence[Piece]]
+    owned: Sequence[Sequence[ParameterMatrix]]
     """The matrices that each rank makes, in the order of the buckets."""
     rank: int
     """This rank's place among them."""
@@ -156,7 +156,7 @@ class Exchange(Protocol):
 # --- how a rule makes updates
 
 
-class Making:
+class UpdateMaker:
     """The way in which updates are made: by the rule's transform, of fp32.
 
     A rule may have a way of its own.
@@ -177,23 +177,25 @@ class Making:
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
 
-    def sums(self, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor | None:
+    def sums(self, pieces: Sequence[ParameterMatrix], device: torch.device) -> torch.Tensor | None:
         """New memory for what is added up over the ranks of each matrix; None where nothing is."""
         return None
 
-    def measure(self, directions: Tensors, parts: Sequence[Part], sums: torch.Tensor) -> None:
+    def measure(self, directions: Tensors, parts: Sequence[MatrixPart], sums: torch.Tensor) -> None:
         """Adds what is known of this rank's parts of directions to the sums."""
 
-    def send(self, directions: Tensors, parts: Sequence[Part], notes: Any, out: Tensors) -> None:
+    def send(
+        self, directions: Tensors, parts: Sequence[MatrixPart], notes: Any, out: Tensors
+    ) -> None:
         """Makes what is sent of directions; `out` are these themselves where formats are alike."""
 
-    def notes(self, sums: Any, pieces: Sequence[Piece]) -> Any:
+    def notes(self, sums: Any, pieces: Sequence[ParameterMatrix]) -> Any:
         """Returns what `send` and `make` must know of the matrices, by the sums over all ranks."""
 
     def make(
         self,
         wholes: Tensors,
-        pieces: Sequence[Piece],
+        pieces: Sequence[ParameterMatrix],
         indices: Sequence[int],
         notes: Any,
         states: Any,
@@ -277,7 +279,7 @@ class PartSteps:
         ]
 
 
-class Memory(NamedTuple):
+class BucketMemory(NamedTuple):
     """The memory that a bucket takes on its way; all uint8."""
 
     whole: torch.Tensor
@@ -296,7 +298,7 @@ class Memory(NamedTuple):
 
 
 @dataclass
-class Run:
+class SharedStepRun:
     """One step."""
 
     buffers: Buffers
@@ -363,32 +365,32 @@ class TorchBucket:
         self._out: Tensors = []
 
     def lie(self, begins: dict[str, int]) -> None:
-        """Hears where Memory's pieces begin in a step's memory, once: no launch must know it."""
+        """Hears where BucketMemory's pieces begin in a step's memory: no launch must know it."""
 
     def ready(self) -> None:
         """Takes the memory of what is added up."""
         self.sums = self._making.sums(self._low.pieces, self._device)
 
-    def send_grads(self, run: Run, memory: Memory) -> None:
+    def send_grads(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Leaves this rank's parts of gradients in `near`, where `before` makes others of them."""
         into = self.apply.views(memory.near.view(self._grad_dtype))
         if into:
             torch._foreach_copy_(into, self.apply.cut("grad", run.buffers["grad"]))
 
-    def renew(self, run: Run, memory: Memory) -> Tensors:
+    def renew(self, run: SharedStepRun, memory: BucketMemory) -> Tensors:
         """Makes anew what is kept, of the whole gradients in `far`, and returns these."""
         grads = unpacked(self._bucket, memory.far.view(self._grad_dtype))
         renewed(self._bucket, run.renewal, grads)
         return grads
 
-    def project(self, run: Run, memory: Memory) -> None:
+    def project(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Makes what `before` makes of gradients, and leaves its parts in `far`."""
         grads = map(self._grad.decode_reference, self.renew(run, memory))
         pairs = zip(grads, params_of(self._bucket), strict=True)
         lows = [self._before.run(grad, run.works[param]) for grad, param in pairs]
         pack(self._low, lows, memory.far.view(self._making.sent.dtype))
 
-    def direct(self, run: Run, memory: Memory) -> None:
+    def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps moments, and makes directions."""
         making, sent = self._making, memory.near
         grads: dict[str, Any] = {}
@@ -404,7 +406,7 @@ class TorchBucket:
         if self.sums is not None:
             making.measure(self._directions, self._low.parts, self.sums)
 
-    def send(self, memory: Memory) -> None:
+    def send(self, memory: BucketMemory) -> None:
         """Makes what is sent of the directions, by the sums over all ranks."""
         self._notes = self._making.notes(self.sums, self._low.pieces)
         self._making.send(self._directions, self._low.parts, self._notes, self._out)
@@ -414,7 +416,7 @@ class TorchBucket:
         """The notes of the matrices; None where this rank failed to make them."""
         return self._notes
 
-    def make(self, run: Run, memory: Memory, update: torch.Tensor | None) -> None:
+    def make(self, run: SharedStepRun, memory: BucketMemory, update: torch.Tensor | None) -> None:
         """Makes updates, and leaves their parts in `far`; what states keep is stepped.
 
         But for groups that are left out. update: of the matrix that ranks have made together.
@@ -439,7 +441,7 @@ class TorchBucket:
                 tensor.copy_(torch.where(is_left_out, old[name], tensor))
         pack(bucket, updates, far)
 
-    def finish(self, run: Run, memory: Memory) -> None:
+    def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps weights and masters by the updates' parts that have come back."""
         back = memory.back.view(self._making.sent.dtype)
         parts = self.apply.views(back, self._bucket.returned)
@@ -487,7 +489,7 @@ def _boxes_beside_parts(
 
 
 @dataclass
-class Way:
+class BucketSteps:
     """A bucket, and where it is on its way."""
 
     bucket: Any
@@ -509,7 +511,7 @@ class SharedSteps:
 
     Args:
         formats: of every buffer; `matrix` is set.
-        making: how owners make updates: Making, or as it.
+        making: how owners make updates: UpdateMaker, or as it.
         groups: for each parameter its row of scalars.
         places: of each rank's part in its parameter.
         low_places: of its moments, in all of them.
@@ -552,7 +554,7 @@ class SharedSteps:
                 steps = making.launches(bucket, formats, groups, places, device, *low_arguments)
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
-            self._ways.append(Way(bucket, low, steps))
+            self._ways.append(BucketSteps(bucket, low, steps))
         by_launches = all(not isinstance(way.steps, TorchBucket) for way in self._ways)
         self.is_captured = by_launches and (not self._ways or exchange.is_nccl)
         """A CUDA graph can repeat a step: launches, and messages of NCCL if there are any."""
@@ -563,7 +565,7 @@ class SharedSteps:
         self._lengths = [
             sum(_kept_numel(state_shapes, piece) for piece in pieces) for pieces in exchange.owned
         ]
-        self._memory: list[Memory] = []
+        self._memory: list[BucketMemory] = []
         self._rooms: list[Any] = []
         self._spread_room: torch.Tensor | None = None
         self._neutral = torch.tensor(NEUTRAL, device=device)
@@ -581,7 +583,7 @@ class SharedSteps:
         self._measured.accumulate(bins)
 
     @property
-    def _phases(self) -> list[tuple[int, Callable[[int, Run], None]]]:
+    def _phases(self) -> list[tuple[int, Callable[[int, SharedStepRun], None]]]:
         """The phases of a turn, each for the bucket that began so many turns before.
 
         All buckets are on their way at once: while the products of one are made, the directions of
@@ -644,7 +646,8 @@ class SharedSteps:
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         areas = torch.split(whole, sizes)
         self._memory = [
-            Memory(whole, **{name: areas[area] for name, area in place.items()}) for place in places
+            BucketMemory(whole, **{name: areas[area] for name, area in place.items()})
+            for place in places
         ]
         for way in self._ways:
             way.steps.ready()
@@ -656,7 +659,7 @@ class SharedSteps:
         self._rooms = [
             (
                 making.room(shape, self._device),
-                new(Tiles.numel(shape, exchange.rank, exchange.ranks)),
+                new(TiledProducts.numel(shape, exchange.rank, exchange.ranks)),
             )
             for shape in (bucket.pieces[0].shape for bucket in together)
         ]
@@ -678,7 +681,7 @@ class SharedSteps:
             left_out = self._try(torch.where, self._skip, controls, self._neutral)
         if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
             scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
-        run = Run(buffers, works, scalars, controls, left_out, self.renewal)
+        run = SharedStepRun(buffers, works, scalars, controls, left_out, self.renewal)
         if self._making.launches is not None and self._memory:
             before, self._lay = self._lay, None
             lies: list[Any] = [row.tobytes() for row in run.addresses.values()]
@@ -694,10 +697,12 @@ class SharedSteps:
         if self.renewal.turns:
             self.ready()
             self._lay = None  # launches hear of other memory than the last step's
-            run = Run(buffers, works, None, None, None, self.renewal)
+            run = SharedStepRun(buffers, works, None, None, None, self.renewal)
             self._go([(0, self._send), (1, self._renew)], run)
 
-    def _go(self, phases: Sequence[tuple[int, Callable[[int, Run], None]]], run: Run) -> None:
+    def _go(
+        self, phases: Sequence[tuple[int, Callable[[int, SharedStepRun], None]]], run: SharedStepRun
+    ) -> None:
         count, last = len(self._ways), max(behind for behind, _ in phases)
         try:
             for turn in range(count + last):
@@ -725,14 +730,14 @@ class SharedSteps:
 
     # --- phases of the bucket of a turn
 
-    def _send(self, turn: int, run: Run) -> None:
+    def _send(self, turn: int, run: SharedStepRun) -> None:
         """Gradients go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
         self._try(way.steps.send_grads, run, memory)
         size = self._grad_dtype.itemsize
         way.on_its_way = self._exchange.there(way.bucket, memory.near, memory.far, size)
 
-    def _project(self, turn: int, run: Run) -> None:
+    def _project(self, turn: int, run: SharedStepRun) -> None:
         """Owners make another matrix of each gradient, of which each rank gets its part."""
         way, memory = self._ways[turn], self._memory[turn]
         way.arrive()
@@ -740,12 +745,12 @@ class SharedSteps:
         size = self._making.sent.dtype.itemsize
         way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, size)
 
-    def _renew(self, turn: int, run: Run) -> None:
+    def _renew(self, turn: int, run: SharedStepRun) -> None:
         """Owners make anew what is kept."""
         self._ways[turn].arrive()
         self._try(self._ways[turn].steps.renew, run, self._memory[turn])
 
-    def _direct(self, turn: int, run: Run) -> None:
+    def _direct(self, turn: int, run: SharedStepRun) -> None:
         """Moments are stepped, and directions made."""
         way, memory = self._ways[turn], self._memory[turn]
         if self._is_projected:
@@ -755,7 +760,7 @@ class SharedSteps:
             self._exchange.add_up(way.steps.sums)
         self._try(way.steps.send, memory)
 
-    def _leave(self, turn: int, run: Run) -> None:
+    def _leave(self, turn: int, run: SharedStepRun) -> None:
         """Directions go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
         sent, form = memory.near, self._making.sent
@@ -764,14 +769,14 @@ class SharedSteps:
         size = form.dtype.itemsize
         way.on_its_way = self._exchange.there(way.low, sent, memory.far, size)
 
-    def _make(self, turn: int, run: Run) -> None:
+    def _make(self, turn: int, run: SharedStepRun) -> None:
         """Owners make updates."""
         way, memory = self._ways[turn], self._memory[turn]
         way.arrive()
         update = None if way.bucket.owner is None else self._made_together(way, memory)
         self._try(way.steps.make, run, memory, update)
 
-    def _made_together(self, way: Way, memory: Memory) -> torch.Tensor:
+    def _made_together(self, way: BucketSteps, memory: BucketMemory) -> torch.Tensor:
         """Makes the update of a matrix whose tiles all ranks make, before any second moment."""
         exchange, owner, (room, spare) = self._exchange, way.bucket.owner, self._rooms.pop(0)
         assert owner is not None
@@ -779,14 +784,14 @@ class SharedSteps:
             far = memory.far.view(self._making.sent.dtype)
             self._try(lambda: room.first[0].copy_(unpacked(way.bucket, far)[0]))
         exchange.hand_out(room.first[0], owner)
-        tiles = Tiles(exchange, spare, self._error)
+        tiles = TiledProducts(exchange, spare, self._error)
         try:
             update: torch.Tensor = self._making.together(room, way.steps.notes, tiles)
         finally:
             self._error = tiles.error
         return update
 
-    def _return(self, turn: int, run: Run) -> None:
+    def _return(self, turn: int, run: SharedStepRun) -> None:
         """Updates go back, into what the directions of the next bucket have left."""
         way, memory = self._ways[turn], self._memory[turn]
         if not self._is_projected and turn + 1 < len(self._ways):
@@ -794,14 +799,14 @@ class SharedSteps:
         size = self._making.sent.dtype.itemsize
         way.on_its_way = self._exchange.back(way.bucket, memory.far, memory.back, size)
 
-    def _finish(self, turn: int, run: Run) -> None:
+    def _finish(self, turn: int, run: SharedStepRun) -> None:
         """Weights and masters are stepped."""
         self._ways[turn].arrive()
         self._try(self._ways[turn].steps.finish, run, self._memory[turn])
 
     # --- what states keep
 
-    def _tell(self, run: Run) -> None:
+    def _tell(self, run: SharedStepRun) -> None:
         """Every rank gets what the owners have made of what states keep."""
         if self._before.renew is None:
             return self._spread(run.works)
@@ -831,12 +836,12 @@ class SharedSteps:
             tensor.copy_(part.view(tensor.shape))
 
 
-def _kept(works: Sequence[Work], piece: Piece) -> dict[str, torch.Tensor]:
+def _kept(works: Sequence[Work], piece: ParameterMatrix) -> dict[str, torch.Tensor]:
     """Returns what a state keeps for a matrix; of several in a parameter its rows."""
     return {name: tensor[piece.rows] for name, tensor in works[piece.param].kept.items()}
 
 
-def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: Piece) -> int:
+def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: ParameterMatrix) -> int:
     """Counts the numbers that a state keeps for a matrix."""
     shapes = state_shapes[piece.param].values()
     if piece.rows is WHOLLY:

@@ -30,7 +30,7 @@ def room_of(lengths: Sequence[int], rank: int) -> int:
     return sum(lengths) + len(lengths) * lengths[rank]
 
 
-class Tiles:
+class TiledProducts:
     """Makes products in the place of muon.Immediate, of lists of one matrix.
 
     Args:

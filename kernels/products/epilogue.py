@@ -39,7 +39,7 @@ class Factors(NamedTuple):
     """fp32 of one element, on the matrices' device."""
 
 
-class Numbers(NamedTuple):
+class ProductCoefficients(NamedTuple):
     """The numbers that all products of a launch share, each rounded to fp32."""
 
     alpha: float = 1.0
@@ -77,7 +77,9 @@ def finished_reference(
     return rounded_reference(value, dtype)
 
 
-def products_with_epilogue(products: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
+def products_with_epilogue(
+    products: Sequence[Factors], numbers: ProductCoefficients, mirrored: bool
+) -> None:
     """The twin of kernel.products_kernel: products of one shape are made together, if small."""
     alike: dict[Any, list[Factors]] = {}
     for product in products:
@@ -93,7 +95,7 @@ def products_with_epilogue(products: Sequence[Factors], numbers: Numbers, mirror
         _make(few, numbers, mirrored)
 
 
-def _make(few: Sequence[Factors], numbers: Numbers, mirrored: bool) -> None:
+def _make(few: Sequence[Factors], numbers: ProductCoefficients, mirrored: bool) -> None:
     """Makes products of one shape, which all have the same optional matrices."""
     left, right, added, out, scale = zip(*few, strict=True)
     total, (alpha, beta, diagonal) = products_reference(_stack(left), _stack(right)), numbers

@@ -49,7 +49,7 @@ COLUMN_OF_TILE: tl.constexpr = tl.constexpr(2)
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductKind:
     """The settings that all products of a launch share."""
 
     operand: Any
@@ -74,7 +74,7 @@ class Kind:
     """Each product has a factor in memory."""
 
 
-class Memory(NamedTuple):
+class RowMajorMatrices(NamedTuple):
     """A run's matrices as they lie in memory, row by row."""
 
     ptr: Any
@@ -87,7 +87,7 @@ class Memory(NamedTuple):
 
 
 class Places(NamedTuple):
-    """A run's matrices, as tiles are loaded and stored: descriptors, or Memory."""
+    """A run's matrices, as tiles are loaded and stored: descriptors, or RowMajorMatrices."""
 
     left: Any
     right: Any
@@ -97,7 +97,7 @@ class Places(NamedTuple):
     """int32, the rows of the results."""
 
 
-class Tile(NamedTuple):
+class TilePosition(NamedTuple):
     """The place at which a tile begins."""
 
     product: Any
@@ -111,7 +111,7 @@ def place_in(
     entries, row, ELEMENT: tl.constexpr, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Makes the descriptor, or Memory, of a run's matrices; row: of their address in the table."""
+    """Makes a run's descriptor, or RowMajorMatrices; row: of the matrices' address in the table."""
     ptr = entry(entries, row).to(tl.pointer_type(ELEMENT))
     stride, apart = entry(entries, row + 1), entry(entries, row + 2)
     if KIND.described:
@@ -120,7 +120,7 @@ def place_in(
             ptr, [count, rows, columns], [apart, stride, 1], [1, HEIGHT, WIDTH]
         )
     else:
-        place = Memory(ptr, rows, columns, stride, apart)
+        place = RowMajorMatrices(ptr, rows, columns, stride, apart)
     return place
 
 
@@ -285,7 +285,7 @@ def products_kernel(
                 product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
                 row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
                 column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
-                tile = Tile(product, row, column)
+                tile = TilePosition(product, row, column)
                 total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
                 if PARTS == 1:
                     finish(entries, places, tile, total, numbers, KIND)
@@ -294,5 +294,5 @@ def products_kernel(
                     both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
                     first_half, second_half = tl.split(both)
                     finish(entries, places, tile, first_half, numbers, KIND)
-                    second_tile = Tile(product, row, column + WIDTH)
+                    second_tile = TilePosition(product, row, column + WIDTH)
                     finish(entries, places, second_tile, second_half, numbers, KIND)

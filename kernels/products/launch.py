@@ -14,7 +14,12 @@ from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.optional_triton import set_allocator, tl
 from megaopt.kernels.products import kernel
-from megaopt.kernels.products.epilogue import OUTS, Factors, Numbers, products_with_epilogue
+from megaopt.kernels.products.epilogue import (
+    OUTS,
+    Factors,
+    ProductCoefficients,
+    products_with_epilogue,
+)
 from megaopt.kernels.products.reference import OPERANDS
 from megaopt.kernels.subnormals import check_subnormals
 
@@ -22,7 +27,7 @@ from megaopt.kernels.subnormals import check_subnormals
 
 
 @dataclass(frozen=True)
-class Tile:
+class ProductTile:
     """The part of a result that a program makes at a time."""
 
     rows: int
@@ -35,17 +40,17 @@ class Tile:
     """The number that run on a processor at a time."""
 
 
-UNEVEN = Tile(64, 64, 4, 4, 0.2, 2)
+UNEVEN = ProductTile(64, 64, 4, 4, 0.2, 2)
 """Without tensor descriptors: larger ones spill registers."""
 # The rates are those of an H100, 4096 x 4096 @ 4096 x 14336 in bf16: 0.627, 0.706, 0.914, 1.26 ms.
 # Symmetric results of 12 of 4096 x 14336 took 3.89 and 4.63 ms by the first two; single squares
 # where half of a wide tile lies above the diagonal 3.81, but 64 of 1408 x 2048 then 0.475 in place
 # of 0.459, as their operands were read once more.
 TILES = (
-    Tile(128, 256, 8, 3),
-    Tile(128, 128, 8, 4, 0.89),
-    Tile(64, 128, 4, 3, 0.69, 2),
-    Tile(64, 64, 4, 4, 0.5, 2),
+    ProductTile(128, 256, 8, 3),
+    ProductTile(128, 128, 8, 4, 0.89),
+    ProductTile(64, 128, 4, 3, 0.69, 2),
+    ProductTile(64, 64, 4, 4, 0.5, 2),
 )
 GROUP = 8
 """Rows of tiles that are made one beside another, whose operands stay in the cache.
@@ -65,7 +70,7 @@ OVERHEAD = 128
 
 
 @dataclass(frozen=True)
-class Run:
+class ProductRun:
     """Products of one shape, of which each matrix lies equally far from the next one's."""
 
     count: int
@@ -75,7 +80,7 @@ class Run:
 
 
 @lru_cache(maxsize=1024)
-def tile_of(runs: tuple[Run, ...], kind: kernel.Kind) -> Tile:
+def tile_of(runs: tuple[ProductRun, ...], kind: kernel.ProductKind) -> ProductTile:
     """The tile by which products take the least time."""
     if not kind.described:
         return UNEVEN
@@ -83,13 +88,13 @@ def tile_of(runs: tuple[Run, ...], kind: kernel.Kind) -> Tile:
     return min(fitting, key=lambda tile: _time(runs, kind.mirrored, tile))
 
 
-def _fits(tile: Tile, kind: kernel.Kind) -> bool:
+def _fits(tile: ProductTile, kind: kernel.ProductKind) -> bool:
     """Checks that mirrored results have squares, and that three stages have room."""
     squares = not kind.mirrored or tile.columns in (tile.rows, 2 * tile.rows)
     return squares and _stages(tile, kind) >= min(tile.stages, 3)
 
 
-def _parts(tile: Tile, kind: kernel.Kind) -> int:
+def _parts(tile: ProductTile, kind: kernel.ProductKind) -> int:
     """Returns the number of parts in which a tile is stored.
 
     They are squares of mirrored results, and no larger than memory has room for.
@@ -99,20 +104,20 @@ def _parts(tile: Tile, kind: kernel.Kind) -> int:
     return 2 if _stored_bytes(kind) * tile.rows * tile.columns > 2 * 128 * 256 else 1
 
 
-def _stages(tile: Tile, kind: kernel.Kind) -> int:
+def _stages(tile: ProductTile, kind: kernel.ProductKind) -> int:
     """Returns the tile's stages, or as many as memory has room for beside a part of the results."""
     stored = _stored_bytes(kind) * tile.rows * tile.columns // _parts(tile, kind)
     one = (tile.rows + tile.columns) * INNER_BYTES
     return min(tile.stages, (SHARED_MEMORY // tile.programs - stored - MARGIN) // one)
 
 
-def _stored_bytes(kind: kernel.Kind) -> int:
+def _stored_bytes(kind: kernel.ProductKind) -> int:
     """Bytes of an element of the results, and of what is added."""
     elements = (kind.out, kind.added)
     return sum(element.primitive_bitwidth // 8 for element in elements if element is not None)
 
 
-def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
+def _time(runs: Sequence[ProductRun], mirrored: bool, tile: ProductTile) -> float:
     """The work of the first program, which takes the longest of each round of tiles."""
     counts = [run.count * len(_corners(run.m, run.n, mirrored, tile)[0]) for run in runs]
     steps = -numpy.sort(-numpy.repeat([run.k + OVERHEAD for run in runs], counts))
@@ -121,7 +126,9 @@ def _time(runs: Sequence[Run], mirrored: bool, tile: Tile) -> float:
     return steps_of_first * tile.rows * tile.columns * together / tile.rate
 
 
-def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray, numpy.ndarray]:
+def _corners(
+    m: int, n: int, mirrored: bool, tile: ProductTile
+) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The rows and columns at which a product's tiles begin, in their order."""
     rows, columns = numpy.divmod(
         numpy.arange(-(-m // tile.rows) * -(-n // tile.columns)), max(-(-n // tile.columns), 1)
@@ -134,7 +141,7 @@ def _corners(m: int, n: int, mirrored: bool, tile: Tile) -> tuple[numpy.ndarray,
 
 
 def tile_rows(
-    runs: Sequence[Run], mirrored: bool, tile: Tile
+    runs: Sequence[ProductRun], mirrored: bool, tile: ProductTile
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """int32 [3, tiles] as kernel.products_kernel has it, and at which every run's begin."""
     parts, firsts = [], [0]
@@ -168,8 +175,8 @@ class Tables:
         self,
         products: Sequence[Factors],
         symmetry: tuple[bool, bool],
-        numbers: Numbers,
-        tile: Tile | None,
+        numbers: ProductCoefficients,
+        tile: ProductTile | None,
     ) -> None:
         """Makes products, in one launch for each way in which their matrices lie in memory."""
         for launch, runs in self.prepared(products, symmetry, numbers, tile):
@@ -179,8 +186,8 @@ class Tables:
         self,
         products: Sequence[Factors],
         symmetry: tuple[bool, bool],
-        numbers: Numbers,
-        tile: Tile | None = None,
+        numbers: ProductCoefficients,
+        tile: ProductTile | None = None,
     ) -> list[tuple[_Launch, numpy.ndarray]]:
         """Returns the launches, and the runs that each is given.
 
@@ -222,7 +229,9 @@ NCCL, 0x4a... and 0x7fb...
 """
 
 
-def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, ...], numpy.ndarray]:
+def runs_of(
+    products: numpy.ndarray, sizes: Sequence[int]
+) -> tuple[tuple[ProductRun, ...], numpy.ndarray]:
     """The runs, those that take longest first, and the rows of each that are not of tiles.
 
     Args:
@@ -253,7 +262,7 @@ def runs_of(products: numpy.ndarray, sizes: Sequence[int]) -> tuple[tuple[Run, .
         [first_products[:, ADDRESSES], first_products[:, STRIDES], steps], 2
     ).reshape(len(first_products), -1)
     rows = zip(counts.tolist(), first_products[:, SHAPE].tolist(), strict=True)
-    runs = tuple(Run(count, *shape) for count, shape in rows)
+    runs = tuple(ProductRun(count, *shape) for count, shape in rows)
     return runs, numpy.concatenate([counts[:, None], first_products[:, SHAPE], places], 1)
 
 
@@ -269,7 +278,11 @@ class _Launch:
     """The launch of products of one kind and of these runs."""
 
     def __init__(
-        self, kind: kernel.Kind, runs: tuple[Run, ...], tile: Tile | None, device: torch.device
+        self,
+        kind: kernel.ProductKind,
+        runs: tuple[ProductRun, ...],
+        tile: ProductTile | None,
+        device: torch.device,
     ) -> None:
         tile = tile or (tile_of(runs, kind) if has_room(device) else UNEVEN)
         assert _fits(tile, kind)
@@ -289,7 +302,7 @@ class _Launch:
         programs = min(self._count, tile.programs * processors(device))
         self._again = Again(kernel.products_kernel, programs, options)
 
-    def __call__(self, runs: numpy.ndarray, numbers: Numbers) -> None:
+    def __call__(self, runs: numpy.ndarray, numbers: ProductCoefficients) -> None:
         """Launches the kernel; runs: as runs_of gives them."""
         self.begin(self._table.update(self.rows(runs)), numbers)
 
@@ -298,18 +311,18 @@ class _Launch:
         tiles = (self._firsts[:-1], self._firsts[1:])
         return numpy.stack([*runs.T[: kernel.FIRST_TILE.value], *tiles, *runs.T[4:]])
 
-    def begin(self, table: torch.Tensor, numbers: Numbers) -> None:
+    def begin(self, table: torch.Tensor, numbers: ProductCoefficients) -> None:
         """Launches the kernel; table: `rows` on the device."""
         if self._count:
             set_allocator(scratch)  # for descriptors
             self._again(self._arguments(table, numbers))
 
-    def compile(self, table: torch.Tensor, numbers: Numbers) -> None:
+    def compile(self, table: torch.Tensor, numbers: ProductCoefficients) -> None:
         """Compiles the kernel, within calling.compiling_together."""
         if self._count:
             self._again.compile(self._arguments(table, numbers))
 
-    def _arguments(self, table: torch.Tensor, numbers: Numbers) -> tuple[object, ...]:
+    def _arguments(self, table: torch.Tensor, numbers: ProductCoefficients) -> tuple[object, ...]:
         tables = (table, self._tiles.kept(), table.shape[1], self._count)
         return (*tables, *map(float, numbers))
 
@@ -334,7 +347,7 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-class Place(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The place of a matrix in memory."""
 
     address: int
@@ -346,16 +359,16 @@ class Place(NamedTuple):
     """A tensor descriptor can describe it."""
 
 
-def _place(matrix: torch.Tensor | None) -> Place:
+def _place(matrix: torch.Tensor | None) -> MatrixLayout:
     """Returns a matrix's place; for None one that changes nothing."""
     if matrix is None:
-        return Place(0, 0, False, True)
+        return MatrixLayout(0, 0, False, True)
     (rows, columns), (stride, along), address = matrix.shape, matrix.stride(), matrix.data_ptr()
     turned = along != 1
     if turned:
         rows, columns, stride = columns, rows, along
     whole = (address | stride * matrix.element_size()) % 16 == 0
-    return Place(address, stride, turned, whole and rows > 0 and 0 < columns <= stride)
+    return MatrixLayout(address, stride, turned, whole and rows > 0 and 0 < columns <= stride)
 
 
 def _kind(
@@ -365,10 +378,10 @@ def _kind(
     described: bool,
     mirrored: bool,
     *flags: bool,
-) -> kernel.Kind:
+) -> kernel.ProductKind:
     left, _, added, out = (None if dtype is None else ELEMENTS[dtype] for dtype in dtypes[:4])
     fields = (left, added, out, left_turned, right_turned, mirrored, described)
-    return kernel.Kind(*fields, *flags)
+    return kernel.ProductKind(*fields, *flags)
 
 
 # --- what others call
@@ -388,7 +401,7 @@ def products(
     out_dtype: torch.dtype | None = None,
     tables: Tables | None = None,
     launches: bool | None = None,
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
 ) -> list[torch.Tensor]:
     """Makes scale[i] (alpha left[i] @ right[i] + beta add[i] + diagonal I).
 
@@ -420,7 +433,7 @@ def products(
         RuntimeError: this thread of a CPU makes zeros of subnormal numbers.
     """
     factors = factors_of(left, right, out, add, scale, out_dtype)
-    numbers = Numbers(alpha, beta, diagonal)
+    numbers = ProductCoefficients(alpha, beta, diagonal)
     return _multiply(factors, (False, False), numbers, tables, launches, tile)
 
 
@@ -438,7 +451,7 @@ def symmetric_products(
     out_dtype: torch.dtype | None = None,
     tables: Tables | None = None,
     launches: bool | None = None,
-    tile: Tile | None = None,
+    tile: ProductTile | None = None,
 ) -> list[torch.Tensor]:
     """Makes scale (alpha A A^T + beta add + diagonal I) of each matrix A [m, k].
 
@@ -451,7 +464,7 @@ def symmetric_products(
     """
     turned = [matrix.mT for matrix in matrices] if right is None else right
     factors = factors_of(matrices, turned, out, add, scale, out_dtype)
-    numbers = Numbers(alpha, beta, diagonal)
+    numbers = ProductCoefficients(alpha, beta, diagonal)
     return _multiply(factors, (True, right is None), numbers, tables, launches, tile)
 
 
@@ -497,10 +510,10 @@ def factors_of(
 def _multiply(
     products: Sequence[Factors],
     symmetry: tuple[bool, bool],
-    numbers: Numbers,
+    numbers: ProductCoefficients,
     tables: Tables | None,
     launches: bool | None,
-    tile: Tile | None,
+    tile: ProductTile | None,
 ) -> list[torch.Tensor]:
     results = [product.out for product in products]
     if not products:

@@ -12,7 +12,7 @@ import torch
 from megaopt.kernels.calling import call
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Extent, Formats, Scalars
-from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
@@ -109,7 +109,7 @@ class CastPlan:
             self._steps.step(scalars, controls)
         else:
             tiles = self._tiles.shape[1]
-            spec = Spec(self.formats, self.rule, controls is not None)
+            spec = KernelSpec(self.formats, self.rule, controls is not None)
             options = {"SPEC": spec, "SHARDED": self.shared, **store.tile_options}
             sizes = (len(self.extents), tiles, scalars.shape[1])
             if tiles:

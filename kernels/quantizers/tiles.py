@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megaopt.kernels.chunks.blocks import load_block, pointers_of, store_block
-from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, entry
+from megaopt.kernels.chunks.chunk import Block, Chunk, ChunkScales, Column, entry
 from megaopt.kernels.chunks.draws import block_words, draw_of, line_words
 from megaopt.kernels.chunks.rows import (
     ALIGNED,
@@ -46,7 +46,7 @@ TILE: tl.constexpr = tl.constexpr(128)
 LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
-class Tile(NamedTuple):
+class WeightTile(NamedTuple):
     """A tile of a weight, of which a tensor may have a part only."""
 
     rows: Any
@@ -68,7 +68,7 @@ class Tile(NamedTuple):
     scale_inv_ptr: Any
 
 
-class Piece(NamedTuple):
+class TileLines(NamedTuple):
     """A piece of a tile: so many of its lines, each within one block of scales."""
 
     offsets: Any
@@ -108,7 +108,7 @@ def tile_of(column, tiles_ptr, tiles):
 @helper
 def with_pointers(tile, column, FORMATS: tl.constexpr):
     amax_ptr, inv_ptr = amax_pointer(column), scale_inv_pointer(column, FORMATS)
-    return Tile(*tile, amax_ptr, inv_ptr)  # type: ignore[call-arg]
+    return WeightTile(*tile, amax_ptr, inv_ptr)  # type: ignore[call-arg]
 
 
 @helper
@@ -130,7 +130,7 @@ def piece_of(number, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
     offsets = row[:, None] * tile.stride + column
     mask = (row[:, None] < tile.rows) & (column < tile.columns)
     mask = mask & (offsets >= tile.lower) & (offsets < tile.upper)
-    return Piece(offsets, mask, row, first)
+    return TileLines(offsets, mask, row, first)
 
 
 @helper
@@ -180,7 +180,7 @@ def step_piece(chunk, tile, piece, scale_inv, SPEC: tl.constexpr, MASKED: tl.con
     for index in tl.static_range(COUNT):
         # there is no scratch, which only other scales need
         pointers += (kept_moment_scale(None, chunk.column, chunk.start, 0, FORMATS, index),)
-    scales = Scales(scale_inv, pointers, 1.0, pointers, 1.0)
+    scales = ChunkScales(scale_inv, pointers, 1.0, pointers, 1.0)
     rows = piece.row * tile.stride + piece.first
     block = Block(piece.offsets, rows, piece.mask if MASKED else None)
     values = loaded_and_updated(chunk, scales, block, SPEC)

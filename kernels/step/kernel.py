@@ -24,7 +24,15 @@ from megaopt.kernels.chunks.blocks import (
     pointers_of,
     rows_of,
 )
-from megaopt.kernels.chunks.chunk import Block, Chunk, Column, Scales, chunk_of, entry, place_of
+from megaopt.kernels.chunks.chunk import (
+    Block,
+    Chunk,
+    ChunkScales,
+    Column,
+    chunk_of,
+    entry,
+    place_of,
+)
 from megaopt.kernels.chunks.codes import load_words, numbers_of
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import (
@@ -187,7 +195,7 @@ def find_amaxes(scratch_ptr, chunk, unmasked, SPEC: tl.constexpr):
         moment_amaxes += (tl.zeros((BLOCK,), tl.int32),)
     master_scale = old_scale(chunk.column, MASTER_SCALE, MASTER_FORMAT)
     param = param_scale(chunk.column, master_scale, FORMATS)
-    scales = Scales(param, moment_scales, 1.0, (), 1.0)
+    scales = ChunkScales(param, moment_scales, 1.0, (), 1.0)
     amaxes = (tl.zeros((BLOCK,), tl.int32), moment_amaxes)
     index = tl.zeros((), tl.int32)
     while index < unmasked:
@@ -283,7 +291,7 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC: tl.constexpr):
     param = param_scale(column, scale, FORMATS)
     master_inverse = new_scale(scratch_ptr, 0, column, MASTER_SCALE, start, MASTER_FORMAT)
     weight_scale = FORMATS.store.begin(column, FORMATS)
-    scales = Scales(param, moment_scales, master_inverse, moment_inverses, weight_scale)
+    scales = ChunkScales(param, moment_scales, master_inverse, moment_inverses, weight_scale)
     amax_bits = tl.zeros_like(offsets_of(0, SPEC))
     sums = no_sums(SPEC)
     # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4

@@ -13,7 +13,7 @@ from megaopt.kernels.calling import Again
 from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.chunks.scales import scratch_rows
-from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import (
     OWN,
     OWN_BLOCK_PAIR,
@@ -171,7 +171,7 @@ class TritonPlan:
         launch = self._launches.get(kind)
         if launch is None:
             fields = (self.formats, self.rule, kind[0], self.geometry, self._is_split)
-            spec = Spec(*fields, digests=self.digest_slots)
+            spec = KernelSpec(*fields, digests=self.digest_slots)
             options: dict[str, object] = {"SPEC": spec, "num_warps": self.geometry.warps}
             if self.geometry.registers is not None and torch.version.hip is None:
                 options["maxnreg"] = self.geometry.registers

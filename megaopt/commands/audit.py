@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
-from megaopt.recording.audit import Audit, Finding, Report
+from megaopt.recording.audit import Audit, AuditFinding, Report
 from megaopt.recording.files import Recording
 from megaopt.saving.files import write_json
 
@@ -98,7 +98,7 @@ def verdict(recording: Recording, report: Report) -> str:
     )
 
 
-def table(title: str, findings: Iterable[Finding]) -> Table:
+def table(title: str, findings: Iterable[AuditFinding]) -> Table:
     """The findings of a step, those with the largest difference first."""
     findings_table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("tensor", "quantity", "explanation", "update / law's", "off / rounding"):
@@ -113,9 +113,9 @@ def table(title: str, findings: Iterable[Finding]) -> Table:
     return findings_table
 
 
-def sums(findings: Iterable[Finding]) -> Iterable[str]:
+def sums(findings: Iterable[AuditFinding]) -> Iterable[str]:
     """A line for each explanation: its steps and tensors."""
-    by_explanation: dict[str, list[Finding]] = defaultdict(list)
+    by_explanation: dict[str, list[AuditFinding]] = defaultdict(list)
     for finding in findings:
         by_explanation[finding.explanation].append(finding)
     for explanation, group in by_explanation.items():

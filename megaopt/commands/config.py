@@ -91,7 +91,7 @@ class GaLoreConfig(Table):
     """The side on which gradients are projected; with ranks one process's bits are left's."""
 
 
-class Named(Table):
+class NamedVariant(Table):
     """The fields of all kinds of variant."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
@@ -103,7 +103,7 @@ class Named(Table):
             require(False, f"{self.name}.{key}", getattr(self, key), allowed)
 
 
-class Own(Named):
+class Own(NamedVariant):
     """A variant of `RunConfig`."""
 
     recipe: Annotated[Recipe | None, BeforeValidator(_refuse)] = None
@@ -211,7 +211,7 @@ UNDER_FLOAT8 = {
 """The values that variants with fp8 weights may have."""
 
 
-class Run(Table):
+class TrainingConfig(Table):
     """The fields of every training run."""
 
     name: str = Field(pattern=r"[^.]")  # out / ".." would be another folder than --out
@@ -226,14 +226,14 @@ class Run(Table):
     optimizer: OptimizerConfig
 
 
-def need_once(variants: tuple[Named, ...]) -> None:
+def need_once(variants: tuple[NamedVariant, ...]) -> None:
     """Raises a `ConfigError` where two variants have one name."""
     names = [variant.name for variant in variants]
     for variant in variants:
         variant.need(names.count(variant.name) == 1, "name", "a name of one variant alone")
 
 
-class RunConfig(Run):
+class RunConfig(TrainingConfig):
     """A training run: a model, its text, its optimizer, and the variants to compare."""
 
     float8: Float8Config | None = None  # fp8 weights

@@ -14,7 +14,7 @@ from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import coloured, make_console, make_table
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
 from megaopt.commands.golden.check import outcome, why_not_compared
 from megaopt.commands.golden.record import packaged
@@ -65,7 +65,7 @@ PROBED = 128
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """The result of one backend under one contract on one device, or of a mode beside a peer."""
 
     of: tuple[str, ...]
@@ -122,7 +122,9 @@ def host_memory() -> dict[str, str]:
     }
 
 
-def judge(findings: Sequence[Finding], peers: Sequence[Finding] | None) -> tuple[str, bool]:
+def judge(
+    findings: Sequence[DoctorFinding], peers: Sequence[DoctorFinding] | None
+) -> tuple[str, bool]:
     """The verdict in one line, and whether nothing is wrong.
 
     Args:
@@ -152,7 +154,7 @@ def devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", index) for index in gpus)]
 
 
-def examine(device: torch.device, check: bool = False) -> list[Finding]:
+def examine(device: torch.device, check: bool = False) -> list[DoctorFinding]:
     """Step cases of the golden record with each backend under each contract on `device`."""
     return [
         _examine_one(device, backend, contract, check)
@@ -161,15 +163,15 @@ def examine(device: torch.device, check: bool = False) -> list[Finding]:
     ]
 
 
-def _examine_one(device: torch.device, backend: str, contract: str, check: bool) -> Finding:
+def _examine_one(device: torch.device, backend: str, contract: str, check: bool) -> DoctorFinding:
     of, reason = (str(device), backend, contract), why_not(backend, CONTRACTS[contract], device)
     if reason is not None:
-        return Finding(of, None, reason)
+        return DoctorFinding(of, None, reason)
     interpreted = (device.type, backend) == ("cpu", "triton")
     if interpreted and not check:
-        return Finding(of, None, f"--check steps it, {INTERPRETER}")
+        return DoctorFinding(of, None, f"--check steps it, {INTERPRETER}")
     names = CHECKED if check else QUICK
-    cases = [Case(name) for name in names if name.startswith(f"{contract}/")]
+    cases = [GoldenCase(name) for name in names if name.startswith(f"{contract}/")]
     part = ANY_MACHINE if CONTRACTS[contract].needs_gpu is None else NVIDIA_GPU
     record = packaged()
     uncompared = why_not_compared(record, part)
@@ -177,22 +179,22 @@ def _examine_one(device: torch.device, backend: str, contract: str, check: bool)
         expected = None if uncompared else record.digests[part][case.name]
         different = outcome(case, backend, device, expected).different
         if different is not None:
-            return Finding(of, False, f"{case.name}: {different}")
+            return DoctorFinding(of, False, f"{case.name}: {different}")
     bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"
     note = f"cases stepped: {len(cases)}, {bits}{f'; {INTERPRETER}' if interpreted else ''}"
-    return Finding(of, True, note)
+    return DoctorFinding(of, True, note)
 
 
-def examine_products(device: torch.device) -> list[Finding]:
+def examine_products(device: torch.device) -> list[DoctorFinding]:
     """Multiplies on a GPU beside the twin: numbers.md says what is promised for Hopper's cards."""
     return [_examine_product(device, dtype) for dtype in OPERANDS]
 
 
-def _examine_product(device: torch.device, dtype: torch.dtype) -> Finding:
+def _examine_product(device: torch.device, dtype: torch.dtype) -> DoctorFinding:
     kind = "tf32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
     of, reason = (str(device), "triton", f"products of {kind}"), BACKENDS["triton"].why_not(device)
     if reason is not None:
-        return Finding(of, None, reason)
+        return DoctorFinding(of, None, reason)
     generator = torch.Generator().manual_seed(0)
     different = 0
     for binades in (0, 6, 40):
@@ -208,15 +210,15 @@ def _examine_product(device: torch.device, dtype: torch.dtype) -> Finding:
         expected = product_reference(left, right)
         different += int((product.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
     if not different:
-        return Finding(of, True, "the bits of docs/numbers.md, which are the same everywhere")
+        return DoctorFinding(of, True, "the bits of docs/numbers.md, which are the same everywhere")
     name = torch.cuda.get_device_name(device)
     note = f"{different} of {3 * PROBED**2} numbers have other bits than docs/numbers.md says"
     if torch.cuda.get_device_capability(device) == (9, 0):
-        return Finding(of, False, note)
-    return Finding(of, None, f"{note}: the same bits are promised on {name} alone")
+        return DoctorFinding(of, False, note)
+    return DoctorFinding(of, None, f"{note}: the same bits are promised on {name} alone")
 
 
-def examine_peers(names: Iterable[str]) -> list[Finding]:
+def examine_peers(names: Iterable[str]) -> list[DoctorFinding]:
     """Steps modes of contracts that another library keeps beside that library, on the GPU.
 
     Args:
@@ -225,16 +227,16 @@ def examine_peers(names: Iterable[str]) -> list[Finding]:
     return [_examine_peer(name) for name in names if MODES[name].twin is not None]
 
 
-def _examine_peer(name: str) -> Finding:
+def _examine_peer(name: str) -> DoctorFinding:
     mode = MODES[name]
     peer = PEERS[str(mode.twin)]
     reason = peer.why_not() if torch.cuda.is_available() else "there is no CUDA GPU"
     if reason is not None:
-        return Finding((name, peer.name), None, reason)
+        return DoctorFinding((name, peer.name), None, reason)
     checked = VECTORS if mode.weight is None else MATRICES
     difference = equality.check(mode, checked, torch.device("cuda")).difference
     promise = CONTRACTS[mode.contract].promise
-    return Finding((name, peer.name), difference is None, difference or promise)
+    return DoctorFinding((name, peer.name), difference is None, difference or promise)
 
 
 def libraries() -> dict[str, str]:
@@ -249,5 +251,5 @@ def libraries() -> dict[str, str]:
     }
 
 
-def _rows(findings: Sequence[Finding]) -> list[tuple[str | Text, ...]]:
+def _rows(findings: Sequence[DoctorFinding]) -> list[tuple[str | Text, ...]]:
     return [(*finding.of, WORKS[finding.works], finding.note) for finding in findings]

@@ -23,7 +23,7 @@ from megaopt.options.checks import refuse, shown
 from megaopt.options.replicas import Replicas
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
-from megaopt.state.memory import Named, check_memory
+from megaopt.state.memory import NamedTensor, check_memory
 from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
@@ -325,7 +325,7 @@ def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
 
 def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
     owned.check_places()
-    written: list[Named] = []
+    written: list[NamedTensor] = []
     for view, label in zip(owned.views, owned.labels, strict=True):
         param_state = optimizer.state.get(view.param, {})
         written += written_tensors(view, param_state, owned.state_names(view), label)

@@ -33,7 +33,7 @@ from megaopt.recording.samples import (
     OLD,
     Given,
     Mask,
-    Stepped,
+    ParameterSamples,
     Tensor,
     Tensors,
     Unknown,
@@ -62,7 +62,7 @@ UNFIT = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, 
 TAKES_ALL = "the update of a matrix takes its whole gradient"
 
 
-class Finding(NamedTuple):
+class AuditFinding(NamedTuple):
     """One quantity of one tensor that a step did not make as the law says."""
 
     step: int
@@ -86,7 +86,7 @@ class Finding(NamedTuple):
 class Report:
     """The findings of an audit."""
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     """All findings, by step."""
     checked: int = 0
     """Tensors of steps that the law was held against."""
@@ -132,7 +132,7 @@ def law(optimizer: type | str, **options: Any) -> Callable[[Update], Update]:
 # --- a run
 
 
-class Owner(NamedTuple):
+class ParameterOwner(NamedTuple):
     """The optimizer and group that have a parameter in a step."""
 
     rank: int
@@ -149,14 +149,16 @@ class Owner(NamedTuple):
         return self.rank, self.source
 
 
-def owner_of(recording: Recording, step: int, name: str, stepped: Stepped) -> Owner | None:
+def owner_of(
+    recording: Recording, step: int, name: str, stepped: ParameterSamples
+) -> ParameterOwner | None:
     """Returns the owner of a parameter in a step; None where the recording does not say."""
-    owners: list[Owner] = []
+    owners: list[ParameterOwner] = []
     described = recording.ranks[stepped.rank].described(stepped.source, step)
     for line in described:
         numbered = ((g, param) for g, names in enumerate(line["groups"]) for param in names)
         places = [(g, place) for place, (g, param) in enumerate(numbered) if param == name]
-        owners += [Owner(stepped.rank, stepped.source, *places[0], line)] if places else []
+        owners += [ParameterOwner(stepped.rank, stepped.source, *places[0], line)] if places else []
         if owners and "step" in line:
             break
     # older versions did not say from which step on a line holds
@@ -185,7 +187,7 @@ class Counted(NamedTuple):
 class Last(NamedTuple):
     """A parameter's samples after its last step."""
 
-    owner: Owner
+    owner: ParameterOwner
     tensors: Tensors
 
 
@@ -198,7 +200,7 @@ class Audit:
 
     def __init__(self, recording: Recording) -> None:
         self.recording, self.report = recording, Report()
-        self._owners: dict[str, Owner] = {}
+        self._owners: dict[str, ParameterOwner] = {}
         """The owners of parameters in the current step, by name."""
         self._last: dict[str, Last] = {}
         self._last_step = 0
@@ -309,29 +311,29 @@ class Audit:
 
     # --- the recording's lines
 
-    def _class(self, owner: Owner) -> str:
+    def _class(self, owner: ParameterOwner) -> str:
         """Returns the optimizer's class; where its law is not known, one whose step it inherits."""
         classes = owner.optimizer["class"], *owner.optimizer.get("steps_as", ())
         return next((name for name in classes if name in LAWS), str(classes[0]))
 
-    def _law(self, owner: Owner) -> Law | None:
+    def _law(self, owner: ParameterOwner) -> Law | None:
         return LAWS.get(self._class(owner))
 
-    def _line(self, step: int, owner: Owner) -> dict[str, Any]:
+    def _line(self, step: int, owner: ParameterOwner) -> dict[str, Any]:
         return self.recording.ranks[owner.rank].scalars.get(step, {}).get(owner.source, {})
 
-    def _is_left_out(self, step: int, owner: Owner) -> bool:
+    def _is_left_out(self, step: int, owner: ParameterOwner) -> bool:
         """Returns whether a scaler or the optimizer skipped the step for values not finite."""
         line, options = self._line(step, owner), owner.optimizer["options"]
         norm = number(line.get("grad_norm"))
         is_finite = norm is None or math.isfinite(norm)
         return bool(line.get("skipped")) or (options.get("nonfinite") == "skip" and not is_finite)
 
-    def _group(self, step: int, owner: Owner) -> dict[str, Any]:
+    def _group(self, step: int, owner: ParameterOwner) -> dict[str, Any]:
         groups = self._line(step, owner).get("groups", ())
         return groups[owner.group] if owner.group < len(groups) else {}
 
-    def _recorded(self, step: int, owner: Owner) -> int | None:
+    def _recorded(self, step: int, owner: ParameterOwner) -> int | None:
         count = self._group(step, owner).get("step")
         return count if isinstance(count, int) else None
 
@@ -386,7 +388,7 @@ class Audit:
             return len(taken)
         return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
 
-    def _rates(self, step: int, owner: Owner) -> Iterator[tuple[str, float]]:
+    def _rates(self, step: int, owner: ParameterOwner) -> Iterator[tuple[str, float]]:
         """Yields learning rates other than the group's, each behind a label of its origin."""
         group_rate = number(self._group(step, owner).get("lr"))
         groups = self._line(step, owner).get("groups", ())
@@ -423,7 +425,7 @@ class Audit:
         self.report.not_checked[reason].add(name)
 
     def _find(self, step: int, name: str, quantity: str, explanation: str, *more: Any) -> None:
-        self.report.findings.append(Finding(step, name, quantity, explanation, *more))
+        self.report.findings.append(AuditFinding(step, name, quantity, explanation, *more))
 
     def _note_moved(self, name: str, samples: Tensors) -> None:
         old, new = samples.get(OLD + "weight"), samples.get("weight")
@@ -488,10 +490,10 @@ class Audit:
         if context.options["step"]:
             self._counts[self._counted(name, law)] = Counted(step, context.options["step"])
 
-    def _kind(self, owner: Owner) -> str:
+    def _kind(self, owner: ParameterOwner) -> str:
         return self._class(owner).rpartition(".")[2]
 
-    def _unlike(self, owner: Owner, samples: Tensors, context: Given) -> list[str] | None:
+    def _unlike(self, owner: ParameterOwner, samples: Tensors, context: Given) -> list[str] | None:
         """Returns the quantities whose bits are not those of megaopt's twin; None: it has none."""
         from megaopt.recording import twins  # the kernels, and torch
 
@@ -501,7 +503,7 @@ class Audit:
             return None
         return [quantity for quantity, mask in equal.items() if not mask.all()]
 
-    def _evidence(self, step: int, owner: Owner) -> Evidence:
+    def _evidence(self, step: int, owner: ParameterOwner) -> Evidence:
         return Evidence(tuple(self._rates(step, owner)), self._recorded(step, owner))
 
     def _master(self, step: int, name: str, samples: Tensors) -> None:

@@ -32,15 +32,17 @@ class RecordingError(ValueError):
         return printable(super().__str__())
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """A kind of value, in words and as a function."""
 
     allowed: str
     holds: Callable[[Any], bool]
 
-    def or_none(self) -> Kind:
+    def or_none(self) -> ValueKind:
         """Returns the kind of these values and null."""
-        return Kind(f"{self.allowed} or null", lambda value: value is None or self.holds(value))
+        return ValueKind(
+            f"{self.allowed} or null", lambda value: value is None or self.holds(value)
+        )
 
 
 def is_whole(value: Any, least: int = 0, most: int = LARGEST) -> bool:
@@ -69,45 +71,47 @@ def is_shape(value: Any) -> bool:
     return list_of(WHOLE).holds(value) and math.prod(max(size, 1) for size in value) <= LARGEST
 
 
-def list_of(kind: Kind) -> Kind:
+def list_of(kind: ValueKind) -> ValueKind:
     """Returns the kind of a list, whose values are of one kind."""
     allowed = f"a list, each {kind.allowed}"
-    return Kind(allowed, lambda value: isinstance(value, list) and all(map(kind.holds, value)))
+    return ValueKind(allowed, lambda value: isinstance(value, list) and all(map(kind.holds, value)))
 
 
-def dict_of(kind: Kind) -> Kind:
+def dict_of(kind: ValueKind) -> ValueKind:
     """Returns the kind of a dict, whose values are of one kind; JSON makes its names texts."""
     allowed = f"an object, each value {kind.allowed}"
-    return Kind(
+    return ValueKind(
         allowed, lambda value: isinstance(value, dict) and all(map(kind.holds, value.values()))
     )
 
 
-ANYTHING = Kind("anything", lambda value: True)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-WHOLE = Kind("a whole number >= 0", is_whole)
-COUNT = Kind("a whole number >= 1", lambda value: is_whole(value, 1))
-RANKS = Kind(f"a whole number from 1 to {MOST_RANKS}", lambda value: is_whole(value, 1, MOST_RANKS))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-FLOAT = Kind("a float in hexadecimal", is_float)
-DIGEST = Kind("a digest of 32 hex digits", is_digest)
-SHAPE = Kind("the sizes of a tensor", is_shape)
-PLACE = Kind(
+ANYTHING = ValueKind("anything", lambda value: True)
+TEXT = ValueKind("a text", lambda value: isinstance(value, str))
+WHOLE = ValueKind("a whole number >= 0", is_whole)
+COUNT = ValueKind("a whole number >= 1", lambda value: is_whole(value, 1))
+RANKS = ValueKind(
+    f"a whole number from 1 to {MOST_RANKS}", lambda value: is_whole(value, 1, MOST_RANKS)
+)
+FLAG = ValueKind("true or false", lambda value: isinstance(value, bool))
+FLOAT = ValueKind("a float in hexadecimal", is_float)
+DIGEST = ValueKind("a digest of 32 hex digits", is_digest)
+SHAPE = ValueKind("the sizes of a tensor", is_shape)
+PLACE = ValueKind(
     "four whole numbers >= 0, the second >= 1 where the third is",
     lambda value: list_of(WHOLE).holds(value)
     and len(value) == 4
     and (value[1] > 0 or not value[2]),
 )
-OFFSETS = Kind(
+OFFSETS = ValueKind(
     "two whole numbers >= 0", lambda value: list_of(WHOLE).holds(value) and len(value) == 2
 )
 OBJECT = dict_of(ANYTHING)
-GROUP = Kind(
+GROUP = ValueKind(
     "an object with a whole number or null as its step",
     lambda value: isinstance(value, dict) and WHOLE.or_none().holds(value.get("step")),
 )
 
-Kinds = Mapping[str, Kind]
+Kinds = Mapping[str, ValueKind]
 RUN: Kinds = {
     "rank": WHOLE,
     "world": RANKS.or_none(),
@@ -127,7 +131,7 @@ OPTIMIZER: Kinds = {
     "source": WHOLE.or_none(),
 }
 LINE: Kinds = {
-    "is": Kind("run, optimizer or value", lambda value: value in ("run", "optimizer", "value"))
+    "is": ValueKind("run, optimizer or value", lambda value: value in ("run", "optimizer", "value"))
 }
 """Keys of each line of a manifest."""
 VALUE: Kinds = {

@@ -21,10 +21,10 @@ from megaopt.recording.checks import RecordingError
 from megaopt.recording.files import hexadecimal
 from megaopt.recording.measure import NEAR, as_numbers, farthest
 from megaopt.recording.pair import (
-    Difference,
+    ComparedRun,
     Pair,
-    Run,
     Side,
+    ValueDifference,
     differences,
     family,
     flat,
@@ -121,8 +121,8 @@ class Comparison:
     """Reasons for a tier other than bits."""
     missing: dict[str, list[str]] = field(default_factory=dict)
     """Tensors, ranks and steps whose lack keeps the runs from being compared, by side."""
-    environment: list[Difference] = field(default_factory=list)
-    options: list[Difference] = field(default_factory=list)
+    environment: list[ValueDifference] = field(default_factory=list)
+    options: list[ValueDifference] = field(default_factory=list)
     """Options of groups that differ at the first step that both have."""
     steps: tuple[int, ...] = ()
     """The first and the last step that were compared, and how many."""
@@ -241,10 +241,10 @@ def _finite(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(
-    a: Run,
-    b: Run,
+    a: ComparedRun,
+    b: ComparedRun,
     names: Mapping[str, str] | None = None,
-    noise: Sequence[Run] = (),
+    noise: Sequence[ComparedRun] = (),
     tolerance: float | None = None,
 ) -> Comparison:
     """Compares two recorded runs.
@@ -331,7 +331,7 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
 
 
 def _against_repeats(
-    a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
+    a: ComparedRun, b: ComparedRun, names: Mapping[str, str] | None, noise: Sequence[ComparedRun]
 ) -> Iterator[Repeats]:
     """Yields each quantity's difference beside that of repeats, at steps that all have sampled."""
     repeats, change = [Side(run) for run in (a, *noise)], Side(b, names)
@@ -350,7 +350,11 @@ def _against_repeats(
 
 
 def _look_at_repeats(
-    comparison: Comparison, a: Run, b: Run, names: Mapping[str, str] | None, noise: Sequence[Run]
+    comparison: Comparison,
+    a: ComparedRun,
+    b: ComparedRun,
+    names: Mapping[str, str] | None,
+    noise: Sequence[ComparedRun],
 ) -> None:
     """Adds what repeats of a say: how far they lie from each other, and where they part."""
     comparison.noise = list(_against_repeats(a, b, names, noise))
@@ -366,11 +370,11 @@ def _look_at_repeats(
             comparison.reasons.append(words)
 
 
-def _title(run: Run) -> str:
+def _title(run: ComparedRun) -> str:
     return str(getattr(run, "folder", "golden values"))
 
 
-def _environment(a: Run, b: Run) -> list[Difference]:
+def _environment(a: ComparedRun, b: ComparedRun) -> list[ValueDifference]:
     chosen = ("environment", "layout", "world", "level", "every")
     settings_a, settings_b = ({name: run.run.get(name) for name in chosen} for run in (a, b))
     entries = differences(flat(settings_a) | _words(a), flat(settings_b) | _words(b))
@@ -385,7 +389,7 @@ def _without(name: str, beginnings: Iterable[str]) -> str:
     )
 
 
-def _words(run: Run) -> dict[str, str]:
+def _words(run: ComparedRun) -> dict[str, str]:
     """Returns the words of a run's command: behind each option, and before the first."""
     words, name = dict[str, str](), "argv"
     for word in run.run.get("argv") or ():
@@ -396,12 +400,12 @@ def _words(run: Run) -> dict[str, str]:
     return words
 
 
-def _classes(run: Run) -> dict[str, Any]:
+def _classes(run: ComparedRun) -> dict[str, Any]:
     classes = list({line.get("class"): None for line in run.optimizers})
     return {"optimizer" if i == 0 else f"optimizer {i}": name for i, name in enumerate(classes)}
 
 
-def _reasons(a: Run, b: Run) -> list[str]:
+def _reasons(a: ComparedRun, b: ComparedRun) -> list[str]:
     """Returns why products need not be equal in bits: another card, library or layout."""
     entries = differences(family(a), family(b))
     entries += differences(*(flat({"layout": layout_of(run)}) for run in (a, b)))

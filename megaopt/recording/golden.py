@@ -43,7 +43,7 @@ TOGETHER = "all tensors"
 """The name under which one digest stands for all tensors, where those of each are too many."""
 
 
-METRIC = checks.Kind(
+METRIC = checks.ValueKind(
     "an object with values, an object of numbers by step",
     lambda metric: isinstance(metric, dict) and checks.OBJECT.holds(metric.get("values")),
 )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.place import Place
-from megaopt.recording.pieces import Piece, cut
+from megaopt.recording.pieces import ShardRange, cut
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
@@ -59,7 +59,7 @@ def _global_number(
 
 def part_of(
     param: torch.Tensor, name: str, vocabulary: int | None
-) -> tuple[tuple[int, ...], tuple[Piece, ...] | None] | None:
+) -> tuple[tuple[int, ...], tuple[ShardRange, ...] | None] | None:
     """Returns the whole shape of a tensor-parallel parameter, and this rank's pieces of it.
 
     It is None for a parameter that is not Megatron's.
@@ -79,7 +79,7 @@ def part_of(
     shape[dim] *= world
     inner, size = math.prod(shape[dim + 1 :]), param.shape[dim] // parts if shape else 1
     pieces = tuple(
-        Piece(
+        ShardRange(
             begin=part * size * inner,
             numel=param.numel() // parts,
             place=_place(dim, (part * world + rank) * size * inner, size * inner, shape),
@@ -95,12 +95,12 @@ def part_of(
 
 def _experts(
     state: Any, param: torch.Tensor, world: int
-) -> tuple[tuple[int, ...], tuple[Piece, ...] | None]:
+) -> tuple[tuple[int, ...], tuple[ShardRange, ...] | None]:
     """Returns the place of a parameter that holds all experts of a rank, one behind another."""
     ranks, shape = state.get_expert_model_parallel_world_size(), list(param.shape)
     shape[param.partition_dim] *= ranks  # type: ignore[attr-defined]
     first = state.get_expert_model_parallel_rank() * param.numel()
-    return tuple(shape), (Piece(0, param.numel(), Place(0, first)),) if world == 1 else None
+    return tuple(shape), (ShardRange(0, param.numel(), Place(0, first)),) if world == 1 else None
 
 
 def _place(dim: int, first: int, run: int, shape: Sequence[int]) -> Place:

@@ -21,7 +21,7 @@ WHOLE = ("grad", "weight", "codes")
 """Quantities of the parameter's own shape, one of which each recording of tensors has."""
 
 
-class Run(Protocol):
+class ComparedRun(Protocol):
     """A run that is compared: a `Recording`, or what a file of golden values holds of one."""
 
     @property
@@ -64,7 +64,7 @@ class Run(Protocol):
         """The sampled elements of each tensor."""
 
 
-class Difference(NamedTuple):
+class ValueDifference(NamedTuple):
     """The values of one thing in the two runs; None where a run has none."""
 
     name: str
@@ -96,22 +96,24 @@ def flat(content: Any, path: str = "") -> dict[str, Any]:
     return leaves
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ValueDifference]:
     """Returns the entries in which two dicts differ, in their order."""
     names = dict.fromkeys([*a, *b])
     return [
-        Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)
+        ValueDifference(name, a.get(name), b.get(name))
+        for name in names
+        if a.get(name) != b.get(name)
     ]
 
 
-def family(run: Run) -> dict[str, Any]:
+def family(run: ComparedRun) -> dict[str, Any]:
     """Returns the parts of a run's environment that decide the bits of its products."""
     environment = run.run.get("environment", {})
     names = ANYWHERE if environment.get("card") else WITHOUT_CARD
     return {name: environment.get(name) for name in names}
 
 
-def layout_of(run: Run) -> dict[str, Any]:
+def layout_of(run: ComparedRun) -> dict[str, Any]:
     """Returns the number of a run's ranks, and their layout."""
     return {"ranks": run.run.get("world"), **(run.run.get("layout") or {})}
 
@@ -123,7 +125,7 @@ class NamesError(RecordingError):
 class Side:
     """A run with its names as the other has them."""
 
-    def __init__(self, run: Run, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, run: ComparedRun, names: Mapping[str, str] | None = None) -> None:
         self.run, self._names = run, names or {}
         self.name = lru_cache(None)(self._name)
         self.digests = lru_cache(4)(self._digests)
@@ -283,7 +285,7 @@ class Pair:
                 lines.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
         return lines
 
-    def options(self, step: int) -> list[Difference]:
+    def options(self, step: int) -> list[ValueDifference]:
         """Options of groups, and the loss scale, that differ at a step."""
         a, b = (self._options(side, step) for side in self.both)
         return differences(a, b)

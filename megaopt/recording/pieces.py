@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megaopt.kernels.place import Place
 
 
-class Piece(NamedTuple):
+class ShardRange(NamedTuple):
     """A stretch of a rank's tensor, and its place in the whole."""
 
     begin: int
@@ -26,23 +26,23 @@ class Piece(NamedTuple):
         return self.begin + here if inside else None
 
 
-def whole(shape: Sequence[int]) -> tuple[Piece, ...]:
+def whole(shape: Sequence[int]) -> tuple[ShardRange, ...]:
     """The pieces of a tensor that a rank has whole."""
     numel = math.prod(shape)
-    return (Piece(0, numel, Place(0)),) if numel else ()
+    return (ShardRange(0, numel, Place(0)),) if numel else ()
 
 
-def cut(pieces: Sequence[Piece], begin: int, end: int) -> tuple[Piece, ...]:
+def cut(pieces: Sequence[ShardRange], begin: int, end: int) -> tuple[ShardRange, ...]:
     """The pieces of the flat elements from begin to end of a tensor."""
     parts = []
     for piece in pieces:
         low, high = max(begin, piece.begin), min(end, piece.begin + piece.numel)
         for start, numel, place in _runs(piece.place, low - piece.begin, high - piece.begin):
-            parts.append(Piece(piece.begin + start - begin, numel, place))
+            parts.append(ShardRange(piece.begin + start - begin, numel, place))
     return tuple(parts)
 
 
-def _runs(place: Place, low: int, high: int) -> Iterator[Piece]:
+def _runs(place: Place, low: int, high: int) -> Iterator[ShardRange]:
     """Elements from low to high of those at a place: a part of a run, whole runs, another part."""
     while low < high:
         runs, rest = divmod(low, place.run) if place.stride else (0, low)
@@ -53,5 +53,5 @@ def _runs(place: Place, low: int, high: int) -> Iterator[Piece]:
             end, piece_place = min(high, low - rest + place.run), Place(0, first)
         else:
             end, piece_place = high - high % place.run, Place(0, first, place.run, place.stride)
-        yield Piece(low, end - low, piece_place)
+        yield ShardRange(low, end - low, piece_place)
         low = end

@@ -14,7 +14,7 @@ import torch
 from megaopt.kernels.place import place_of_box
 from megaopt.params.dtensor import local_of, shard_box
 from megaopt.recording import megatron
-from megaopt.recording.pieces import Piece, cut, whole
+from megaopt.recording.pieces import ShardRange, cut, whole
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names that wrappers put between those of the model."""
@@ -29,11 +29,11 @@ class Known(NamedTuple):
     """The canonical name of its parameter, or of the module whose output it is."""
     shape: tuple[int, ...]
     """The whole tensor's, over all ranks."""
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[ShardRange, ...] | None
     """The pieces that this rank has; None where nobody knows its place: it is this rank's alone."""
 
 
-class Owner(NamedTuple):
+class ParameterRole(NamedTuple):
     """The relation of an optimizer's parameter to the model."""
 
     placement: Known
@@ -66,7 +66,7 @@ def _without(parts: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     return {name: shorter[name] if counts[shorter[name]] == 1 else names[name] for name in names}
 
 
-def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[ShardRange, ...]]:
     """The whole shape of a tensor or DTensor, and the pieces that this rank has."""
     shape, shard = tuple(tensor.shape), shard_box(tensor)
     if shard is None:
@@ -74,19 +74,19 @@ def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[Piece, ...]]
     return shape, tuple(box(shape, *shard)) if math.prod(shard[1]) else ()
 
 
-def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[Piece]:
+def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[ShardRange]:
     """The pieces of a part that is cut in any dimensions; at least one element."""
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = sum(begin * step for begin, step in zip(start, steps, strict=True))
     place = place_of_box(0, first, size, shape)
     if place is not None:
-        yield Piece(0, math.prod(size), place)
+        yield ShardRange(0, math.prod(size), place)
         return
     numel = math.prod(size[1:])
     for i in range(size[0]):  # slices, which are cut in a dimension less
         for begin, count, inner in box(shape[1:], start[1:], size[1:]):
             moved = inner._replace(first=inner.first + (start[0] + i) * steps[0])
-            yield Piece(i * numel + begin, count, moved)
+            yield ShardRange(i * numel + begin, count, moved)
 
 
 class Parameters:
@@ -105,7 +105,7 @@ class Parameters:
         self._names: dict[torch.Tensor, str] = {}
         self._modules: dict[torch.nn.Module, set[str]] = {}
         """Names of modules, by the model that they are of."""
-        self._owners: dict[int, dict[torch.Tensor, Owner]] = {}
+        self._owners: dict[int, dict[torch.Tensor, ParameterRole]] = {}
         """The owners of each optimizer's parameters."""
         self._loose: dict[int, dict[torch.Tensor, str]] = {}
         """Names of each optimizer's parameters that no model knows."""
@@ -169,7 +169,7 @@ class Parameters:
 
     def owners(
         self, number: int, params: Sequence[torch.Tensor], labels: Sequence[str]
-    ) -> list[Owner]:
+    ) -> list[ParameterRole]:
         """Returns what the parameters of an optimizer are to the models.
 
         Args:
@@ -193,25 +193,27 @@ class Parameters:
         """Looks up what the parameters of an optimizer are anew, when it asks next."""
         self._owners.pop(number, None)
 
-    def came_anew(self, owners: Mapping[torch.Tensor, Owner]) -> list[str]:
+    def came_anew(self, owners: Mapping[torch.Tensor, ParameterRole]) -> list[str]:
         """Returns the names whose last parameter was another one, and notes these as the last."""
         last = {o.placement.name: self._last.get(o.placement.name) for o in owners.values()}
         pairs = [(param, owner.placement.name) for param, owner in owners.items()]
         self._last.update((name, weakref.ref(param)) for param, name in pairs)
         return [n for param, n in pairs if (ref := last[n]) is not None and ref() is not param]
 
-    def _found(self, number: int, param: torch.Tensor, label: str) -> Owner:
+    def _found(self, number: int, param: torch.Tensor, label: str) -> ParameterRole:
         if param in self._names:
-            return Owner(self._known(param), "weight")
+            return ParameterRole(self._known(param), "weight")
         shard = megatron.shard_of(param, self._names)
         if shard is None:
-            return Owner(Known(self._loose_name(number, param, label), *of_tensor(param)), "weight")
+            return ParameterRole(
+                Known(self._loose_name(number, param, label), *of_tensor(param)), "weight"
+            )
         placement = self._known(shard.weight)
         if placement.pieces is not None:
             placement = placement._replace(pieces=cut(placement.pieces, shard.begin, shard.end))
         if not shard.is_master:
-            return Owner(placement, "weight")
-        return Owner(placement, "master", shard.weight)
+            return ParameterRole(placement, "weight")
+        return ParameterRole(placement, "master", shard.weight)
 
     def _loose_name(self, number: int, param: torch.Tensor, label: str) -> str:
         """The name of a parameter that no model knows, which it keeps."""

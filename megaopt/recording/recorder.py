@@ -40,7 +40,7 @@ from megaopt.recording.inputs import (
 )
 from megaopt.recording.places import Known, Parameters
 from megaopt.recording.sink import Number, Sink, Step, option
-from megaopt.recording.sources import Source, Those, count_of
+from megaopt.recording.sources import RecordedOptimizer, Those, count_of
 from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 
 LEVELS = ("loss", "step", "blocks", "modules")
@@ -109,7 +109,7 @@ class Recorder:
         self._parameters = Parameters(checked_names(names), vocabulary)
         self._meshes: set[str] = set()
         """The meshes of models' and optimizers' parameters; models come before optimizers step."""
-        self._sources: list[Source] = []
+        self._sources: list[RecordedOptimizer] = []
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
         """Names of parameters as the first forward met them."""
@@ -189,7 +189,7 @@ class Recorder:
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Records a further optimizer's steps from now on."""
-        source = Source(optimizer, len(self._sources), self._parameters)
+        source = RecordedOptimizer(optimizer, len(self._sources), self._parameters)
         self._sources.append(source)
         self._meshes |= meshes(source.params())
         self._devices.add(source.device)
@@ -420,7 +420,7 @@ class Recorder:
 
         return replayed
 
-    def _before_replay(self, source: Source, earlier: int) -> Step:
+    def _before_replay(self, source: RecordedOptimizer, earlier: int) -> Step:
         """The step that a replay will make; earlier: how many of the source it makes before."""
         step, self._coming = self._begun(source), Step()
         step.number += earlier
@@ -429,7 +429,7 @@ class Recorder:
                 self._gather_before(step, source)
         return step
 
-    def _after_replay(self, step: Step, source: Source, captured: Step) -> None:
+    def _after_replay(self, step: Step, source: RecordedOptimizer, captured: Step) -> None:
         self._count(step, source)
         if not self._is_recorded(step.number):
             return
@@ -450,7 +450,7 @@ class Recorder:
         except UnpreparedError:
             self._give_up()
 
-    def _before(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+    def _before(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
         if not self._is_here(in_graph=True):
             if any(map(is_capturing, self._devices)):
                 warn_of_capture("the recorder was not there when the capture began")
@@ -471,7 +471,7 @@ class Recorder:
         """Whether a step has digests; a captured one, whose number is 0, has all of them."""
         return self._level >= STEP and self._is_recorded(step.number)
 
-    def _begun(self, source: Source) -> Step:
+    def _begun(self, source: RecordedOptimizer) -> Step:
         """Returns the step that comes, with what is known before it."""
         self._finish(source)
         source.look()
@@ -483,12 +483,12 @@ class Recorder:
             step.number, step.source = source.step + 1, source.number
         return step
 
-    def _count(self, step: Step, source: Source) -> None:
+    def _count(self, step: Step, source: RecordedOptimizer) -> None:
         """Counts a step that has been made."""
         source.count.step = step.number
         self._wanted = any(self._is_recorded(entry.step + 1) for entry in self._sources)
 
-    def _gather_before(self, step: Step, source: Source) -> None:
+    def _gather_before(self, step: Step, source: RecordedOptimizer) -> None:
         if self._every == 1:  # launches would sum up at other steps too
             source.ask()
         weights = source.weights()
@@ -511,7 +511,7 @@ class Recorder:
         if step.number in self._keep:
             keep_tensors(step, weights.before(everything))
 
-    def _after(self, source: Source, _: Any, args: tuple[Any, ...], named: Any) -> None:
+    def _after(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
         step, in_graph = self._coming, self._graph is not None
         is_its = in_graph or (step.source, step.number) == (source.number, source.step + 1)
         if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
@@ -536,12 +536,12 @@ class Recorder:
         else:
             self._close_step(step, source)
 
-    def _gather_after(self, step: Step, source: Source) -> None:
+    def _gather_after(self, step: Step, source: RecordedOptimizer) -> None:
         weights = source.weights()
         step.stepped += source.rows(weights, self._number)
         self._add_elements(step, weights)
 
-    def _close_step(self, step: Step, source: Source) -> None:
+    def _close_step(self, step: Step, source: RecordedOptimizer) -> None:
         """Notes what a step has left; it is written now, or after the model's weights."""
         if self._level >= STEP:
             source.note(step.number)
@@ -553,7 +553,7 @@ class Recorder:
         if self._level < STEP or source.models() is None:
             self._finish(source)
 
-    def _add_gradients(self, step: Step, source: Source) -> None:
+    def _add_gradients(self, step: Step, source: RecordedOptimizer) -> None:
         gradients = source.gradients()
         now = source.read(gradients)
         step.stepped += now.rows(self._number)
@@ -566,7 +566,7 @@ class Recorder:
         if step.number in self._keep:
             keep_tensors(step, selection)
 
-    def _finish(self, source: Source) -> None:
+    def _finish(self, source: RecordedOptimizer) -> None:
         """Hands a step over to be written, after the model's weights where these came later."""
         step, source.open = source.open, None
         if step is None:
@@ -644,7 +644,7 @@ def is_inner(optimizer: torch.optim.Optimizer) -> bool:
     return sum(caller is optimizer for caller in running()) > 1
 
 
-Captured = tuple[Source | None, Step]
+Captured = tuple[RecordedOptimizer | None, Step]
 """A step within a CUDA graph; without a source what is noted behind the last one."""
 
 

@@ -61,7 +61,7 @@ DECODERS: dict[str, Callable[[Bits], Bits]] = {
 """Functions that make numbers of bits, by dtype."""
 
 
-class Stepped:
+class ParameterSamples:
     """One parameter's samples of a step.
 
     Args:
@@ -88,13 +88,13 @@ class Stepped:
         self.tensors[value.quantity] = Tensor(value, bits, mask)
 
 
-def stepped_in(recording: Recording, step: int) -> dict[str, Stepped]:
+def stepped_in(recording: Recording, step: int) -> dict[str, ParameterSamples]:
     """All samples of a step, by parameter."""
-    steps_by_param: dict[str, Stepped] = {}
+    steps_by_param: dict[str, ParameterSamples] = {}
     for place, rank in enumerate(recording.ranks):
         for source in sorted(rank.scalars.get(step, ())):
             for value, held, bits in rank.samples(step, source):
-                stepped = steps_by_param.setdefault(value.name, Stepped(place, source))
+                stepped = steps_by_param.setdefault(value.name, ParameterSamples(place, source))
                 stepped.add(place, value, held, bits)
     return steps_by_param
 

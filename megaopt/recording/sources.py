@@ -11,7 +11,7 @@ import torch
 
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import MASTER
-from megaopt.recording.places import Known, Owner, Parameters, of_state
+from megaopt.recording.places import Known, ParameterRole, Parameters, of_state
 from megaopt.recording.table import Array, Launched, Listed, Number, Rows, Samples, held
 from megaopt.state.looks import Looked, Looks, SameStates, same_params
 from megaopt.state.watch import grads_of, same_objects
@@ -98,7 +98,7 @@ class Count:
     step: int = 0
 
 
-class Source:
+class RecordedOptimizer:
     """An optimizer whose steps are recorded."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Source:
         self._sizes: list[int] = []
         self._shapes: list[torch.Size] = []
         """The parameters' shapes, which p.data may change."""
-        self._owners: list[Owner] = []
+        self._owners: list[ParameterRole] = []
         self._anew: dict[str, None] = {}
         """Names whose parameters are others than before, since the last description."""
         self._weights: Those | None = None
@@ -145,7 +145,7 @@ class Source:
         """The last step of its parameters."""
         return self.count.step
 
-    def join(self, peers: Sequence[Source]) -> None:
+    def join(self, peers: Sequence[RecordedOptimizer]) -> None:
         """Counts together with the peers that step some of its parameters."""
         addresses = {*map(id, self.params())}
         same = [peer for peer in peers if not addresses.isdisjoint(map(id, peer.params()))]
@@ -330,7 +330,7 @@ class Source:
         for name, tensor in weight_of(weight):
             yield of_state(weight, placement, tensor), name, tensor, weight
 
-    def _of(self, param: torch.Tensor, owner: Owner) -> Iterator[Named]:
+    def _of(self, param: torch.Tensor, owner: ParameterRole) -> Iterator[Named]:
         for name, tensor in weight_of(param, owner.quantity):
             yield of_state(param, owner.placement, tensor), name, tensor, param
         for key, value in self.optimizer.state.get(param, {}).items():

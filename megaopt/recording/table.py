@@ -18,7 +18,7 @@ from megaopt.params import view_of
 from megaopt.params.view import MASTER
 from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
-from megaopt.recording.pieces import Piece
+from megaopt.recording.pieces import ShardRange
 from megaopt.recording.places import Known
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Held(NamedTuple):
     """The parameter of an optimizer that it belongs to."""
 
     @property
-    def values(self) -> Iterator[tuple[Value, Piece]]:
+    def values(self) -> Iterator[tuple[Value, ShardRange]]:
         """The values that its rows are of, each with its piece."""
         dtype = str(self.dtype).removeprefix("torch.")
         for piece in self.placement.pieces or ():
@@ -56,7 +56,7 @@ class Held(NamedTuple):
             )
         if self.placement.pieces is None:
             value = Value(self.placement.name, self.quantity, dtype, self.shape)
-            yield value, Piece(0, math.prod(self.shape), Place(0))
+            yield value, ShardRange(0, math.prod(self.shape), Place(0))
 
 
 def held(
@@ -225,7 +225,7 @@ class Launched:
 def _is_whole(held: Held) -> bool:
     """Returns whether a tensor is one piece, where its parameter's launch takes it to be."""
     place, pieces = view_of(held.param).place(0), [piece for _, piece in held.values]
-    return pieces == [Piece(0, math.prod(held.shape), place)]
+    return pieces == [ShardRange(0, math.prod(held.shape), place)]
 
 
 def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:
@@ -241,7 +241,7 @@ class _Group:
 
     def __init__(
         self,
-        parts: Sequence[tuple[int, Value, Piece]],
+        parts: Sequence[tuple[int, Value, ShardRange]],
         tensors: Tensors,
         number: Number,
     ) -> None:
@@ -264,7 +264,7 @@ class _Group:
         ]
 
 
-def _stretch(piece: Piece, tensor: torch.Tensor) -> slice | None:
+def _stretch(piece: ShardRange, tensor: torch.Tensor) -> slice | None:
     """Returns the slice of a tensor that a piece is; None where the piece is all of it."""
     end = piece.begin + piece.numel
     return None if piece.numel == tensor.numel() else slice(piece.begin, end)

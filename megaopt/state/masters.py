@@ -18,7 +18,7 @@ from megaopt.options.options import Options
 from megaopt.options.placement import MASTER
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import check_sharding, local_of
-from megaopt.state.memory import Named, check_memory, check_writable
+from megaopt.state.memory import NamedTensor, check_memory, check_writable
 
 
 def check_master_weights(
@@ -55,7 +55,7 @@ def check_master_weights(
         where = f"master_weights[{index}] for {labels[place]}"
         _check_master(master, views[place], where, options)
         if master is not None:
-            entries.append(Named(where, "the master", local_of(master)))
+            entries.append(NamedTensor(where, "the master", local_of(master)))
     check_memory(entries)
 
 

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 
-class Named(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor that a step writes, and how messages call it."""
 
     where: str
@@ -43,7 +43,7 @@ def check_writable(tensor: torch.Tensor, where: str) -> None:
         )
 
 
-def check_memory(tensors: Sequence[Named]) -> None:
+def check_memory(tensors: Sequence[NamedTensor]) -> None:
     """Raises ValueError where a tensor cannot be written, or an element is written twice.
 
     On a GPU such a step would be a race. Costs a sort of the addresses; only tensors whose ranges
@@ -58,7 +58,7 @@ def check_memory(tensors: Sequence[Named]) -> None:
             _check_elements([on_device[index] for index in cluster])
 
 
-def _device(entry: Named) -> str:
+def _device(entry: NamedTensor) -> str:
     return str(entry.tensor.device)
 
 
@@ -69,7 +69,7 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _clusters(tensors: Sequence[Named]) -> list[list[int]]:
+def _clusters(tensors: Sequence[NamedTensor]) -> list[list[int]]:
     """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
     begins = numpy.array([entry.tensor.data_ptr() for entry in tensors], dtype=numpy.int64)
     ends = numpy.array([_end(entry.tensor) for entry in tensors], dtype=numpy.int64)
@@ -80,7 +80,7 @@ def _clusters(tensors: Sequence[Named]) -> list[list[int]]:
     return [part for part in parts if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
 
 
-def _check_elements(tensors: Sequence[Named]) -> None:
+def _check_elements(tensors: Sequence[NamedTensor]) -> None:
     """Marks every element's memory; raises where it is marked already."""
     base = min(entry.tensor.data_ptr() for entry in tensors)
     unit = math.gcd(*(entry.tensor.element_size() for entry in tensors))

@@ -19,7 +19,7 @@ FIXED = (float, int, bool, str, type(None))
 Row = tuple[float, ...]
 
 
-class Numbers:
+class GroupScalars:
     """The scalars that a step takes from the groups.
 
     A check takes some 20 us a group; where a step finds the very objects of the last one, 1 us.

@@ -21,7 +21,7 @@ from megaopt.params.codes import decoded_blocks, encode_blocks, signless
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
 from megaopt.state.masters import check_cast
-from megaopt.state.memory import Named
+from megaopt.state.memory import NamedTensor
 
 State = dict[str, Any]
 
@@ -219,7 +219,9 @@ def completed_state(
     return view.wrap_state(state, [*old_state.values(), external])
 
 
-def written_tensors(view: ParamView, state: State, names: Iterable[str], where: str) -> list[Named]:
+def written_tensors(
+    view: ParamView, state: State, names: Iterable[str], where: str
+) -> list[NamedTensor]:
     """The tensors of a parameter that a step writes: weight or codes, and the state's.
 
     names: that a state may have; what is under others no step writes.
@@ -229,7 +231,7 @@ def written_tensors(view: ParamView, state: State, names: Iterable[str], where: 
         **{f"state {name!r}": local_of(state[name]) for name in names if name in state},
     }
     pairs = tensors.items()
-    return [Named(where, name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
+    return [NamedTensor(where, name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
 
 
 def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from megaopt.step.counts import StepRows
 from megaopt.step.float8 import Float8
 from megaopt.step.matrix import Matrices
 from megaopt.step.ranks.meeting import Meeting
-from megaopt.step.source import Source
+from megaopt.step.source import FormatGroup
 
 
 class Undo:
@@ -52,7 +52,7 @@ class Undo:
 class Batch:
     """The parameters of one device and one combination of formats, and how they are stepped."""
 
-    source: Source
+    source: FormatGroup
     plan: Plan
     float8: Float8 | None = None
     """The fp8 weights, where weights are codes; None for others."""

@@ -24,7 +24,7 @@ from megaopt.step.counts import StepRows, first_count, rows_of
 from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
 from megaopt.step.matrix import matrices_of
-from megaopt.step.source import Source
+from megaopt.step.source import FormatGroup
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """The facts that the parameters of a batch share: device, formats, whether copies are stepped, and
@@ -194,7 +194,7 @@ def _batch(
     staged = not collected.staged.isdisjoint(places)
     views = [owned.views[place] for place in places]
     params, states = [view.param for view in views], [state[view.param] for view in views]
-    source = Source(formats, places, params, states, any(v.is_sharded for v in views), staged)
+    source = FormatGroup(formats, places, params, states, any(v.is_sharded for v in views), staged)
     batch = _batch_of(owned, source, counts, BACKENDS[owned.backend(device)])
     if views[0].home is not None:
         slots = formats.state_slots
@@ -202,7 +202,7 @@ def _batch(
     return batch
 
 
-def _batch_of(owned: Owned, source: Source, counts: StepRows, backend: Any) -> Batch:
+def _batch_of(owned: Owned, source: FormatGroup, counts: StepRows, backend: Any) -> Batch:
     formats, places = source.formats, source.positions
     views = [owned.views[place] for place in places]
     if formats.matrix is not None and formats.cast is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.shared import Making, Renewal, SharedSteps
+from megaopt.kernels.matrix.shared import Renewal, SharedSteps, UpdateMaker
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Parts
 from megaopt.kernels.step.controls import SKIP
@@ -198,7 +198,7 @@ def matrices_of(
     arguments = plan, states, device, groups, views, labels
     if not is_whole:
         return Matrices(*arguments)
-    rule, making = plan.matrix.rule, plan.making or Making(plan.matrix)
+    rule, making = plan.matrix.rule, plan.making or UpdateMaker(plan.matrix)
     low_spots, lows = spots, None
     if rule.before is not SAME:
         lows = [plan.matrix.low_shape(view.whole_shape) for view in views]

@@ -16,7 +16,7 @@ from megaopt.state.watch import Grads, Guards, Shards
 
 
 @dataclass
-class Source:
+class FormatGroup:
     """Parameters of one device and one combination of formats."""
 
     formats: Formats

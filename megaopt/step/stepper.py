@@ -24,7 +24,7 @@ from megaopt.options.options import Options
 from megaopt.options.placement import MASTER, SCALE, Homes
 from megaopt.options.replicas import Replicas
 from megaopt.params.dtensor import local_of
-from megaopt.state.numbers import Numbers, Row
+from megaopt.state.numbers import GroupScalars, Row
 from megaopt.state.owned import Group, Owned
 from megaopt.state.ownership import commit
 from megaopt.state.watch import Grads, Seen, grads_of
@@ -142,7 +142,7 @@ def facts_of(owned: Owned, clip_norm: Any) -> dict[str, str]:
     return facts
 
 
-class Ties(NamedTuple):
+class RankTies(NamedTuple):
     """The ranks that this one depends on, and how."""
 
     exchanges: bool | None
@@ -151,7 +151,7 @@ class Ties(NamedTuple):
     """The ranks that hold other parts of its parameters."""
 
 
-class Run:
+class StepRun:
     """One step on its way."""
 
     def __init__(
@@ -213,7 +213,7 @@ class Run:
         return any(group["step"] == step for group, step in zip(*self._counted, strict=True))
 
 
-Stage = Callable[[Run], None]
+Stage = Callable[[StepRun], None]
 
 
 class Stepper:
@@ -257,13 +257,13 @@ class Stepper:
         """Ranks that hold parts of matrices have compared what they are going to step."""
         self._preparations = Preparations()
         self._meeting: Meeting | None = None  # of the last step
-        self._numbers = Numbers(options, self.rule)
+        self._numbers = GroupScalars(options, self.rule)
         self._batches: Batches | None = None
         self._captured: list[Batches] = []  # CUDA graphs read their tables
         self._stages: dict[bool, list[tuple[bool, list[Stage]]]] = {}
         self._is_shared = False
         """Other ranks hold parts of the same parameters."""
-        self._ties = self._agreed = Ties(None, [])
+        self._ties = self._agreed = RankTies(None, [])
         """The batches' ties, and those that all ranks agreed on last: other ranks go by these,
         whatever this rank's groups have become."""
         self._is_elsewhere = True
@@ -285,7 +285,7 @@ class Stepper:
         written: places of parameters that were written since the last step.
         """
         self._batches, self._is_elsewhere, self._meeting = None, True, None
-        self._agreed = Ties(None, sharers_of(owned.usual_views))
+        self._agreed = RankTies(None, sharers_of(owned.usual_views))
         self.writes.reset(owned.params, state, written)
 
     def hear(self, groups: Sequence[Group]) -> None:
@@ -359,7 +359,7 @@ class Stepper:
             self.given_counts.follow(groups, state)
         batches.watch.count_up()
 
-    def _finish(self, run: Run) -> bool:
+    def _finish(self, run: StepRun) -> bool:
         """Returns whether a step is whole after Ctrl-C; finishes one that cannot be taken back."""
         if run.is_counted:
             return True
@@ -378,7 +378,7 @@ class Stepper:
 
     def _begin(
         self, groups: Sequence[Group], state: States, arguments: Asked, check: Check | None
-    ) -> Run | None:
+    ) -> StepRun | None:
         """Checks everything, and takes the memory of launches; None if only states were made.
 
         Where this fails, other ranks are told, which would wait for this one.
@@ -400,7 +400,7 @@ class Stepper:
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
             batches, seen = self.gather(groups, state, arguments.decoupled, check, captures)
             self._check_one_device(groups, request)
-            run = Run(self, groups, request, rows, batches, seen)
+            run = StepRun(self, groups, request, rows, batches, seen)
             run.is_captured = captures
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
@@ -502,7 +502,7 @@ class Stepper:
         if meeting is not None:
             meeting.withdraw(arguments.waits(self.options))
 
-    def _meeting_for(self, run: Run) -> Meeting | None:
+    def _meeting_for(self, run: StepRun) -> Meeting | None:
         """Returns the meeting with ranks that hold other parts of the parameters.
 
         It is kept from step to step, as CUDA graphs read it.
@@ -587,7 +587,7 @@ class Stepper:
             all_digests = [BatchDigests(batch, owned, *arguments) for batch in batches.batches]
             batches.digests = [digests for digests in all_digests if digests.names]
         self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
-        self._ties = Ties(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
+        self._ties = RankTies(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
         self._is_elsewhere, self._device = True, owned.device
         self._can_capture = can_capture(self._device)
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
@@ -699,7 +699,7 @@ class Stepper:
 
     # --- stages that keep something from step to step
 
-    def _meet(self, run: Run) -> None:
+    def _meet(self, run: StepRun) -> None:
         """Makes the request that of all ranks; the host may know then that there is no step."""
         request, answer = run.request, None
         if run.meeting is not None:
@@ -721,7 +721,7 @@ class Stepper:
         run.is_left_out = answer is None
         run.request = answer or request
 
-    def _prepare(self, run: Run) -> None:
+    def _prepare(self, run: StepRun) -> None:
         """Makes scalars and controls; the host may see then that there is no step."""
         batches, groups = run.batches, None
         if self.options.capturable:
@@ -737,7 +737,7 @@ class Stepper:
 # --- stages
 
 
-def refresh(run: Run) -> None:
+def refresh(run: StepRun) -> None:
     """Makes anew what matrix rules keep, GaLore's projections, of this step's gradients."""
     counts = None
     if run.rows is not None:
@@ -754,25 +754,25 @@ def refresh(run: Run) -> None:
         raise failed
 
 
-def begin_digests(run: Run) -> None:
+def begin_digests(run: StepRun) -> None:
     """Begins what the launch adds up; makes gradients' digests before a step writes them."""
     for digests in run.batches.digests:
         digests.begin(run.grads)
 
 
-def finish_digests(run: Run) -> None:
+def finish_digests(run: StepRun) -> None:
     """Makes the digests of what the launch does not add up."""
     for digests in run.batches.digests:
         digests.finish(run.grads)
 
 
-def leave_out_digests(run: Run) -> None:
+def leave_out_digests(run: StepRun) -> None:
     """Makes the digests of a step that is left out: of what is as it was."""
     for digests in run.batches.digests:
         digests.leave_out(run.grads)
 
 
-def launch(run: Run) -> None:
+def launch(run: StepRun) -> None:
     """Steps all batches; where one fails, those in which other ranks wait for this one as well."""
     failed: Exception | None = None
     pairs = zip(run.batches.batches, run.ready, strict=True)
@@ -789,26 +789,26 @@ def launch(run: Run) -> None:
         raise failed
 
 
-def gather_amaxes(run: Run) -> None:
+def gather_amaxes(run: StepRun) -> None:
     """Puts together the amaxes that ranks exchange."""
     assert run.meeting is not None
     run.gathered = run.meeting.gather([batch.float8 for batch in run.batches.quantized])
 
 
-def exchange(run: Run) -> None:
+def exchange(run: StepRun) -> None:
     """Makes amaxes of fp8 weights the largest of all ranks."""
     assert run.meeting is not None
     run.meeting.exchange(run.gathered)
 
 
-def quantize(run: Run) -> None:
+def quantize(run: StepRun) -> None:
     """Casts to fp8 the weights that are kept so."""
     for batch in run.batches.quantized:
         assert batch.float8 is not None
         batch.float8.quantize(batch.plan)
 
 
-def copy_results(run: Run) -> None:
+def copy_results(run: StepRun) -> None:
     """Copies results back to tensors that are not contiguous."""
     for batch in run.batches.batches:
         if batch.copies:

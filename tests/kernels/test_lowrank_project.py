@@ -26,7 +26,7 @@ from step_cases import assert_same_buffers, copied, hard_values
 from megaopt.kernels.formats import GRADS, MOMENTS
 from megaopt.kernels.matrix import launch
 from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched_plan
+from megaopt.kernels.matrix.launch import BackTile, ProjectionTiles, ProjectTile, launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 from megaopt.kernels.rules.galore import GALORE_ADAMW
@@ -35,7 +35,7 @@ SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040
 """Several tiles, parts of some, and two slabs."""
 _PROJECT = ProjectTile(16, 512, 16, 4, 1)
 _BACK = {RIGHT: BackTile(16, 512, 16, 4, 1, strip=2), LEFT: BackTile(512, 16, 16, 4, 1, strip=2)}
-LONG = {side: Tiles(_PROJECT, back, _PROJECT, back) for side, back in _BACK.items()}
+LONG = {side: ProjectionTiles(_PROJECT, back, _PROJECT, back) for side, back in _BACK.items()}
 """Tiles as small as may be but for the side of a slab, of which SMALL ones would be 65."""
 
 

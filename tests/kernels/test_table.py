@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaopt.kernels.chunks import table as tables
-from megaopt.kernels.chunks.table import Piece, Upload
+from megaopt.kernels.chunks.table import PinnedMemory, Upload
 
 
 def test_a_table_that_waits_for_a_replay_is_not_read_before(monkeypatch):
@@ -43,7 +43,7 @@ class LaggingDevice:
 
     def new_piece(self, like):
         self.pieces += 1
-        return Piece(torch.empty_like(like.tensor), Event(self))
+        return PinnedMemory(torch.empty_like(like.tensor), Event(self))
 
     def work(self, count):
         for _ in range(count):

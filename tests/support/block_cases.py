@@ -7,7 +7,7 @@ from bits import assert_same_bits
 
 from megaopt.kernels.chunks import blocks
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.chunks.spec import Spec
+from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MOMENTS, NONE, WEIGHTS
 from megaopt.kernels.formats.block8 import factor, inverse_factor
@@ -116,7 +116,9 @@ def formats_of(form):
 
 
 def spec_of(form):
-    return Spec(formats_of(form), RULES["adamw", "ieee"], False, Geometry(TILE, 1, TILE // 256))
+    return KernelSpec(
+        formats_of(form), RULES["adamw", "ieee"], False, Geometry(TILE, 1, TILE // 256)
+    )
 
 
 def scale_count(form, count, lead):

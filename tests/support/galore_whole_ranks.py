@@ -115,8 +115,8 @@ def said_of(kind, options, shapes):
         "refresh": (galore, "refreshed"),
         "update": (galore, "projected_back"),
         "launched exchange": (boxes.PartCopies, "copy"),
-        "launched projection": (galore_ranks.Kind, "project"),
-        "launched update": (galore_ranks.Kind, "project_back"),
+        "launched projection": (galore_ranks.ProjectionGroup, "project"),
+        "launched update": (galore_ranks.ProjectionGroup, "project_back"),
     }
     with contextlib.ExitStack() as stack:
         if is_last and kind == "gradient":
@@ -136,13 +136,13 @@ def said_of(kind, options, shapes):
 
 def kinds_of_steps(options, shapes):
     """The names of what steps the buckets of matrices."""
-    names, init = [], shared.Way.__init__
+    names, init = [], shared.BucketSteps.__init__
 
     def noted(way, bucket, low, steps):
         names.append(type(steps).__name__)
         init(way, bucket, low, steps)
 
-    with mock.patch.object(shared.Way, "__init__", noted):
+    with mock.patch.object(shared.BucketSteps, "__init__", noted):
         model, optimizer = build(options, shapes=shapes)
         train(model, optimizer, 1)
     return names

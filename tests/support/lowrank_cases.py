@@ -10,7 +10,7 @@ from megaopt import kernels
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.matrix.galore import GALORE, RIGHT
-from megaopt.kernels.matrix.launch import BackTile, ProjectTile, Tiles, launched_plan
+from megaopt.kernels.matrix.launch import BackTile, ProjectionTiles, ProjectTile, launched_plan
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
@@ -22,7 +22,7 @@ GROUP = {
 }  # fmt: skip
 ROW = GALORE_ADAMW.drawing.row(GROUP)
 _TILES = (ProjectTile(16, 16, 16, 4, 1), BackTile(16, 16, 16, 4, 1, strip=2))
-SMALL = Tiles(*_TILES, *_TILES)
+SMALL = ProjectionTiles(*_TILES, *_TILES)
 """Tiles: the matrices take one, several, and parts of some."""
 FLOAT32 = WEIGHTS["float32"]
 PLAIN = (FLOAT32, NONE)

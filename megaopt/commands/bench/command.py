@@ -18,7 +18,7 @@ from megaopt.commands.bench.results import (
     NAMED,
     TIMED,
     TITLE,
-    Case,
+    BenchCase,
     add_ratios,
     draw,
     record_of,
@@ -97,7 +97,7 @@ def main(
     return 0 if all(report.is_timed(case) for case in timed if "ours" in case) else 1
 
 
-def run(case: Case, device: torch.device, copy: Copy) -> Record:
+def run(case: BenchCase, device: torch.device, copy: Copy) -> Record:
     """Measure a case; one of ours only where a smaller instance of it has the promised bits."""
     subject, checked = case.subject, None
     backend: dict[str, Any] = {"backend": "triton"} if subject.is_ours else {}

@@ -28,7 +28,7 @@ GAP = 0.95
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """One measurement: a set of tensors, and the optimizer that steps them."""
 
     tensors: TensorSet
@@ -42,7 +42,7 @@ class Case:
 
 def select(
     sets: tuple[str, ...] = (), only: tuple[str, ...] = (), peers: Sequence[Subject] = ()
-) -> list[Case]:
+) -> list[BenchCase]:
     """Return the cases of a run, set by set, a peer behind the modes that it is compared with.
 
     fp8 weights are measured on sets whose tensors have shapes. HOST has no cases. No names mean
@@ -62,7 +62,7 @@ def select(
     peer_names = {*only, *(name for mode in modes for name in mode.against)}
     chosen = [peer for peer in peers if not only or peer.name in peer_names]
     cases = [
-        Case(tensor_set, subject)
+        BenchCase(tensor_set, subject)
         for tensor_set in SETS.values()
         if tensor_set.name in (sets or SETS)
         for subject in _in_order(modes, chosen)
@@ -83,7 +83,7 @@ def _in_order(modes: Sequence[Subject], peers: Sequence[Subject]) -> Iterator[Su
 
 
 def record_of(
-    case: Case, figures: Record | None, problem: str | None = None, check: Check | None = None
+    case: BenchCase, figures: Record | None, problem: str | None = None, check: Check | None = None
 ) -> Record:
     """The record of a case; its bytes are counted where it was measured, else declared.
 

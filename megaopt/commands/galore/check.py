@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megaopt.commands import exits
 from megaopt.commands.console import coloured, make_console, make_table, print_table
-from megaopt.commands.galore.errors import Finding, Setup, check_setup, measure_errors
+from megaopt.commands.galore.errors import Setup, TensorMeasurement, check_setup, measure_errors
 from megaopt.commands.toml_tables import ConfigError, require
 
 CALLED = {
@@ -99,7 +99,7 @@ def _title(setup: Setup) -> str:
     return f"{kernel}, {shape}, {setup.weights} weights{masters}, seed {setup.seed}"
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[TensorMeasurement]) -> Table:
     """Errors in parts of the norm of what fp64 gives."""
     headings = ("against fp64, by norm", ">error", ">torch's error", ">bound", ">error / bound", "")
     table = make_table(None, headings)
@@ -112,19 +112,19 @@ def _table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def largest_error(finding: Finding) -> str:
+def largest_error(finding: TensorMeasurement) -> str:
     """A line with the largest error of an element, under the names of GaLore's kernels."""
     most = float((finding.value - finding.exact).abs().max())
     relative = most / finding.mean if finding.mean else most
     return f"{CALLED[finding.name]}: max err {most:.3g}, relative err {relative:.3g}"
 
 
-def _part_of_bound(finding: Finding) -> float:
+def _part_of_bound(finding: TensorMeasurement) -> float:
     # numbers so few that plain torch makes no error
     return finding.error / finding.bound if finding.bound else float(not finding.holds)
 
 
-def largest(finding: Finding) -> list[str]:
+def largest(finding: TensorMeasurement) -> list[str]:
     """A line for each of the elements furthest from fp64; NaN first."""
     away = (finding.value - finding.exact).abs().nan_to_num(nan=torch.inf).flatten()
     columns, lines = finding.value.shape[1], []
@@ -138,7 +138,7 @@ def largest(finding: Finding) -> list[str]:
     return lines
 
 
-def _verdict(findings: Sequence[Finding], console: Console) -> int:
+def _verdict(findings: Sequence[TensorMeasurement], console: Console) -> int:
     beyond = [finding.name for finding in findings if not finding.holds]
     if beyond:
         line = f"beyond their bounds: {', '.join(beyond)}"

@@ -81,7 +81,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Finding:
+class TensorMeasurement:
     """One tensor that a step makes; norms are of the whole tensor, in its own unit."""
 
     name: str
@@ -132,7 +132,7 @@ def check_setup(setup: Setup, device: torch.device) -> None:
         refuse("kernel", f"torch on {device} ({reason})", setup.kernel)
 
 
-def measure_errors(setup: Setup, device: torch.device) -> list[Finding]:
+def measure_errors(setup: Setup, device: torch.device) -> list[TensorMeasurement]:
     """Takes two steps of random gradients on the device, and compares the second one's results."""
     before, after, projection = _kernels_step(setup, device)
     inputs = {name: t for name, t in before.items() if name != "weight"}
@@ -201,7 +201,7 @@ def _copies(optimizer: GaLoreAdamW, weight: Parameter) -> Tensors:
 
 def compared(
     before: Tensors, after: Tensors, exact: Tensors, torchs: Tensors, derived: float
-) -> list[Finding]:
+) -> list[TensorMeasurement]:
     """A finding for each moment and each update: the master's, and a 16-bit weight's.
 
     Args:
@@ -236,11 +236,11 @@ def _finding(
     exact: torch.Tensor,
     mean: float,
     derived: float = 0.0,
-) -> Finding:
+) -> TensorMeasurement:
     value = value.double()
     error, torchs_error = (float((tensor - exact).norm()) for tensor in (value, torchs.double()))
     norm = float(exact.norm())
-    return Finding(
+    return TensorMeasurement(
         name, error, torchs_error, FACTOR * torchs_error + derived, norm, mean, value, exact
     )
 

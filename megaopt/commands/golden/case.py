@@ -22,7 +22,7 @@ DTYPES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptimizerKind:
     """The optimizer that steps by a rule, and its arguments."""
 
     optimizer: str
@@ -41,19 +41,19 @@ PROJECTED = {"rank": 3, "update_proj_gap": 1000}
 DECOUPLED = {"decoupled_weight_decay": True}
 NESTEROV = {"momentum": 0.5, "nesterov": True}
 RULES = {
-    "adamw": Kind("FusedAdam", {"adam_w_mode": True}, *ADAM),
-    "adam": Kind("FusedAdam", {"adam_w_mode": False}, *ADAM),
-    "adamw_amsgrad": Kind("FusedAdam", {"amsgrad": True}, *ADAM),
-    "adam_amsgrad": Kind("FusedAdam", {"adam_w_mode": False, "amsgrad": True}, *ADAM),
-    "galore": Kind("GaLoreAdamW", PROJECTED, *GALORE),
-    "lion": Kind("FusedLion", {}, ("exp_avg",), ("betas",)),
-    "muon": Kind("FusedMuon", {}, *MUON),
-    "sgd": Kind("FusedSGD", {}, (), ()),
-    "sgd_momentum": Kind("FusedSGD", {"momentum": 0.5}, *SGD),
-    "sgd_nesterov": Kind("FusedSGD", NESTEROV, SGD[0], ("momentum",)),
-    "sgdw": Kind("FusedSGD", DECOUPLED, (), ()),
-    "sgdw_momentum": Kind("FusedSGD", {"momentum": 0.5, **DECOUPLED}, *SGD),
-    "sgdw_nesterov": Kind("FusedSGD", {**NESTEROV, **DECOUPLED}, SGD[0], ("momentum",)),
+    "adamw": OptimizerKind("FusedAdam", {"adam_w_mode": True}, *ADAM),
+    "adam": OptimizerKind("FusedAdam", {"adam_w_mode": False}, *ADAM),
+    "adamw_amsgrad": OptimizerKind("FusedAdam", {"amsgrad": True}, *ADAM),
+    "adam_amsgrad": OptimizerKind("FusedAdam", {"adam_w_mode": False, "amsgrad": True}, *ADAM),
+    "galore": OptimizerKind("GaLoreAdamW", PROJECTED, *GALORE),
+    "lion": OptimizerKind("FusedLion", {}, ("exp_avg",), ("betas",)),
+    "muon": OptimizerKind("FusedMuon", {}, *MUON),
+    "sgd": OptimizerKind("FusedSGD", {}, (), ()),
+    "sgd_momentum": OptimizerKind("FusedSGD", {"momentum": 0.5}, *SGD),
+    "sgd_nesterov": OptimizerKind("FusedSGD", NESTEROV, SGD[0], ("momentum",)),
+    "sgdw": OptimizerKind("FusedSGD", DECOUPLED, (), ()),
+    "sgdw_momentum": OptimizerKind("FusedSGD", {"momentum": 0.5, **DECOUPLED}, *SGD),
+    "sgdw_nesterov": OptimizerKind("FusedSGD", {**NESTEROV, **DECOUPLED}, SGD[0], ("momentum",)),
 }
 NO_MOMENTS = "no-moments"
 MASTERS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def _dtypes(moments: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Case:
+class GoldenCase:
     """Contract, rule, weight, master, moments and variations, joined by "/".
 
     "ieee/adamw/bf16-weight/fp32-master/fp32-bf16/clip": exp_avg in fp32 and exp_avg_sq in bf16.
@@ -143,7 +143,7 @@ class Case:
         return self.name.split("/")
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> OptimizerKind:
         """Returns the optimizer of the case's rule."""
         return RULES[self.parts[1]]
 

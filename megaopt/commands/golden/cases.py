@@ -12,19 +12,21 @@ import json
 from collections.abc import Callable, Collection, Hashable, Sequence
 from importlib.resources import files
 
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 
 ANY_MACHINE, NVIDIA_GPU = "any machine", "NVIDIA GPU"
 FILE = files("megaopt.commands.golden").joinpath("record.json")
 
-CASES: dict[str, list[Case]] = {
-    part: [Case(name) for name in json.loads(FILE.read_text("utf-8"))[part]]
+CASES: dict[str, list[GoldenCase]] = {
+    part: [GoldenCase(name) for name in json.loads(FILE.read_text("utf-8"))[part]]
     for part in (ANY_MACHINE, NVIDIA_GPU)
 }
 """The cases of each part: those for any machine, and those for an NVIDIA GPU alone."""
 
 
-def covering(cases: Sequence[Case], features: Callable[[Case], Collection[Hashable]]) -> list[Case]:
+def covering(
+    cases: Sequence[GoldenCase], features: Callable[[GoldenCase], Collection[Hashable]]
+) -> list[GoldenCase]:
     """Few of the cases that together have each feature of all: next is who adds the most of them.
 
     Where several add as many it is the first, so that the choice is the same everywhere.

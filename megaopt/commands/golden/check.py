@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megaopt.commands import environment, exits
 from megaopt.commands.console import coloured, make_console, make_table, print_table, step_progress
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, covering
 from megaopt.commands.golden.record import Record, packaged, render
 from megaopt.commands.golden.run import DIGITS, run
@@ -49,7 +49,7 @@ HOMES = {("triton", "cuda"): 2, ("reference", "cpu"): 1}
 HEADINGS = ("part", "contract", "backend", "cases", "identical", "different", "unchecked")
 
 
-class Outcome(NamedTuple):
+class CaseOutcome(NamedTuple):
     """The result of a case's steps."""
 
     digests: Mapping[str, str]
@@ -59,19 +59,19 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Task:
+class GoldenTask:
     """The cases of a part under one contract, with one backend on one device, and their outcome."""
 
     part: str
     contract: str
     backend: str
     device: torch.device
-    cases: Sequence[Case]
+    cases: Sequence[GoldenCase]
     reason: str | None
     """Why they are not checked here; None where they are."""
-    chosen: Sequence[Case] = ()
+    chosen: Sequence[GoldenCase] = ()
     """The cases that are stepped."""
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    outcomes: dict[str, CaseOutcome] = field(default_factory=dict)
     """The outcome of each case that was stepped."""
 
     @property
@@ -153,11 +153,13 @@ def verify(
     return status
 
 
-def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
+def _check(tasks: Sequence[GoldenTask], record: Record, console: Console) -> None:
     """Steps the chosen cases of tasks that are checked here, and notes their outcomes."""
     cases = [(task, case) for task in tasks if task.reason is None for case in task.chosen]
     jobs = [
-        Job(task.part, case.name, task.backend, task.device, record.digests[task.part][case.name])
+        GoldenJob(
+            task.part, case.name, task.backend, task.device, record.digests[task.part][case.name]
+        )
         for task, case in cases
     ]
     has_gpu = any(task.device.type == "cuda" for task, _ in cases)
@@ -170,7 +172,7 @@ def _check(tasks: Sequence[Task], record: Record, console: Console) -> None:
             task.outcomes[case.name] = one
 
 
-class Job(NamedTuple):
+class GoldenJob(NamedTuple):
     """A case to step and compare."""
 
     part: str
@@ -181,7 +183,7 @@ class Job(NamedTuple):
     """Digests by quantity, as `outcome` takes them."""
 
 
-def outcomes_of(jobs: Sequence[Job], workers: int) -> Iterator[Outcome]:
+def outcomes_of(jobs: Sequence[GoldenJob], workers: int) -> Iterator[CaseOutcome]:
     """The outcomes of jobs, in their order; workers: processes that step them, 1 is this one."""
     if workers < 2:
         yield from map(_outcome_of, jobs)
@@ -199,7 +201,7 @@ def _begin_worker() -> None:
     torch.set_num_threads(1)
 
 
-def _outcome_of(job: Job) -> Outcome:
+def _outcome_of(job: GoldenJob) -> CaseOutcome:
     case = next(case for case in CASES[job.part] if case.name == job.name)
     return outcome(case, job.backend, job.device, job.expected)
 
@@ -225,7 +227,7 @@ def _record(path: Path, old: Record, console: Console) -> int:
     return exits.DONE
 
 
-def _table(tasks: Sequence[Task]) -> Table:
+def _table(tasks: Sequence[GoldenTask]) -> Table:
     headings = [*HEADINGS[:3], *(f">{heading}" for heading in HEADINGS[3:])]
     table = make_table("the golden record", headings)
     for task in tasks:
@@ -234,7 +236,7 @@ def _table(tasks: Sequence[Task]) -> Table:
     return table
 
 
-def _tell_left_out(tasks: Sequence[Task], console: Console) -> None:
+def _tell_left_out(tasks: Sequence[GoldenTask], console: Console) -> None:
     stepped = sum(len(task.outcomes) for task in tasks)
     possible = sum(len(task.cases) for task in tasks if task.reason is None)
     if stepped < possible:
@@ -247,7 +249,7 @@ def _tell_left_out(tasks: Sequence[Task], console: Console) -> None:
         )
 
 
-def _report(tasks: Sequence[Task], console: Console) -> int:
+def _report(tasks: Sequence[GoldenTask], console: Console) -> int:
     different = [
         f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
     ]
@@ -261,7 +263,7 @@ def _report(tasks: Sequence[Task], console: Console) -> int:
     return exits.DONE
 
 
-def report(tasks: Sequence[Task], record: Record) -> Iterator[str]:
+def report(tasks: Sequence[GoldenTask], record: Record) -> Iterator[str]:
     """The lines of what a user may post, in Markdown.
 
     Of an error it has the class alone: a message may name a path.
@@ -288,7 +290,7 @@ def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:DIGITS]
 
 
-def _digest_of(task: Task) -> str:
+def _digest_of(task: GoldenTask) -> str:
     """Returns one digest of all of a task's, the same on each machine with the same bits."""
     digests = sorted(
         (name, *sorted(outcome.digests.items())) for name, outcome in task.outcomes.items()
@@ -296,7 +298,7 @@ def _digest_of(task: Task) -> str:
     return _digest(repr(digests)) if digests else ""
 
 
-def _class_or_digests(outcome: Outcome) -> str:
+def _class_or_digests(outcome: CaseOutcome) -> str:
     if not outcome.digests:
         return str(outcome.different).partition(":")[0]
     return ", ".join(f"{name} {digest}" for name, digest in outcome.digests.items())
@@ -309,7 +311,7 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterato
         yield from ("", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|", *lines)
 
 
-def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]]:
+def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[GoldenCase]]:
     """The cases by part.
 
     Args:
@@ -336,8 +338,8 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Case]
 
 
 def plan(
-    record: Record, chosen: Mapping[str, list[Case]], backends: Sequence[str] = ()
-) -> list[Task]:
+    record: Record, chosen: Mapping[str, list[GoldenCase]], backends: Sequence[str] = ()
+) -> list[GoldenTask]:
     """Returns the tasks to check, and those not to be checked here; no backends mean all.
 
     A contract that none of these backends serves is among those not to be checked.
@@ -353,11 +355,11 @@ def plan(
                     reason = why_not(backend, CONTRACTS[name], device)
                     reason = reason or why_not_compared(record, part)
                     reason = reason if candidates else "its backend was not asked for"
-                    tasks.append(Task(part, name, backend, device, subset, reason, subset))
+                    tasks.append(GoldenTask(part, name, backend, device, subset, reason, subset))
     return tasks
 
 
-def take_few(tasks: Sequence[Task]) -> None:
+def take_few(tasks: Sequence[GoldenTask]) -> None:
     """Leaves each task few of its cases: one of each contract's covers all features of cases.
 
     That is the GPU's kernels, or without them plain torch on the CPU: Triton's interpreter is slow.
@@ -393,8 +395,8 @@ def why_not_compared(record: Record, part: str) -> str | None:
 
 
 def outcome(
-    case: Case, backend: str, device: torch.device, expected: Mapping[str, str] | None
-) -> Outcome:
+    case: GoldenCase, backend: str, device: torch.device, expected: Mapping[str, str] | None
+) -> CaseOutcome:
     """Steps a case and compares.
 
     Args:
@@ -407,9 +409,9 @@ def outcome(
         digests = run(case, backend, device)
     # a step that fails where it did not is what this looks for
     except Exception as error:
-        return Outcome({}, f"{type(error).__name__}: {error}")
+        return CaseOutcome({}, f"{type(error).__name__}: {error}")
     unlike = () if expected is None else differences(expected, digests)
-    return Outcome(digests, ", ".join(difference.name for difference in unlike) or None)
+    return CaseOutcome(digests, ", ".join(difference.name for difference in unlike) or None)
 
 
 def why_not_recorded() -> str | None:

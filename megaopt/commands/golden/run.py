@@ -14,7 +14,7 @@ from torch import Tensor
 
 import megaopt
 from megaopt.commands.bits import alike_codes
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.commands.golden.tensors import copies, gradient, parameters, project, select, specs_of
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.digest.codes import codes_of
@@ -69,7 +69,7 @@ def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
     return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 
-def run(case: Case, backend: str, device: torch.device) -> dict[str, str]:
+def run(case: GoldenCase, backend: str, device: torch.device) -> dict[str, str]:
     """The digests of a case, by quantity.
 
     Args:
@@ -106,7 +106,7 @@ def run(case: Case, backend: str, device: torch.device) -> dict[str, str]:
     return hashes.digests()
 
 
-def _optimizer(case: Case, params: list[Tensor], backend: str) -> FusedOptimizer:
+def _optimizer(case: GoldenCase, params: list[Tensor], backend: str) -> FusedOptimizer:
     specs = specs_of(case)
     names = ("lr", "weight_decay", *case.kind.numbers)
     groups = [
@@ -137,7 +137,7 @@ def _master(param: Tensor) -> Tensor:
     return values.detach().to(torch.float32, copy=True)
 
 
-def _start(case: Case, optimizer: FusedOptimizer) -> None:
+def _start(case: GoldenCase, optimizer: FusedOptimizer) -> None:
     if case.is_projected:
         optimizer.initialize_states()
         for index, state in enumerate(optimizer.state.values()):
@@ -154,7 +154,7 @@ def _start(case: Case, optimizer: FusedOptimizer) -> None:
             group["step"] = step
 
 
-def _give(case: Case, params: list[Tensor], step: int, device: torch.device) -> None:
+def _give(case: GoldenCase, params: list[Tensor], step: int, device: torch.device) -> None:
     for index, param in enumerate(params):
         grad = gradient(case, index, step, device)
         if case.options["use_decoupled_grad"]:
@@ -163,7 +163,7 @@ def _give(case: Case, params: list[Tensor], step: int, device: torch.device) -> 
             param.grad = grad
 
 
-def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
+def _step(case: GoldenCase, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
     if case.has("grad-scale") or case.has("overflow"):
         overflows = case.has("overflow") and step in OVERFLOWS
         scale = torch.full((1,), 1024.0 if step % 2 else 1000.0, device=device)
@@ -175,7 +175,7 @@ def _step(case: Case, optimizer: FusedOptimizer, step: int, device: torch.device
 
 
 def _seen(
-    case: Case, params: list[Tensor], optimizer: FusedOptimizer, step: int
+    case: GoldenCase, params: list[Tensor], optimizer: FusedOptimizer, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Gives all that a step may have changed: its name, where it belongs, the tensor."""
     packed = optimizer.state_dict()
@@ -198,7 +198,7 @@ def _write(params: list[Tensor]) -> None:
 
 
 def _resumed(
-    case: Case, params: list[Tensor], optimizer: FusedOptimizer, backend: str
+    case: GoldenCase, params: list[Tensor], optimizer: FusedOptimizer, backend: str
 ) -> tuple[list[Tensor], FusedOptimizer]:
     fresh = copies(params, case)
     fresh_optimizer = _optimizer(case, fresh, backend)

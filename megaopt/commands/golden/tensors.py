@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import megaopt
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.float8 import Float8Recipe
 from megaopt.recording.inputs import mixed
 
@@ -52,7 +52,7 @@ NONFINITE = (5, 8)
 
 
 @dataclass(frozen=True)
-class Spec:
+class ParameterSpec:
     """One parameter. Those of the first group stand before those of the second."""
 
     shape: tuple[int, ...]
@@ -71,68 +71,68 @@ class Spec:
 
 # sizes around a block of 512 and a program's 2,048
 PLAIN = (
-    Spec((0,), 0),
-    Spec((1,), 0),
-    Spec((7,), 0),
-    Spec((511,), 0),
-    Spec((513,), 0, offset=1),
-    Spec((5003,), 0),
-    Spec((48,), 0, "late"),
-    Spec((512,), 1),
-    Spec((2049,), 1, offset=3),
-    Spec((33, 65), 1, transposed=True),
-    Spec((513,), 1, "still"),
-    Spec((40, 17), 1, "coarse"),
+    ParameterSpec((0,), 0),
+    ParameterSpec((1,), 0),
+    ParameterSpec((7,), 0),
+    ParameterSpec((511,), 0),
+    ParameterSpec((513,), 0, offset=1),
+    ParameterSpec((5003,), 0),
+    ParameterSpec((48,), 0, "late"),
+    ParameterSpec((512,), 1),
+    ParameterSpec((2049,), 1, offset=3),
+    ParameterSpec((33, 65), 1, transposed=True),
+    ParameterSpec((513,), 1, "still"),
+    ParameterSpec((40, 17), 1, "coarse"),
 )
 # tiles of 128 x 128, whole and cut, and blocks cut by a few columns
 MATRICES = (
-    Spec((130, 140), 0, float8=True),
-    Spec((5, 96), 0, float8=True),
-    Spec((513,), 0, offset=1),
-    Spec((2, 48), 0, "late", float8=True),
-    Spec((1, 33), 1, float8=True),
-    Spec((7,), 1),
-    Spec((24, 64), 1, "tiny", float8=True),
-    Spec((16, 160), 1, "coarse", float8=True),
+    ParameterSpec((130, 140), 0, float8=True),
+    ParameterSpec((5, 96), 0, float8=True),
+    ParameterSpec((513,), 0, offset=1),
+    ParameterSpec((2, 48), 0, "late", float8=True),
+    ParameterSpec((1, 33), 1, float8=True),
+    ParameterSpec((7,), 1),
+    ParameterSpec((24, 64), 1, "tiny", float8=True),
+    ParameterSpec((16, 160), 1, "coarse", float8=True),
 )
 # of 4,096 elements and more, whose moments may be in blocks: rows of whole blocks, of whole blocks
 # of 64 or 32 alone, and of none
 LARGE = (
-    Spec((40, 104), 0),
-    Spec((7,), 0),
-    Spec((33, 128), 0, offset=1),
-    Spec((36, 128), 0, "late"),
-    Spec((65, 64), 1, "coarse"),
-    Spec((47, 128), 1, transposed=True),
-    Spec((2, 2176), 1, "still"),
+    ParameterSpec((40, 104), 0),
+    ParameterSpec((7,), 0),
+    ParameterSpec((33, 128), 0, offset=1),
+    ParameterSpec((36, 128), 0, "late"),
+    ParameterSpec((65, 64), 1, "coarse"),
+    ParameterSpec((47, 128), 1, transposed=True),
+    ParameterSpec((2, 2176), 1, "still"),
 )
 # tall and wide, and one that no rank makes smaller; projected gradients of 4,096 elements and more
 PROJECTED = (
-    Spec((70, 40), 0, "normal"),
-    Spec((513,), 0, offset=1),
-    Spec((13, 131), 0, "normal", offset=1),
-    Spec((5, 7), 0),
-    Spec((40, 90), 1, "normal", transposed=True),
-    Spec((1400, 16), 1, "normal"),
-    Spec((7,), 1),
+    ParameterSpec((70, 40), 0, "normal"),
+    ParameterSpec((513,), 0, offset=1),
+    ParameterSpec((13, 131), 0, "normal", offset=1),
+    ParameterSpec((5, 7), 0),
+    ParameterSpec((40, 90), 1, "normal", transposed=True),
+    ParameterSpec((1400, 16), 1, "normal"),
+    ParameterSpec((7,), 1),
 )
 
 
 # the last keeps projected moments in blocks, in rows of several
-PROJECTED_IN_BLOCKS = (*PROJECTED[:5], Spec((8, 2048), 1, "normal"), PROJECTED[-1])
+PROJECTED_IN_BLOCKS = (*PROJECTED[:5], ParameterSpec((8, 2048), 1, "normal"), PROJECTED[-1])
 # wide, tall, a batch, a column, and one whose momentum may be in blocks
 OF_MUON = (
-    Spec((24, 70), 0),
-    Spec((513,), 0, offset=1),
-    Spec((3, 8, 12), 0),
-    Spec((17, 1), 0, "late"),
-    Spec((70, 24), 1, offset=1),
-    Spec((33, 128), 1, transposed=True),
-    Spec((9, 7), 1, "still"),
+    ParameterSpec((24, 70), 0),
+    ParameterSpec((513,), 0, offset=1),
+    ParameterSpec((3, 8, 12), 0),
+    ParameterSpec((17, 1), 0, "late"),
+    ParameterSpec((70, 24), 1, offset=1),
+    ParameterSpec((33, 128), 1, transposed=True),
+    ParameterSpec((9, 7), 1, "still"),
 )
 
 
-def specs_of(case: Case) -> tuple[Spec, ...]:
+def specs_of(case: GoldenCase) -> tuple[ParameterSpec, ...]:
     """Returns the specs of a case's parameters."""
     if case.is_projected:
         return PROJECTED_IN_BLOCKS if case.has_blocks else PROJECTED
@@ -143,7 +143,7 @@ def specs_of(case: Case) -> tuple[Spec, ...]:
     return PLAIN if case.recipe is None else MATRICES
 
 
-def parameters(case: Case, device: torch.device) -> list[Tensor]:
+def parameters(case: GoldenCase, device: torch.device) -> list[Tensor]:
     """The parameters of a case, with their first values."""
     return [
         _parameter(_weight(case, index, spec), spec, case.recipe, device)
@@ -151,7 +151,7 @@ def parameters(case: Case, device: torch.device) -> list[Tensor]:
     ]
 
 
-def copies(params: Sequence[Tensor], case: Case) -> list[Tensor]:
+def copies(params: Sequence[Tensor], case: GoldenCase) -> list[Tensor]:
     """New parameters of the same bits, in memory that lies as theirs does."""
     duplicates = []
     for param, spec in zip(params, specs_of(case), strict=True):
@@ -177,12 +177,12 @@ def select(projection: Tensor) -> None:
 @torch.no_grad()
 def project(projection: Tensor, index: int) -> None:
     """Writes any numbers, those of a parameter's number."""
-    spec = Spec(tuple(projection.shape), 0, "normal")
+    spec = ParameterSpec(tuple(projection.shape), 0, "normal")
     bits, _ = _drawn(spec, torch.float32, (2, index))
     projection.copy_(_tensor_of(bits, torch.float32).reshape(spec.shape))
 
 
-def gradient(case: Case, index: int, step: int, device: torch.device) -> Tensor | None:
+def gradient(case: GoldenCase, index: int, step: int, device: torch.device) -> Tensor | None:
     """The gradient of a parameter at a step, counted from 1; None where it has none."""
     if step in WITHOUT_GRAD and index % 3 == step % 3:
         return None
@@ -195,7 +195,7 @@ def gradient(case: Case, index: int, step: int, device: torch.device) -> Tensor 
 
 @cache  # many cases have the same, some 8 MB in all
 def _grad(
-    spec: Spec, dtype: torch.dtype, nan: bool, infinite: bool, seeds: tuple[int, ...]
+    spec: ParameterSpec, dtype: torch.dtype, nan: bool, infinite: bool, seeds: tuple[int, ...]
 ) -> Tensor:
     bits, drawn = _drawn(spec, dtype, seeds)
     if spec.kind in ("still", "tiny") or (spec.kind == "late" and seeds[-1] < LATE):
@@ -205,7 +205,7 @@ def _grad(
     return _tensor_of(bits, dtype).reshape(spec.shape)
 
 
-def _weight(case: Case, index: int, spec: Spec) -> Tensor:
+def _weight(case: GoldenCase, index: int, spec: ParameterSpec) -> Tensor:
     bits, drawn = _drawn(spec, case.weight, (0, index))
     if spec.kind == "late":
         bits = bits & SIGN
@@ -218,7 +218,9 @@ def _weight(case: Case, index: int, spec: Spec) -> Tensor:
     return _tensor_of(bits, case.weight).reshape(spec.shape)
 
 
-def _drawn(spec: Spec, dtype: torch.dtype, seeds: tuple[int, ...]) -> tuple[Patterns, Words]:
+def _drawn(
+    spec: ParameterSpec, dtype: torch.dtype, seeds: tuple[int, ...]
+) -> tuple[Patterns, Words]:
     drawn = _words(math.prod(spec.shape), *seeds)
     bits = _patterns(drawn, dtype)
     if spec.kind in KINDS:
@@ -235,7 +237,7 @@ def _with_nonfinite(bits: Patterns, drawn: Words, nan: bool, infinite: bool) -> 
     return bits
 
 
-def placed(values: Tensor, spec: Spec, device: torch.device) -> Tensor:
+def placed(values: Tensor, spec: ParameterSpec, device: torch.device) -> Tensor:
     """The values in memory of their own, where and as the spec wants them to lie."""
     shape = spec.shape[::-1] if spec.transposed else spec.shape
     memory = torch.empty(spec.offset + values.numel(), dtype=values.dtype, device=device)
@@ -245,7 +247,7 @@ def placed(values: Tensor, spec: Spec, device: torch.device) -> Tensor:
 
 
 def _parameter(
-    values: Tensor, spec: Spec, recipe: Float8Recipe | None, device: torch.device
+    values: Tensor, spec: ParameterSpec, recipe: Float8Recipe | None, device: torch.device
 ) -> Tensor:
     weight = nn.Parameter(placed(values, spec, device))
     if recipe is None or not spec.float8:

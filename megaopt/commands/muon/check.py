@@ -51,7 +51,7 @@ Matrices = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class OrthogonalCase:
     """Matrices of one kind, and how they are made orthogonal."""
 
     rows: int
@@ -74,10 +74,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseErrors:
     """A case's errors: norms of all matrices together, in parts of what fp64 gives."""
 
-    case: Case
+    case: OrthogonalCase
     error: float
     torchs: float
     """The same of torch.optim.Muon, which multiplies in bf16."""
@@ -133,7 +133,9 @@ def main(
     device = current_device()
     check_arguments(shapes, spectra, methods, precisions, matrices, seed)
     combinations = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
-    cases = [case for shape, *how in combinations if (case := Case(*shape, *how)).is_there]
+    cases = [
+        case for shape, *how in combinations if (case := OrthogonalCase(*shape, *how)).is_there
+    ]
     if not cases:
         long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
         allowed = f"gram alone with fp16 and {long}"
@@ -169,7 +171,9 @@ def check_arguments(
     require(0 <= seed < 2**63, "seed", seed, "a whole number from 0 to 2**63 - 1")
 
 
-def measure(case: Case, count: int, seed: int, device: torch.device, launches: bool) -> Finding:
+def measure(
+    case: OrthogonalCase, count: int, seed: int, device: torch.device, launches: bool
+) -> CaseErrors:
     """Steps so many matrices at once; the first alone, too, by the twin on a CPU."""
     matrices = drawn(case, count, seed)
     placed = [matrix.to(device) for matrix in matrices]
@@ -196,10 +200,10 @@ def measure(case: Case, count: int, seed: int, device: torch.device, launches: b
     pairs = zip(fused_updates, torchs, exact, strict=True)
     above = [not distance([a], [c]) <= case.part * distance([b], [c]) for a, b, c in pairs]
     errors = distance(fused_updates, exact), distance(torchs, exact)
-    return Finding(case, *errors, count, sum(above), same)
+    return CaseErrors(case, *errors, count, sum(above), same)
 
 
-def drawn(case: Case, count: int, seed: int) -> Matrices:
+def drawn(case: OrthogonalCase, count: int, seed: int) -> Matrices:
     """Random matrices, fp32 on the CPU: the same numbers for every device."""
     generator, columns = torch.Generator().manual_seed(seed), case.columns
     falls = torch.logspace(0, -DECADES, columns) if case.spectrum == "decaying" else 1.0
@@ -240,7 +244,7 @@ def distance(matrices: Matrices, exact: Matrices) -> float:
     return math.sqrt(away / sum(float(matrix.square().sum()) for matrix in exact))
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
+def table_of(findings: Sequence[CaseErrors]) -> Table:
     """Errors beside torch's and the bound, a case a row."""
     headings = ("matrix", "spectrum", "method", "precision", ">error", ">torch's error",
                 ">error / torch's", ">in the mean", ">above", "twin's bits", "")  # fmt: skip

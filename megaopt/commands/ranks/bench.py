@@ -24,7 +24,7 @@ from megaopt.commands.bench.report import Columns
 from megaopt.commands.bench.workers import Failed, Team
 from megaopt.commands.console import make_console, make_table
 from megaopt.commands.ranks import growth, llama
-from megaopt.commands.ranks.measure import Place, Question, answered
+from megaopt.commands.ranks.measure import ProcessPlace, Question, answered
 from megaopt.commands.ranks.subjects import ENTRIES, LLAMA, SETS, work_of
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
@@ -139,7 +139,7 @@ def _begun(device: str, cards: int, patience: float) -> Iterator[Ask]:
         def ask(question: Question, ranks: int) -> Record:
             if ranks not in teams:
                 meeting = str(Path(folder) / f"meeting-{next(meetings)}")
-                places = [Place(rank, ranks, device, meeting) for rank in range(ranks)]
+                places = [ProcessPlace(rank, ranks, device, meeting) for rank in range(ranks)]
                 teams[ranks] = Team([partial(answered, place) for place in places])
             try:
                 return slowest(teams[ranks].ask(question, patience))

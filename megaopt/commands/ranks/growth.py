@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """The work of a step, over all cards."""
 
     moved: float
@@ -44,12 +44,12 @@ def most_of(costs: Iterable[float], cards: int) -> float:
     return max(loads)
 
 
-def sent(work: Work, cards: int) -> float:
+def sent(work: StepWork, cards: int) -> float:
     """Bytes that each card sends: of its part, what others own; and what it made for others."""
     return work.exchanged / cards * (cards - 1) / cards
 
 
-def predicted_ms(work: Work, speeds: Speeds, cards: int) -> float:
+def predicted_ms(work: StepWork, speeds: Speeds, cards: int) -> float:
     """Milliseconds of a step on so many cards.
 
     Its operations, its bytes and what it sends follow each other; the host goes on beside them, in
@@ -62,7 +62,7 @@ def predicted_ms(work: Work, speeds: Speeds, cards: int) -> float:
     return max(1e3 * seconds, speeds.host_ms)
 
 
-def speeds_of(work: Work, step_ms: float, host_ms: float, memory: float, link: float) -> Speeds:
+def speeds_of(work: StepWork, step_ms: float, host_ms: float, memory: float, link: float) -> Speeds:
     """The speeds that explain a step on one card.
 
     Args:

@@ -31,7 +31,7 @@ BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """The place of a process among those of its job."""
 
     rank: int
@@ -56,7 +56,7 @@ class Question:
     speed_bytes: int = 2**30
 
 
-def answered(place: Place, question: Question) -> Record:
+def answered(place: ProcessPlace, question: Question) -> Record:
     """Measures; the ranks meet at the first question."""
     device, mesh = _met(place)
     if not question.subject:
@@ -71,7 +71,7 @@ def answered(place: Place, question: Question) -> Record:
 
 
 @cache
-def _met(place: Place) -> tuple[torch.device, DeviceMesh | None]:
+def _met(place: ProcessPlace) -> tuple[torch.device, DeviceMesh | None]:
     """The device, and the mesh of all ranks; None on one alone, whose weights are whole."""
     device = torch.device(f"cuda:{place.rank}" if place.device == "cuda" else "cpu")
     if device.type == "cuda":

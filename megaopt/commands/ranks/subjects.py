@@ -11,7 +11,7 @@ import torch
 from megaopt.commands.bench.sets import Shape, TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.muon import bench as muon
-from megaopt.commands.ranks.growth import Work
+from megaopt.commands.ranks.growth import StepWork
 
 LLAMA = "llama"
 """The set of whole iterations of a model in place of steps by random gradients."""
@@ -77,7 +77,7 @@ def _stacked(tensors: TensorSet, together: int) -> TensorSet:
 SETS = {**muon.SETS, "E": _stacked(muon.SETS["E"], 64)}
 
 
-def work_of(name: str, shapes: Sequence[Shape]) -> Work:
+def work_of(name: str, shapes: Sequence[Shape]) -> StepWork:
     """Returns the work of a subject's step on weights of these shapes.
 
     Muon's directions go to owners and updates back, in 2 bytes each; experts are whole on a rank.
@@ -86,14 +86,14 @@ def work_of(name: str, shapes: Sequence[Shape]) -> Work:
     """
     moved = ENTRIES[name].subject.bytes_per_parameter * sum(map(math.prod, shapes))
     if name in ("adam", "torch"):
-        return Work(moved=moved)
+        return StepWork(moved=moved)
     if name == "galore":
         wide = [shape for shape in shapes if shape[0] < shape[1]]
         owned = tuple(4.0 * RANK * math.prod(shape) for shape in wide)
         shared = 4.0 * RANK * sum(map(math.prod, shapes)) - sum(owned)
         exchanged = sum(6.0 * math.prod(shape) + 8 * RANK * shape[1] for shape in wide)
-        return Work(moved=moved, owned=owned, shared=shared, exchanged=exchanged)
+        return StepWork(moved=moved, owned=owned, shared=shared, exchanged=exchanged)
     matrices = [shape[-2:] for shape in shapes for _ in range(math.prod(shape[:-2]))]
     owned = tuple(map(float, map(muon.operations_of, matrices)))
     exchanged = 4.0 * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
-    return Work(moved=moved, owned=owned, exchanged=exchanged)
+    return StepWork(moved=moved, owned=owned, exchanged=exchanged)

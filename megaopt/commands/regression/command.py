@@ -24,7 +24,7 @@ from megaopt.commands.console import (
     step_progress,
 )
 from megaopt.commands.regression.megatron.config import read_megatron_run
-from megaopt.commands.regression.outcome import Outcome
+from megaopt.commands.regression.outcome import TrialOutcome
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import draw_losses, draw_times
 from megaopt.commands.regression.plan import AnyRun
@@ -92,7 +92,7 @@ def _train(regression: Regression, console: Console, write: Callable[[], None]) 
     with step_progress(console) as progress:
         task = progress.add_task("training", total=regression.total_steps)
 
-        def tell(outcome: Outcome) -> None:
+        def tell(outcome: TrialOutcome) -> None:
             seconds = f"{time.monotonic() - began:5.0f} s  "
             line = f"{seconds}{outcome.trial.name}: {_told(outcome)}"
             console.print(line, soft_wrap=True, highlight=False)
@@ -101,7 +101,7 @@ def _train(regression: Regression, console: Console, write: Callable[[], None]) 
         regression.train(tell, lambda count: progress.update(task, completed=count))
 
 
-def _told(outcome: Outcome) -> str:
+def _told(outcome: TrialOutcome) -> str:
     """Describes the outcome of a trial."""
     if outcome.failure is not None:
         return f"failed: {outcome.failure}"
@@ -167,7 +167,7 @@ def _compared(regression: Regression) -> Table:
     return table
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: TrialOutcome) -> dict[str, Any]:
     trial, difference = outcome.trial, outcome.difference
     identical: str | Text = ""
     if outcome.failure is not None:

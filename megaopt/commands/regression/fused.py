@@ -24,7 +24,7 @@ from megaopt.commands.config import (
 )
 from megaopt.commands.regression.weights import (
     OptimizerWeights,
-    Piece,
+    ParameterPiece,
     group_pieces,
     whole_pieces,
 )
@@ -38,7 +38,7 @@ def arguments(config: OptimizerConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": betas, "eps": config.eps}
 
 
-def unaligned_pieces(model: nn.Module) -> list[Piece]:
+def unaligned_pieces(model: nn.Module) -> list[ParameterPiece]:
     """Two flat views of each parameter, like the shards of a distributed optimizer.
 
     They meet at an odd element, so that the second is not aligned to 16 bytes, while the model goes
@@ -49,7 +49,7 @@ def unaligned_pieces(model: nn.Module) -> list[Piece]:
         flat = parameter.detach().view(-1)
         middle = min(flat.numel(), flat.numel() // 2 | 1)
         for start, stop in ((0, middle), (middle, flat.numel())):
-            pieces.append(Piece(name, parameter, nn.Parameter(flat[start:stop]), start))
+            pieces.append(ParameterPiece(name, parameter, nn.Parameter(flat[start:stop]), start))
     return pieces
 
 
@@ -116,7 +116,7 @@ def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShardPiece(Piece):
+class ShardPiece(ParameterPiece):
     """A rank's shard of a parameter, of which every rank has the whole, with the same gradient."""
 
     bounds: Sequence[int] = ()
@@ -133,9 +133,9 @@ class ShardPiece(Piece):
             source.values_changed()
 
 
-def shard_pieces(model: nn.Module) -> list[Piece]:
+def shard_pieces(model: nn.Module) -> list[ParameterPiece]:
     """This rank's shards of each parameter."""
-    rank, ranks, pieces = dist.get_rank(), dist.get_world_size(), list[Piece]()
+    rank, ranks, pieces = dist.get_rank(), dist.get_world_size(), list[ParameterPiece]()
     for number, (name, parameter) in enumerate(model.named_parameters()):
         bounds = shard_bounds(parameter.numel(), ranks, number)
         start, stop = bounds[rank : rank + 2]
@@ -175,7 +175,7 @@ def peer(model: nn.Module, run: RunConfig, variant: PeerVariant) -> OptimizerWei
 
 
 def numbered_groups(
-    pieces: Sequence[Piece], config: OptimizerConfig, layout: str
+    pieces: Sequence[ParameterPiece], config: OptimizerConfig, layout: str
 ) -> list[dict[str, Any]]:
     """Param groups by decay; "groups": each three, from the last parameter on.
 
@@ -228,7 +228,7 @@ def muon(model: nn.Module, run: RunConfig, variant: MuonVariant) -> OptimizerWei
     return OptimizerWeights(pieces, optimizer)
 
 
-class RowsPiece(Piece):
+class RowsPiece(ParameterPiece):
     """A parameter of which each rank has rows: `tensor` is a DTensor."""
 
     def take_gradient(self) -> None:
@@ -258,7 +258,7 @@ def mesh_of(device: str, ranks: int) -> Any:
     return init_device_mesh(device, (ranks,))
 
 
-def rows_pieces(model: nn.Module) -> list[Piece]:
+def rows_pieces(model: nn.Module) -> list[ParameterPiece]:
     """This rank's rows of each parameter."""
     return [
         RowsPiece(name, parameter, nn.Parameter(rows_of(parameter)))

@@ -34,10 +34,10 @@ from megaopt.recording.pair import differences, flat
 from megaopt.saving import checkpoint
 
 if TYPE_CHECKING:
-    from megaopt.commands.regression.rank import Task
+    from megaopt.commands.regression.rank import RankTask
 
 
-class Training:
+class GptTraining:
     """A model and the owner of its weights; all variants of a config start with the same bits.
 
     Args:
@@ -136,7 +136,7 @@ OWNERS: dict[type, Any] = {
 """The functions that make of a model, a run and a variant the owner of the weights."""
 
 
-def build(task: Task) -> Training:
+def build(task: RankTask) -> GptTraining:
     """The training of a rank's process, which meets the others where its variant has ranks."""
     run, variant = task.run, task.job.variant
     assert isinstance(run, RunConfig)
@@ -144,7 +144,7 @@ def build(task: Task) -> Training:
     if getattr(variant, "ranks", None) is not None:
         ranks, rank = task.job.ranks, task.rank
         dist.init_process_group("gloo", task.meeting, world_size=ranks, rank=rank)
-    return Training(run, variant, torch.device(task.device))
+    return GptTraining(run, variant, torch.device(task.device))
 
 
 def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megaopt.commands.exits import DEBUG, wants_traceback
 from megaopt.commands.regression.megatron.config import MegatronRun
-from megaopt.commands.regression.rank import Task, serve
+from megaopt.commands.regression.rank import RankTask, serve
 
 CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
 GRACE = 20.0  # seconds that ranks have to leave once all have recorded their last step
@@ -30,7 +30,7 @@ LONGEST_FOLDER = 70
 there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
 
 
-def context_for(task: Task) -> Any:
+def context_for(task: RankTask) -> Any:
     """Returns the context of processes: on the CPU copies of one that has imported what they need.
 
     That one computes nothing, so that they are fresh, and seconds of imports are spent once. CUDA
@@ -100,7 +100,7 @@ class Group:
         tasks: one for each rank.
     """
 
-    def __init__(self, tasks: list[Task]) -> None:
+    def __init__(self, tasks: list[RankTask]) -> None:
         self.tasks, self.job = tasks, tasks[0].job
         self.processes: list[Any] = []
         self._counts: list[int | None] = [None for _ in tasks]
@@ -160,7 +160,7 @@ class Group:
         self._write_end.close()
 
 
-def _told(task: Task) -> str:
+def _told(task: RankTask) -> str:
     text = task.log.read_text(encoding="utf-8", errors="replace") if task.log.exists() else ""
     # before the traceback there are other packages' warnings
     text = text[max(text.rfind(TRACEBACK), 0) :]
@@ -171,7 +171,7 @@ def _told(task: Task) -> str:
     return text[-TOLD:].strip() or "nothing"
 
 
-def count_steps(task: Task) -> int | None:
+def count_steps(task: RankTask) -> int | None:
     """Returns the number of steps that a rank has recorded, a line each; None: it has not begun."""
     path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else None

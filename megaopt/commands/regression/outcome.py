@@ -19,7 +19,7 @@ WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TrialDifference:
     """The first place where a trial differs from its baseline."""
 
     step: int
@@ -40,13 +40,13 @@ class Difference:
         )
 
 
-def earliest(differences: Iterable[Difference | None]) -> Difference | None:
+def earliest(differences: Iterable[TrialDifference | None]) -> TrialDifference | None:
     """The one of the lowest step; the first of these where several share it."""
     candidates = [difference for difference in differences if difference is not None]
     return min(candidates, key=lambda difference: difference.step, default=None)
 
 
-class Outcome:
+class TrialOutcome:
     """A trial that has ended: what its ranks recorded, or why it failed.
 
     Args:
@@ -57,10 +57,10 @@ class Outcome:
     """
 
     def __init__(
-        self, trial: Trial, folder: Path, baseline: Outcome | None, failure: str | None = None
+        self, trial: Trial, folder: Path, baseline: TrialOutcome | None, failure: str | None = None
     ) -> None:
         self.trial, self.baseline, self.failure = trial, baseline, failure
-        self.difference: Difference | None = None
+        self.difference: TrialDifference | None = None
         if failure is not None:
             return
         self.recordings = [Recording(folder / job.name) for job in trial.jobs]
@@ -69,7 +69,7 @@ class Outcome:
         elif baseline is not None:
             self._compare(baseline)
 
-    def _compare(self, baseline: Outcome) -> None:
+    def _compare(self, baseline: TrialOutcome) -> None:
         """Notes the first difference, by step and then in the order in which a step makes it."""
         for step in range(1, self.trial.jobs[-1].last + 1):
             mismatches = differences(self.quantities(step), baseline.quantities(step))
@@ -77,7 +77,7 @@ class Outcome:
                 self.failure = f"step {step}: only one of the two has {odd[:4]}"
             elif mismatches:
                 names = self.trial.name, baseline.trial.name
-                self.difference = Difference(step, *names, *mismatches[0])
+                self.difference = TrialDifference(step, *names, *mismatches[0])
             if mismatches:
                 return
 

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megaopt.commands.regression.megatron.config import StockVariant
-from megaopt.commands.regression.outcome import Outcome, earliest
+from megaopt.commands.regression.outcome import TrialOutcome, earliest
 from megaopt.saving.files import replacing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
@@ -27,7 +27,7 @@ def _plot(axes: Any, values: Sequence[float], **style: Any) -> None:
     axes.plot(range(1, len(values) + 1), values, **style)
 
 
-def _style(number: int, outcome: Outcome, variants: Sequence[Outcome]) -> dict[str, Any]:
+def _style(number: int, outcome: TrialOutcome, variants: Sequence[TrialOutcome]) -> dict[str, Any]:
     every = max(1, len(outcome.losses) // MARKERS_PER_CURVE)
     return {
         "color": COLOURS[number % len(COLOURS)],
@@ -41,13 +41,13 @@ def _style(number: int, outcome: Outcome, variants: Sequence[Outcome]) -> dict[s
     }
 
 
-def _differences(outcome: Outcome) -> list[float]:
+def _differences(outcome: TrialOutcome) -> list[float]:
     if outcome.baseline is None or not outcome.baseline.losses:
         return []
     return [a - b for a, b in zip(outcome.losses, outcome.baseline.losses, strict=True)]
 
 
-def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
+def _mark_first_difference(axes: Any, variants: Sequence[TrialOutcome]) -> None:
     """A line at the first step at which any bit differs, which may be none of a loss."""
     difference = earliest(outcome.difference for outcome in variants)
     if difference is None:
@@ -63,7 +63,7 @@ def _mark_first_difference(axes: Any, variants: Sequence[Outcome]) -> None:
     )  # fmt: skip
 
 
-def _scale_to_one_unit(axes: Any, variants: Sequence[Outcome]) -> None:
+def _scale_to_one_unit(axes: Any, variants: Sequence[TrialOutcome]) -> None:
     """Shows, where all differences are zero, how small one would be that still counts."""
     losses = [loss for outcome in variants for loss in outcome.losses if math.isfinite(loss)]
     if not losses:
@@ -78,7 +78,7 @@ def _scale_to_one_unit(axes: Any, variants: Sequence[Outcome]) -> None:
     )  # fmt: skip
 
 
-def _summary(variants: Sequence[Outcome], in_short: bool = False) -> str:
+def _summary(variants: Sequence[TrialOutcome], in_short: bool = False) -> str:
     """Describes the first difference; in short for a narrow column."""
     first = earliest(outcome.difference for outcome in variants)
     if not variants:
@@ -93,7 +93,7 @@ def _summary(variants: Sequence[Outcome], in_short: bool = False) -> str:
     return f"Difference from the baseline: first at {where}"
 
 
-def _draw_column(upper: Any, lower: Any, outcomes: Sequence[Outcome]) -> None:
+def _draw_column(upper: Any, lower: Any, outcomes: Sequence[TrialOutcome]) -> None:
     """Baselines as broad pale lines, variants as markers that take turns along them.
 
     Beneath them the differences.
@@ -119,13 +119,13 @@ def _draw_column(upper: Any, lower: Any, outcomes: Sequence[Outcome]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
 
 
-def _parted(outcomes: Sequence[Outcome]) -> tuple[list[Outcome], list[Outcome]]:
+def _parted(outcomes: Sequence[TrialOutcome]) -> tuple[list[TrialOutcome], list[TrialOutcome]]:
     """Baselines, and what is compared with them."""
     baselines = [outcome for outcome in outcomes if outcome.baseline is None]
     return baselines, [outcome for outcome in outcomes if outcome.baseline is not None]
 
 
-def draw_losses(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+def draw_losses(path: Path, title: str, outcomes: Sequence[TrialOutcome]) -> None:
     """Writes the picture as PNG: loss curves above, differences from the baselines beneath.
 
     Under [float8] in a column for each recipe.
@@ -148,7 +148,7 @@ def draw_losses(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     save(path, figure)
 
 
-def draw_times(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+def draw_times(path: Path, title: str, outcomes: Sequence[TrialOutcome]) -> None:
     """Writes a PNG: a bar for each trial, the median of its optimizer steps in milliseconds."""
     figure = Figure(figsize=(11, 1.8 + 0.42 * len(outcomes)), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)

@@ -17,7 +17,7 @@ WITHOUT_BITS = {"name", "baseline", "runs", "resume_after", "resume_ranks", "cas
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class TrainingJob:
     """Steps of a variant that one group of fresh processes trains."""
 
     name: str
@@ -56,7 +56,7 @@ class Trial:
     baseline: str | None
     """Name of another trial."""
     variant: AnyVariant
-    jobs: tuple[Job, ...]
+    jobs: tuple[TrainingJob, ...]
     """The jobs in order; the first may be another trial's, of which it then is a beginning."""
 
     @property
@@ -94,25 +94,27 @@ def runs_of(variant: AnyVariant) -> list[tuple[str, str | None]]:
     return [(variant.name, variant.baseline), *more]
 
 
-def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> Job:
+def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> TrainingJob:
     """The one job of a trial; it saves where a resumed one needs its checkpoint."""
     alike = [v for v in run.runs if settings(v) == settings(variant)]
     saves = {v.resume_after for v in alike if v.resume_after is not None}
     steps = tuple(sorted(saves)) if name == variant.name else ()
-    return Job(name, variant, ranks_of(run, variant), 1, run.steps, steps)
+    return TrainingJob(name, variant, ranks_of(run, variant), 1, run.steps, steps)
 
 
-def resumed_jobs(run: AnyRun, variant: AnyVariant, name: str, trunk: Job | None) -> tuple[Job, ...]:
+def resumed_jobs(
+    run: AnyRun, variant: AnyVariant, name: str, trunk: TrainingJob | None
+) -> tuple[TrainingJob, ...]:
     """A beginning, which is that of a straight trial of equal settings where there is one."""
     step, ranks = variant.resume_after or 0, ranks_of(run, variant)
-    begin = trunk or Job(f"{name}-begun", variant, ranks, 1, step, (step,))
+    begin = trunk or TrainingJob(f"{name}-begun", variant, ranks, 1, step, (step,))
     ranks = getattr(variant, "resume_ranks", None) or ranks
-    return begin, Job(name, variant, ranks, step + 1, run.steps, continues=begin.name)
+    return begin, TrainingJob(name, variant, ranks, step + 1, run.steps, continues=begin.name)
 
 
 def plan_trials(run: AnyRun) -> list[Trial]:
     """All trials: by the config's variants, and the runs of each."""
-    trunks: dict[Any, Job] = {}
+    trunks: dict[Any, TrainingJob] = {}
     trials = [Trial(*names, v, ()) for v in run.runs for names in runs_of(v)]
     for trial in (trial for trial in trials if trial.variant.resume_after is None):
         trial.jobs = (straight_job(run, trial.variant, trial.name),)
@@ -123,7 +125,7 @@ def plan_trials(run: AnyRun) -> list[Trial]:
     return trials
 
 
-def in_order(trials: list[Trial]) -> list[Job]:
+def in_order(trials: list[Trial]) -> list[TrainingJob]:
     """All jobs in the order in which they begin.
 
     Those that others start from come first, and the runs of a variant between those of others: what
@@ -141,7 +143,7 @@ def holds_masters(variant: AnyVariant) -> bool:
     return fused or isinstance(variant, MatrixVariant)
 
 
-def job_to_perturb(run: AnyRun, trials: list[Trial], step: int) -> Job:
+def job_to_perturb(run: AnyRun, trials: list[Trial], step: int) -> TrainingJob:
     """The job of the first compared trial with fp32 masters that trains a step.
 
     Raises:

@@ -18,16 +18,16 @@ from megaopt.commands.regression import gpt
 from megaopt.commands.regression.megatron import training as megatron
 from megaopt.commands.regression.megatron.config import MegatronRun
 from megaopt.commands.regression.parts import flip_master_bit, open_recording, rows_of
-from megaopt.commands.regression.plan import AnyRun, Job
+from megaopt.commands.regression.plan import AnyRun, TrainingJob
 from megaopt.commands.training.determinism import deterministic
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class RankTask:
     """The task of a rank's process."""
 
     run: AnyRun
-    job: Job
+    job: TrainingJob
     device: str
     """ "cuda" or "cpu"."""
     folder: Path
@@ -57,7 +57,7 @@ class Task:
         return f"file://{self.folder / self.job.name}.meeting"
 
 
-def serve(task: Task, parent: Connection) -> None:
+def serve(task: RankTask, parent: Connection) -> None:
     """The process's life: exit status 1 and a traceback in its log where anything fails."""
     log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (1, 2):
@@ -84,12 +84,12 @@ def _end_with(parent: Connection) -> None:
     os._exit(1)
 
 
-def build(task: Task) -> gpt.Training | megatron.Training:
+def build(task: RankTask) -> gpt.GptTraining | megatron.MegatronTraining:
     """A rank's training, from the seed; the ranks have met."""
     return megatron.build(task) if isinstance(task.run, MegatronRun) else gpt.build(task)
 
 
-def train(task: Task) -> None:
+def train(task: RankTask) -> None:
     """Makes the steps of a job, recording each."""
     job, training = task.job, build(task)
     if job.load is not None:

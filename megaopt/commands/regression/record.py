@@ -17,7 +17,7 @@ from megaopt.commands.regression.megatron.config import (
 )
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
 from megaopt.commands.regression.megatron.training import settings
-from megaopt.commands.regression.outcome import Difference, Outcome
+from megaopt.commands.regression.outcome import TrialDifference, TrialOutcome
 from megaopt.commands.regression.regression import Regression, is_installed
 from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
@@ -52,12 +52,12 @@ def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[st
     }
 
 
-def recorded(difference: Difference | None) -> dict[str, Any] | None:
+def recorded(difference: TrialDifference | None) -> dict[str, Any] | None:
     """All that is known of a difference."""
     return None if difference is None else dataclasses.asdict(difference)
 
 
-def measured(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+def measured(regression: Regression, outcome: TrialOutcome) -> dict[str, Any]:
     """Times, memory, and the bytes that a step should move."""
     run, variant = regression.run, outcome.trial.variant
     assert isinstance(run, MegatronRun)
@@ -73,7 +73,7 @@ def measured(regression: Regression, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def summaries(outcome: Outcome) -> list[dict[str, Any]]:
+def summaries(outcome: TrialOutcome) -> list[dict[str, Any]]:
     """Returns the summary of each rank of the last job, and how much of the weights it steps."""
     lines = outcome.lines(outcome.measured[-1])
     return [
@@ -108,13 +108,13 @@ def times_of(regression: Regression) -> dict[str, Any]:
     return times
 
 
-def spread_of(runs: list[Outcome], name: str) -> dict[str, float]:
+def spread_of(runs: list[TrialOutcome], name: str) -> dict[str, float]:
     """Median, least and most of the runs' medians, in milliseconds."""
     medians = [1000 * outcome.median(name) for outcome in runs]
     return {"median": statistics.median(medians), "least": min(medians), "most": max(medians)}
 
 
-def outcome_record(regression: Regression, outcome: Outcome) -> dict[str, Any]:
+def outcome_record(regression: Regression, outcome: TrialOutcome) -> dict[str, Any]:
     """Returns all that is known of a trial."""
     trial, difference = outcome.trial, outcome.difference
     compared = trial.baseline is not None and outcome.failure is None

@@ -13,9 +13,15 @@ from megaopt.commands.config import RunConfig
 from megaopt.commands.environment import cores
 from megaopt.commands.regression.group import Group, RankError
 from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
-from megaopt.commands.regression.outcome import Difference, Outcome, earliest
-from megaopt.commands.regression.plan import AnyRun, Job, in_order, job_to_perturb, plan_trials
-from megaopt.commands.regression.rank import Task
+from megaopt.commands.regression.outcome import TrialDifference, TrialOutcome, earliest
+from megaopt.commands.regression.plan import (
+    AnyRun,
+    TrainingJob,
+    in_order,
+    job_to_perturb,
+    plan_trials,
+)
+from megaopt.commands.regression.rank import RankTask
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.commands.training.limits import count_parameters, require_memory, require_room
 
@@ -44,15 +50,17 @@ class Regression:
         self._waiting = in_order(self.trials)
         self.total_steps = sum(job.steps for job in self._waiting)
         self._running: list[Group] = []
-        self._ended: dict[Job, str | None] = {}
-        self._outcomes: dict[str, Outcome] = {}
+        self._ended: dict[TrainingJob, str | None] = {}
+        self._outcomes: dict[str, TrialOutcome] = {}
         if isinstance(run, RunConfig):
             for variant in run.runs:
                 require_room(run, variant, torch.device(device))
         else:
             require_parts(run, device)
 
-    def train(self, on_trial: Callable[[Outcome], None], on_step: Callable[[int], None]) -> None:
+    def train(
+        self, on_trial: Callable[[TrialOutcome], None], on_step: Callable[[int], None]
+    ) -> None:
         """Runs and compares all trials; a failed one does not keep the others from running.
 
         Args:
@@ -79,7 +87,7 @@ class Regression:
                 self._running.append(Group(self._tasks(job)))
                 self._running[-1].start()
 
-    def _may_start(self, job: Job) -> bool:
+    def _may_start(self, job: TrainingJob) -> bool:
         """Returns whether what it continues is there, and a core for each rank; on GPUs no other.
 
         A job that needs more has all cores to itself.
@@ -90,10 +98,10 @@ class Regression:
         taken = sum(group.job.ranks for group in self._running)
         return not taken or (self.device == "cpu" and taken + job.ranks <= cores())
 
-    def _tasks(self, job: Job) -> list[Task]:
+    def _tasks(self, job: TrainingJob) -> list[RankTask]:
         perturbs = [self.perturb if job == self.perturbed else None, *[None] * (job.ranks - 1)]
         arguments = self.run, job, self.device, self.folder
-        return [Task(*arguments, rank, perturb) for rank, perturb in enumerate(perturbs)]
+        return [RankTask(*arguments, rank, perturb) for rank, perturb in enumerate(perturbs)]
 
     def _look_at(self, group: Group) -> None:
         try:
@@ -114,7 +122,7 @@ class Regression:
         ended = sum(job.steps for job in self._ended)
         return ended + sum(group.steps for group in self._running)
 
-    def _compare_some(self, on_trial: Callable[[Outcome], None]) -> None:
+    def _compare_some(self, on_trial: Callable[[TrialOutcome], None]) -> None:
         """Compares the trials that have ended since the last time, baselines first."""
         for trial in sorted(self.trials, key=lambda trial: trial.baseline is not None):
             jobs = [job for job in trial.jobs if job in self._ended]
@@ -123,21 +131,21 @@ class Regression:
                 continue
             failures = [self._ended[job] for job in jobs if self._ended[job] is not None]
             baseline = None if trial.baseline is None else self._outcomes[trial.baseline]
-            outcome = Outcome(trial, self.folder, baseline, *failures[:1])
+            outcome = TrialOutcome(trial, self.folder, baseline, *failures[:1])
             self._outcomes[trial.name] = outcome
             on_trial(outcome)
 
     @property
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TrialOutcome]:
         """The trials that have ended, in the config's order."""
         return [self._outcomes[t.name] for t in self.trials if t.name in self._outcomes]
 
-    def first_difference(self) -> Difference | None:
+    def first_difference(self) -> TrialDifference | None:
         """The earliest difference of all trials."""
         return earliest(outcome.difference for outcome in self.outcomes)
 
     @property
-    def failed(self) -> list[Outcome]:
+    def failed(self) -> list[TrialOutcome]:
         """The trials that could not be run or compared."""
         return [outcome for outcome in self.outcomes if outcome.failure is not None]
 

@@ -15,7 +15,7 @@ from megaopt.commands.config import (
 )
 from megaopt.commands.configs import Config, find_config
 from megaopt.commands.console import make_console, step_progress
-from megaopt.commands.regression.gpt import Training
+from megaopt.commands.regression.gpt import GptTraining
 from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
 from megaopt.commands.regression.parts import open_recording, rows_of
 from megaopt.commands.toml_tables import MOST, require
@@ -80,7 +80,7 @@ def train(
     with deterministic(run.cpu_threads):
         device = choose_device(run)
         require_room(run, chosen, device)
-        training = Training(run, chosen, device)
+        training = GptTraining(run, chosen, device)
         if resume is not None:
             training.load(resume, check=True)
         done = training.steps_done
@@ -94,7 +94,7 @@ def train(
     return exits.DONE
 
 
-def _train_steps(training: Training, last: int, result: Path | None) -> None:
+def _train_steps(training: GptTraining, last: int, result: Path | None) -> None:
     """Trains to a step, and records each where that is asked for."""
     console, name, loss = make_console(), training.variant.name, 0.0
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ from torch import nn
 
 from megaopt.commands.config import OptimizerConfig, UnfusedVariant
 from megaopt.commands.regression.fake_quantize import FakeQuantizedLinear
-from megaopt.commands.regression.weights import OptimizerWeights, Piece, group_pieces
+from megaopt.commands.regression.weights import OptimizerWeights, ParameterPiece, group_pieces
 
 
 def power(base: float, exponent: int) -> float:
@@ -128,7 +128,7 @@ class UnfusedWeights(OptimizerWeights):
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, variant: UnfusedVariant) -> None:
         pieces = [
-            Piece(name, p, p if p.dtype == torch.float32 else p.detach().float())
+            ParameterPiece(name, p, p if p.dtype == torch.float32 else p.detach().float())
             for name, p in model.named_parameters()
         ]
         optimizer = UnfusedAdam(
@@ -156,13 +156,13 @@ class UnfusedWeights(OptimizerWeights):
             if piece.name in self.quantizers:
                 self.quantizers[piece.name].after_step(piece.source)
 
-    def weights_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def weights_of(self, piece: ParameterPiece) -> dict[str, torch.Tensor]:
         """The weight, or codes and scales."""
         if piece.name not in self.quantizers:
             return super().weights_of(piece)
         return self.quantizers[piece.name].tensors(piece.source.detach())
 
-    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def state_of(self, piece: ParameterPiece) -> dict[str, torch.Tensor]:
         """Master and moments."""
         state: dict[str, torch.Tensor] = self.optimizer.state[piece.tensor]
         return state if piece.tensor is piece.source else {"master": piece.tensor, **state}

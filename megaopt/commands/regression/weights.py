@@ -24,7 +24,7 @@ BESIDE = ("projection", "captured_energy")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ParameterPiece:
     """A parameter, or a piece of it, as an optimizer is given it."""
 
     name: str
@@ -46,13 +46,13 @@ class Piece:
         """Completes the parameter after a step from what this rank and the others have of it."""
 
 
-def whole_pieces(model: nn.Module) -> list[Piece]:
+def whole_pieces(model: nn.Module) -> list[ParameterPiece]:
     """The parameters as they are."""
-    return [Piece(name, p, p) for name, p in model.named_parameters()]
+    return [ParameterPiece(name, p, p) for name, p in model.named_parameters()]
 
 
 def group_pieces(
-    pieces: Iterable[Piece], config: OptimizerConfig, ways: int = 1
+    pieces: Iterable[ParameterPiece], config: OptimizerConfig, ways: int = 1
 ) -> list[dict[str, Any]]:
     """Param groups: matrices, which decay, and norm weights, each kind dealt out `ways` ways."""
     groups: dict[tuple[float, int], list[torch.Tensor]] = {}
@@ -70,7 +70,7 @@ class OptimizerWeights:
         optimizer: a torch.optim.Optimizer of the pieces' tensors.
     """
 
-    def __init__(self, pieces: list[Piece], optimizer: Any) -> None:
+    def __init__(self, pieces: list[ParameterPiece], optimizer: Any) -> None:
         self.pieces, self.optimizer = pieces, optimizer
 
     def step(self, learning_rate: float) -> None:
@@ -84,14 +84,14 @@ class OptimizerWeights:
             piece.tensor.grad = None
             piece.spread()
 
-    def weights_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def weights_of(self, piece: ParameterPiece) -> dict[str, torch.Tensor]:
         """Returns the recorded tensors of a weight: itself, or those that make up an fp8 weight."""
         if not isinstance(piece.source, Float8Weight):
             return {"weight": piece.source}
         tensors = piece.source.tensors()
         return {"codes": tensors.pop("data8"), **tensors}
 
-    def state_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+    def state_of(self, piece: ParameterPiece) -> dict[str, torch.Tensor]:
         """A piece's state by quantity, in fp32 whatever format stores it.
 
         An fp32 weight is its own master. Of DTensors every rank gathers the whole.

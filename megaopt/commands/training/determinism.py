@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import torch
 
-from megaopt.commands.config import Run
+from megaopt.commands.config import TrainingConfig
 from megaopt.commands.toml_tables import ConfigError
 
 
-def choose_device(config: Run) -> torch.device:
+def choose_device(config: TrainingConfig) -> torch.device:
     """The device that a config asks for.
 
     Raises:

@@ -70,7 +70,7 @@ class FeedForward(nn.Module):
         return cast("torch.Tensor", self.projection(functional.gelu(self.expand(x))))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block, norms first."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -96,7 +96,7 @@ class GPT(nn.Module):
             config.vocabulary_size, config.width, dtype=MATRIX_DTYPE
         )
         self.position_embedding = nn.Embedding(config.context, config.width, dtype=MATRIX_DTYPE)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = Norm(config.width)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from megaopt.commands.config import Run
+from megaopt.commands.config import TrainingConfig
 from megaopt.commands.toml_tables import require
 
 SEED, LENGTH = 1, 2**20
@@ -113,7 +113,7 @@ def load_corpus() -> Corpus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Batches:
+class TextBatches:
     """The batches of a run: that of a step depends on seed and step alone."""
 
     corpus: Corpus
@@ -140,8 +140,8 @@ class Batches:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def batches_of(run: Run, corpus: Corpus) -> Batches:
+def batches_of(run: TrainingConfig, corpus: Corpus) -> TextBatches:
     """The batches of a run."""
-    return Batches(
+    return TextBatches(
         corpus=corpus, seed=run.seed, batch_size=run.batch_size, context=run.model.context
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, Part, Piece
+from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, MatrixPart, ParameterMatrix
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, hand_out, reduced
 
@@ -38,15 +38,15 @@ Box = tuple[tuple[int, int], ...]
 """The first index and the one behind the last, in each dimension."""
 
 
-class Matrix(NamedTuple):
+class PlacedMatrix(NamedTuple):
     """A matrix of a parameter, and where it lies there."""
 
-    piece: Piece
+    piece: ParameterMatrix
     runs: list[tuple[Box, int]]
     """Boxes of the parameter, and where their numbers begin in the matrix."""
 
 
-def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[Matrix]:
+def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[PlacedMatrix]:
     """Returns the matrices of a parameter of this shape, by its cuts; none that is empty."""
     rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
     matrices = []
@@ -55,8 +55,8 @@ def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[M
         boxes = [box_of(first, size, shape) for first, size in cut.runs if size]
         firsts = accumulate((size for _, size in cut.runs if size), initial=0)
         if boxes:
-            piece = Piece(param, row_range, tuple(cut.shape))
-            matrices.append(Matrix(piece, list(zip(boxes, firsts, strict=False))))
+            piece = ParameterMatrix(param, row_range, tuple(cut.shape))
+            matrices.append(PlacedMatrix(piece, list(zip(boxes, firsts, strict=False))))
     return matrices
 
 
@@ -160,7 +160,7 @@ def _is_nccl(group: Any) -> bool:
     return "cuda:nccl" in backends
 
 
-class Bucket:
+class RankBucket:
     """Matrices that are on their way together: megaopt.kernels.matrix.shared.Bucket.
 
     Args:
@@ -175,7 +175,7 @@ class Bucket:
 
     def __init__(
         self,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[PlacedMatrix],
         owners: Sequence[int],
         boxes: Sequence[Sequence[Box]],
         rank: int,
@@ -197,7 +197,7 @@ class Bucket:
                 numel = math.prod(sizes_of(box))
                 if numel:
                     first = _offset(within(box, local_box), sizes_of(local_box))
-                    owned_parts.append((Part(index, first, numel), owners[index]))
+                    owned_parts.append((MatrixPart(index, first, numel), owners[index]))
                     returned[owners[index]] += numel
         starts = dict(zip(ranks, accumulate(returned.values(), initial=0), strict=False))
         self.parts, self.returned = [part for part, _ in owned_parts], []
@@ -263,7 +263,7 @@ def _laid_out(
     shapes: Sequence[Sequence[int]],
     cuts: Sequence[Sequence[Cut]],
     places: Sequence[tuple[int, ...]],
-) -> tuple[list[Matrix], list[list[Box]]]:
+) -> tuple[list[PlacedMatrix], list[list[Box]]]:
     """The matrices of parameters of these shapes, and for each place of the mesh their shards."""
     matrices, by_view = [], []
     for param, (view, shape, param_cuts) in enumerate(zip(views, shapes, cuts, strict=True)):
@@ -272,13 +272,13 @@ def _laid_out(
     return matrices, [[boxes[rank] for boxes in by_view] for rank in range(len(places))]
 
 
-def _has(shard: Box, matrix: Matrix) -> bool:
+def _has(shard: Box, matrix: PlacedMatrix) -> bool:
     """Whether a box has a whole matrix."""
     return all(common(shard, box) == box for box, _ in matrix.runs)
 
 
 def _local_runs(
-    matrix: Matrix, owner: int, boxes: Sequence[Sequence[Box]]
+    matrix: PlacedMatrix, owner: int, boxes: Sequence[Sequence[Box]]
 ) -> list[tuple[int, int]] | None:
     """Returns the runs of a matrix in its owner's shard; None where another rank has some of it.
 
@@ -350,7 +350,7 @@ class Owners:
         ]  # where all ranks have all, nobody is preferred
         costs = [cost_of(matrix.piece.shape) for matrix in matrices]
         owners = owners_of(costs, holders, len(places))
-        self.owned: list[list[Piece]] = [[] for _ in places]
+        self.owned: list[list[ParameterMatrix]] = [[] for _ in places]
         shares_work = shares_work and len(places) > 1
         local = {
             index: runs
@@ -370,9 +370,9 @@ class Owners:
         rest = self._cut(matrices, owners, {*large, *local}, room // itemsize)
         order = [large, *rest] if large else rest
 
-        def bucket(candidates: Sequence[Matrix], boxes: Any, chosen: list[int]) -> Bucket:
+        def bucket(candidates: Sequence[PlacedMatrix], boxes: Any, chosen: list[int]) -> RankBucket:
             arguments = [candidates[i] for i in chosen], [owners[i] for i in chosen]
-            return Bucket(*arguments, boxes, self.rank, gives, chosen == large, not dims)
+            return RankBucket(*arguments, boxes, self.rank, gives, chosen == large, not dims)
 
         self.buckets = self.lows = [bucket(matrices, boxes, chosen) for chosen in order]
         if lows is not None:
@@ -388,7 +388,11 @@ class Owners:
         self.most = (max(near for near, _ in most), max(far for _, far in most))
 
     def _cut(
-        self, matrices: Sequence[Matrix], owners: Sequence[int], but: Collection[int], room: int
+        self,
+        matrices: Sequence[PlacedMatrix],
+        owners: Sequence[int],
+        but: Collection[int],
+        room: int,
     ) -> list[list[int]]:
         """The places of matrices in buckets, those of one shape one after another; but: these."""
         buckets: dict[int, list[int]] = {}
@@ -422,7 +426,7 @@ class Owners:
         """The sum over the ranks that hold the other parts of the same matrices; in place."""
         return reduced(tensor, self._groups, SUM)
 
-    def there(self, bucket: Bucket, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
+    def there(self, bucket: RankBucket, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
         """Sends parts in `near` to their matrices' owners; returns what waits."""
         if not self._groups:  # owners have all of them
             count = sum(bucket.sent) * size
@@ -430,7 +434,7 @@ class Owners:
             return None
         return self._sent(near, far, bucket.sent, bucket.received, size)
 
-    def back(self, bucket: Bucket, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
+    def back(self, bucket: RankBucket, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
         """Sends each rank its parts; returns what waits."""
         if bucket.width:  # all ranks get all
             count = bucket.width * size

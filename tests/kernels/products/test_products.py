@@ -18,9 +18,9 @@ from product_cases import (
 )
 
 from megaopt.kernels.products.epilogue import finished_reference
-from megaopt.kernels.products.launch import TILES, Tables, Tile, products, symmetric_products
+from megaopt.kernels.products.launch import TILES, ProductTile, Tables, products, symmetric_products
 
-SMALL, SQUARE = Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)
+SMALL, SQUARE = ProductTile(32, 64, 4, 1), ProductTile(32, 32, 4, 1)
 FEW = ((1, 1, 1), (33, 70, 40), (64, 64, 32), (24, 40, 72))
 """As SHAPES, of fewer tiles."""
 

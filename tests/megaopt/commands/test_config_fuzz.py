@@ -42,7 +42,7 @@ def refuse(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(module, "load_corpus", lambda: corpus)
     # a valid config would build models: that is another test's
     monkeypatch.setattr(command, "Regression", stop)
-    monkeypatch.setattr(single, "Training", stop)
+    monkeypatch.setattr(single, "GptTraining", stop)
 
     def refuse(seed, name):
         path = write_broken(tmp_path, SOURCES, seed)

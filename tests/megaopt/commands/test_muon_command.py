@@ -18,9 +18,15 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
 from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
-from megaopt.commands.muon.check import Case, Finding, chance, in_fp64
+from megaopt.commands.muon.check import CaseErrors, OrthogonalCase, chance, in_fp64
 from megaopt.kernels.matrix import muon
-from megaopt.kernels.matrix.muon import Orthogonal, Room, Scales, coefficients_of, iterated
+from megaopt.kernels.matrix.muon import (
+    MatrixScales,
+    Orthogonal,
+    Workspace,
+    coefficients_of,
+    iterated,
+)
 
 CPU = torch.device("cpu")
 TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 14)
@@ -81,12 +87,12 @@ def test_a_broken_ratio_is_noticed(megaopt, monkeypatch):
 
 
 def test_nan_and_other_bits_are_beyond_every_bound():
-    case = Case(4, 8, "random", "standard", "bf16")
+    case = OrthogonalCase(4, 8, "random", "standard", "bf16")
     for error, above, bits, holds in (
         (1e-3, 0, None, True), (1e-3, 0, True, True), (1e-3, 0, False, False),
         (math.nan, 1, None, False), (1.2e-2, 13, True, True), (1.2e-2, 14, True, False),
     ):  # fmt: skip
-        assert Finding(case, error, 1e-2, 14, above, bits).holds == holds
+        assert CaseErrors(case, error, 1e-2, 14, above, bits).holds == holds
 
 
 def test_chance_is_that_of_coins():
@@ -160,8 +166,8 @@ def test_operations_are_those_of_grams_form(shape):
     first, short = torch.empty(shape, device="meta"), min(shape)
     squares = [[first.new_empty(short, short)] for _ in range(4)]
     how, counted = Orthogonal(SIMPLE, precision="fp16", restarts=(2,)), Counted()
-    scales = Scales(*[None] * len(Scales._fields))
-    iterated(Room([first], [first.clone()], squares), scales, how, True, counted)
+    scales = MatrixScales(*[None] * len(MatrixScales._fields))
+    iterated(Workspace([first], [first.clone()], squares), scales, how, True, counted)
     assert operations(TensorSet.of_shapes("", "", [shape])) == counted.total
 
 

@@ -12,7 +12,7 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.workers import Failed, Team
 from megaopt.commands.muon import bench as muon
 from megaopt.commands.ranks import bench, llama
-from megaopt.commands.ranks.growth import Work, most_of, predicted_ms, sent, speeds_of
+from megaopt.commands.ranks.growth import StepWork, most_of, predicted_ms, sent, speeds_of
 from megaopt.commands.ranks.subjects import ENTRIES, RANK, SETS, work_of
 
 TINY = {
@@ -208,13 +208,13 @@ def test_the_most_loaded_card():
 
 
 def test_a_card_sends_of_its_part_what_others_own():
-    work = Work(moved=0, exchanged=1200)
+    work = StepWork(moved=0, exchanged=1200)
     assert [sent(work, cards) for cards in (1, 2, 4)] == [0, 300, 225]
 
 
 def test_speeds_are_those_of_the_step_on_one_card():
     """The model says one card's time again, and of more cards the sum of its three parts."""
-    work = Work(moved=4e9, owned=(1e12, 1e12, 2e12), shared=2e12, exchanged=8e8)
+    work = StepWork(moved=4e9, owned=(1e12, 1e12, 2e12), shared=2e12, exchanged=8e8)
     speeds = speeds_of(work, 10.0, 0.5, memory=1e12, link=1e11)
     assert speeds.operations == pytest.approx(6e12 / 6e-3)
     assert predicted_ms(work, speeds, 1) == pytest.approx(10.0)
@@ -225,13 +225,13 @@ def test_speeds_are_those_of_the_step_on_one_card():
 
 
 def test_without_operations_the_step_has_its_own_speed_and_the_host_is_a_bound():
-    speeds = speeds_of(Work(moved=4e9), 8.0, 3.0, memory=1e12, link=1e11)
+    speeds = speeds_of(StepWork(moved=4e9), 8.0, 3.0, memory=1e12, link=1e11)
     assert (speeds.memory, speeds.operations) == (5e11, 0)
-    assert [predicted_ms(Work(moved=4e9), speeds, cards) for cards in (1, 2, 4)] == [8, 4, 3]
+    assert [predicted_ms(StepWork(moved=4e9), speeds, cards) for cards in (1, 2, 4)] == [8, 4, 3]
 
 
 def test_a_step_faster_than_its_bytes_still_has_a_speed():
-    work = Work(moved=4e9, owned=(1e12,))
+    work = StepWork(moved=4e9, owned=(1e12,))
     assert speeds_of(work, 1.0, 0.1, memory=1e12, link=1.0).operations == pytest.approx(1e16)
 
 
@@ -245,7 +245,7 @@ def test_work_is_that_of_the_sets():
     assert work_of("muon", shapes["E"]).exchanged == 0
     elements = sum(SETS["L"].sizes)
     assert work_of("muon-fp16", shapes["L"]).exchanged == 4 * elements
-    assert work_of("adam", shapes["L"]) == Work(moved=28 * elements)
+    assert work_of("adam", shapes["L"]) == StepWork(moved=28 * elements)
     galore = work_of("galore", [(40, 24), (24, 40)])
     assert (galore.owned, galore.shared) == ((4.0 * RANK * 960,), 4.0 * RANK * 960)
     assert galore.exchanged == 6 * 960 + 8 * RANK * 40

@@ -7,7 +7,7 @@ from recorded import places
 from recorded_ranks import OPTIMIZERS, bare, batches, kept, rows, small
 
 from megaopt.recording.files import Recording
-from megaopt.recording.pieces import Piece, cut
+from megaopt.recording.pieces import ShardRange, cut
 from megaopt.recording.places import box
 
 
@@ -102,4 +102,4 @@ def test_boxes_lie_where_torch_says(shape, start, size):
 def test_a_flat_shard_of_columns_is_three_pieces():
     (piece,) = box((8, 10), (0, 5), (8, 5))
     assert [numel for _, numel, _ in cut([piece], 3, 28)] == [2, 20, 3]
-    assert isinstance(piece, Piece)
+    assert isinstance(piece, ShardRange)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megaopt.commands.config import GaLoreConfig, Named, Run, need_once
+from megaopt.commands.config import GaLoreConfig, NamedVariant, TrainingConfig, need_once
 from megaopt.commands.toml_tables import (
     ByKind,
     Count,
@@ -81,7 +81,7 @@ class MegatronConfig(Table):
             self.need(self.precision == "bf16", "precision", "'bf16' with fp8_recipe")
 
 
-class SharedKeys(Named):
+class SharedKeys(NamedVariant):
     """The keys that both kinds of variant have."""
 
     mode: Literal["main_shards", "precision_aware"] = "main_shards"
@@ -187,7 +187,7 @@ OF_GALORE = {
 """Values that a run with a table [galore] must have."""
 
 
-class MegatronRun(Run):
+class MegatronRun(TrainingConfig):
     """A training run of Megatron-Core: model, text, optimizer, and the variants to compare."""
 
     cpu_threads: Threads = 1  # of torch in each rank on the CPU: fixed, as sums depend on it

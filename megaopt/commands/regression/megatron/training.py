@@ -32,7 +32,7 @@ from megaopt.commands.regression.parts import Part
 from megaopt.recording.files import hexadecimal
 
 if TYPE_CHECKING:
-    from megaopt.commands.regression.rank import Task
+    from megaopt.commands.regression.rank import RankTask
 
 SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -49,7 +49,7 @@ def settings() -> dict[str, str]:
     return {key: os.environ.get(key, value) for key, value in SETTINGS.items()}
 
 
-def build(task: Task) -> Training:
+def build(task: RankTask) -> MegatronTraining:
     """The training of a rank's process, which meets the others."""
     run, variant = task.run, task.job.variant
     assert isinstance(run, MegatronRun)
@@ -82,10 +82,10 @@ def build(task: Task) -> Training:
     torch.manual_seed(run.seed)
     if device.type == "cuda":
         megatron("tensor_parallel").model_parallel_cuda_manual_seed(run.seed)
-    return Training(run, variant, device)
+    return MegatronTraining(run, variant, device)
 
 
-class Training:
+class MegatronTraining:
     """A rank's model, optimizer and text; the ranks have met."""
 
     def __init__(self, run: MegatronRun, variant: MegatronVariant, device: torch.device) -> None:

@@ -10,7 +10,7 @@ from megaopt.commands.bench import command
 from megaopt.commands.bench.command import main
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.results import Case, record_of, select
+from megaopt.commands.bench.results import BenchCase, record_of, select
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.source import describe_source
@@ -45,20 +45,20 @@ def test_peer_that_fails_has_its_reason_and_no_speed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(command, "check", not_called)  # a peer promises nothing
     monkeypatch.setattr(Subject, "instance", failing)
-    peer = Case(SETS["C"], PEERS["apex-fp32"])
+    peer = BenchCase(SETS["C"], PEERS["apex-fp32"])
     result = command.run(peer, CPU, None)
     assert (result.get("step_ms"), result["problem"]) == (None, "RuntimeError: needs amp_C")
     with pytest.raises(AssertionError):  # the check: ours is not run without it
-        command.run(Case(SETS["C"], MODES["bf16"]), CPU, None)
+        command.run(BenchCase(SETS["C"], MODES["bf16"]), CPU, None)
 
 
 @pytest.mark.parametrize(("peers", "count"), [(True, 1 + 3), (False, 1)])
 def test_peers_are_measured_unless_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: bool, count: int
 ) -> None:
-    seen: list[Case] = []
+    seen: list[BenchCase] = []
 
-    def measured(case: Case, *_: object) -> dict[str, object]:
+    def measured(case: BenchCase, *_: object) -> dict[str, object]:
         seen.append(case)
         return record_of(case, None, "not measured")
 

@@ -18,16 +18,16 @@ from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.measure import Record, count_device_work, with_rates
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.report import table_of
-from megaopt.commands.bench.results import NAMED, TIMED, Case, add_ratios, record_of, select
+from megaopt.commands.bench.results import NAMED, TIMED, BenchCase, add_ratios, record_of, select
 from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
 from megaopt.saving.files import write_json
 
-A_BF16 = Case(SETS["A"], MODES["bf16"])
-A_TE = Case(SETS["A"], PEERS["transformerengine-bf16"])
-A_FP32 = Case(SETS["A"], MODES["fp32"])
-C_BF16 = Case(SETS["C"], MODES["bf16"])
+A_BF16 = BenchCase(SETS["A"], MODES["bf16"])
+A_TE = BenchCase(SETS["A"], PEERS["transformerengine-bf16"])
+A_FP32 = BenchCase(SETS["A"], MODES["fp32"])
+C_BF16 = BenchCase(SETS["C"], MODES["bf16"])
 SLOW = with_rates(
     FIGURES | {"step_ms": 3.0, "wall_ms": 9.0, "wall_moved_ms": 20.0, "bytes": 26_500}
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaopt.commands.golden import check
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, covering
 from megaopt.commands.golden.record import packaged
 
@@ -99,7 +99,9 @@ def test_the_choice_is_the_same_again():
 
 
 def test_a_case_is_chosen_for_what_no_other_has():
-    common, rare = (Case(f"ieee/lion/fp32-weight/no-master/{each}") for each in ("fp32", "bf16"))
+    common, rare = (
+        GoldenCase(f"ieee/lion/fp32-weight/no-master/{each}") for each in ("fp32", "bf16")
+    )
     assert covering([common, rare, common], lambda c: c.features) == [common, rare]
 
 
@@ -108,7 +110,7 @@ def test_a_case_is_chosen_for_what_no_other_has():
 )
 def test_the_command_says_how_many_it_stepped(megaopt, monkeypatch, no_gpu, options, identical):
     lion = "ieee/lion/fp32-weight/no-master/fp32"
-    cases = [Case(lion), Case(f"{lion}/nonfinite"), Case(f"{lion}/maximize")]
+    cases = [GoldenCase(lion), GoldenCase(f"{lion}/nonfinite"), GoldenCase(f"{lion}/maximize")]
     monkeypatch.setitem(CASES, ANY_MACHINE, cases)
     status, out, _ = megaopt("verify", "--backends", "reference", *options)
     assert status == 0
@@ -125,7 +127,7 @@ def test_the_command_says_how_many_it_stepped(megaopt, monkeypatch, no_gpu, opti
 
 def test_a_report_lists_what_was_stepped_alone(megaopt, monkeypatch, tmp_path, no_gpu):
     lion = "ieee/lion/fp32-weight/no-master/fp32"
-    monkeypatch.setitem(CASES, ANY_MACHINE, [Case(f"{lion}/maximize"), Case(lion)])
+    monkeypatch.setitem(CASES, ANY_MACHINE, [GoldenCase(f"{lion}/maximize"), GoldenCase(lion)])
     assert megaopt("verify", "--backends", "reference", "--share", "report.md")[0] == 0
     lines = (tmp_path / "report.md").read_text().splitlines()
     assert f"{lion}/maximize" in lines

@@ -8,7 +8,7 @@ from mutants import mutant
 
 from megaopt import kernels
 from megaopt.commands.golden import check
-from megaopt.commands.golden.case import Case
+from megaopt.commands.golden.case import GoldenCase
 from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
 from megaopt.commands.golden.record import Record, packaged, parse
 from megaopt.kernels.formats import MOMENTS, WEIGHTS
@@ -44,7 +44,7 @@ def test_processes_that_share_cases_find_what_one_finds():
     digests = packaged().digests[ANY_MACHINE]
     expected = [digests[FP32], {**digests[BF16], "weights": "0" * 16}, digests[MASTER]]
     pairs = zip(names, expected, strict=True)
-    jobs = [check.Job(ANY_MACHINE, name, "reference", cpu, own) for name, own in pairs]
+    jobs = [check.GoldenJob(ANY_MACHINE, name, "reference", cpu, own) for name, own in pairs]
     alone, shared = (list(check.outcomes_of(jobs, workers)) for workers in (1, 2))
     assert [one.different for one in alone] == [None, "weights", None]
     assert shared == alone
@@ -236,7 +236,7 @@ def test_bad_input_exits_with_2_and_is_named(megaopt, tmp_path, arguments, messa
 
 @pytest.fixture
 def two_cases(monkeypatch):
-    monkeypatch.setitem(CASES, ANY_MACHINE, [Case(FP32), Case(BF16)])
+    monkeypatch.setitem(CASES, ANY_MACHINE, [GoldenCase(FP32), GoldenCase(BF16)])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

@@ -12,7 +12,7 @@ from megaopt.commands.regression.command import regress
 from megaopt.commands.regression.group import Group, RankError
 from megaopt.commands.regression.megatron.config import read_megatron_run
 from megaopt.commands.regression.plan import plan_trials
-from megaopt.commands.regression.rank import Task
+from megaopt.commands.regression.rank import RankTask
 from megaopt.commands.regression.regression import is_installed
 from megaopt.commands.source import describe_source
 
@@ -264,7 +264,7 @@ def group(write, tmp_path):
     def group(steps, patience, ranks=2):
         run = read_megatron_run(write(STOCK, steps=steps, patience=patience))
         job = plan_trials(run)[0].jobs[0]
-        groups.append(Group([Task(run, job, "cpu", tmp_path, rank) for rank in range(ranks)]))
+        groups.append(Group([RankTask(run, job, "cpu", tmp_path, rank) for rank in range(ranks)]))
         groups[-1].start()
         return groups[-1]
 

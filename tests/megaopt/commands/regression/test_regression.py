@@ -6,9 +6,9 @@ import numpy
 import pytest
 
 from megaopt.commands.config import read_config
-from megaopt.commands.regression.outcome import Outcome
+from megaopt.commands.regression.outcome import TrialOutcome
 from megaopt.commands.regression.parts import open_recording
-from megaopt.commands.regression.plan import Job, Trial
+from megaopt.commands.regression.plan import TrainingJob, Trial
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.recording.files import ROW, Value
@@ -163,7 +163,7 @@ def outcome_of(tmp_path, write_run):
     (unfused, *_) = read_config(write_run()).runs
 
     def outcome_of(name, ranks, baseline=None):
-        job = Job(name, unfused, len(ranks), 1, 1)
+        job = TrainingJob(name, unfused, len(ranks), 1, 1)
         for number, (loss, weight, moment) in enumerate(ranks):
             writer, share = open_recording(tmp_path / name, number, len(ranks), {}), 6 // len(ranks)
             own = Value("a", "weight", "float32", (6,), (0, 0, 0, 6))
@@ -174,7 +174,7 @@ def outcome_of(tmp_path, write_run):
             writer.step(1, 0, {"losses": [loss], "grad_norm": None}, rows)
             writer.close()
         trial = Trial(name, "whole", unfused, (job,))
-        return Outcome(trial, tmp_path, baseline)
+        return TrialOutcome(trial, tmp_path, baseline)
 
     return outcome_of
 

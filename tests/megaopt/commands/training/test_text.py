@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaopt.commands.toml_tables import ConfigError
-from megaopt.commands.training.text import Batches, Corpus, load_corpus
+from megaopt.commands.training.text import Corpus, TextBatches, load_corpus
 
 TEXT = "0fc370a38b7c23b9b6bc4b1ac25226ee4daff1f5824f33e605c1e52f8eb6d6c2"
 
@@ -24,7 +24,7 @@ def corpus_of(length):
 
 
 def batches_of(seed, length=1000):
-    return Batches(corpus=corpus_of(length), seed=seed, batch_size=4, context=16)
+    return TextBatches(corpus=corpus_of(length), seed=seed, batch_size=4, context=16)
 
 
 def test_a_batch_depends_on_seed_and_step_alone():

@@ -8,7 +8,7 @@ import torch
 
 from megaopt.kernels.matrix.muon import Orthogonal, coefficients_of
 from megaopt.kernels.matrix.shared import pack, unpacked
-from megaopt.step.ranks.owners import Bucket, box_of, matrices_of, rows_of
+from megaopt.step.ranks.owners import RankBucket, box_of, matrices_of, rows_of
 
 SIMPLE = coefficients_of("simple", 1)
 
@@ -169,7 +169,7 @@ def laid_out(layout, sizes):
     owners = [index * 7 % 5 % ranks for index in range(len(matrices))]
     boxes = [[own[rank] for own in shards] for rank in range(ranks)]
     buckets = [
-        Bucket(matrices, owners, boxes, rank, gives(rank, ranks), together=False)
+        RankBucket(matrices, owners, boxes, rank, gives(rank, ranks), together=False)
         for rank in range(ranks)
     ]
     return wholes, views, owners, boxes, buckets

@@ -124,10 +124,8 @@ class Exchange(Protocol):
     """Matrices in no bucket, which this rank makes: it alone has them."""
     most: tuple[int, int]
     """The most numbers of `near` and of `far` that a bucket takes."""
-    is_nccl: bool
-    """Messages are NCCL's, which a CUDA graph can capture."""
     keeps_order: bool
-    """Messages to owners come behind those that went back before: all are of one stream."""
+    """Messages to owners come behind those that went back before: all are of NCCL's stream."""
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Adds up in place over the ranks that hold the other parts of the same matrices."""
@@ -556,7 +554,7 @@ class SharedSteps:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(BucketSteps(bucket, low, steps))
         by_launches = all(not isinstance(way.steps, TorchBucket) for way in self._ways)
-        self.is_captured = by_launches and (not self._ways or exchange.is_nccl)
+        self.is_captured = by_launches and (not self._ways or exchange.keeps_order)
         """A CUDA graph can repeat a step: launches, and messages of NCCL if there are any."""
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies

@@ -27,6 +27,7 @@ def pointer(column, row, start, FORMAT: tl.constexpr):
 @helper
 def moment_pointer(column, start, FORMATS: tl.constexpr, INDEX: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.moments[INDEX]
+    # two codes a byte: the pointer counts bytes
     if FORMAT.packed == 2:
         # a shard starts at an even element of its block
         start = start // 2
@@ -40,6 +41,7 @@ def pointers_of(column, start, FORMATS: tl.constexpr):
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     COUNT: tl.constexpr = FORMATS.moment_count
+    # one pointer a moment, in the rule's order
     moments = ()
     for index in tl.static_range(COUNT):
         moments += (moment_pointer(column, start, FORMATS, index),)
@@ -54,8 +56,10 @@ def pointers_of(column, start, FORMATS: tl.constexpr):
 @helper
 def load_block(ptr, offsets, mask):
     """mask: None where all elements are there, and aligned."""
+    # offsets: int32 [block] or [rows, width]; codes: the pointer's element type
     pointers = ptr + offsets
     if mask is not None:
+        # masked elements are code 0
         code = tl.load(pointers, mask=mask, other=0)
     else:
         # on the sum: a hint on a function's argument would be lost
@@ -66,6 +70,7 @@ def load_block(ptr, offsets, mask):
 @helper
 def store_block(ptr, offsets, code, mask):
     pointers = ptr + offsets
+    # the hint of 16 lets a thread store its codes in one instruction
     if mask is not None:
         tl.store(pointers, code, mask=mask)
     else:
@@ -96,7 +101,10 @@ def load_pairs(ptr, offsets, rows, mask):
     else:
         HALF: tl.constexpr = offsets.shape[1] // 2
         pair = tl.load(tl.multiple_of(pointers, [1, HALF]))
+    # the byte's lower half is the even element
     pair = pair.to(tl.int32)
+    # [rows, width
+    # 2, 2], flattened to [rows, width]
     return tl.reshape(tl.join(pair & 15, pair >> 4), offsets.shape)
 
 
@@ -104,9 +112,11 @@ def load_pairs(ptr, offsets, rows, mask):
 def store_pairs(ptr, offsets, rows, code, mask):
     """Stores a tile's codes of 4 bits, int32, two in each byte."""
     pointers = ptr + pair_offsets(offsets, rows)
+    # the even element in the lower half of each byte
     even, odd = halves(code)
     pair = (even | (odd << 4)).to(tl.uint8)
     if mask is not None:
+        # a tensor has both of a byte's elements, or none
         inner, _ = halves(mask)
         tl.store(pointers, pair, mask=inner)
     else:
@@ -161,6 +171,7 @@ def first_block(start, FORMATS: tl.constexpr):
     """The first that may go unmasked: not the one that begins before the tensor."""
     block = tl.zeros((), tl.int32)
     if FORMATS.block:
+        # the chunk begins before the tensor: its block 0 is masked, and comes last
         block += (start < 0).to(tl.int32)
     return block
 
@@ -170,6 +181,7 @@ def first_masked(behind, start, FORMATS: tl.constexpr):
     """The first masked block; behind: what follows the unmasked ones."""
     block = behind
     if FORMATS.block:
+        # block 0 first, if it begins before the tensor; next_masked then leaps behind the unmasked ones
         block = tl.where(start < 0, 0, behind)
     return block
 
@@ -178,6 +190,7 @@ def first_masked(behind, start, FORMATS: tl.constexpr):
 def next_masked(block, behind, FORMATS: tl.constexpr):
     block += 1
     if FORMATS.block:
+        # from block 0 over the unmasked ones, which are done
         block = tl.maximum(block, behind)
     return block
 
@@ -187,6 +200,7 @@ def inside(offsets, start, elements, FORMATS: tl.constexpr):
     """Returns a mask of a block's elements that are the tensor's: not before it, nor behind it."""
     mask = offsets < elements
     if FORMATS.block:
+        # start is negative where the chunk begins before the tensor
         mask = mask & (offsets >= -start)
     return mask
 
@@ -220,6 +234,7 @@ def shared_scale(value, mask, FORMAT: tl.constexpr):
     SIZE: tl.constexpr = FORMAT.block
     ROWS: tl.constexpr = value.shape[0]
     SHAPE: tl.constexpr = (ROWS * value.shape[1] // SIZE, SIZE // value.shape[1])
+    # uint32 [rows], then the largest of the rows that make up a block: [blocks, rows a block]
     key = row_key(value, mask)
     largest = tl.max(tl.reshape(key, SHAPE), 1)
     # back to each of the rows that share it
@@ -235,9 +250,12 @@ def shared_scales(first, second, mask, FORMATS: tl.constexpr):
     SECOND: tl.constexpr = FORMATS.moments[1]
     ROWS: tl.constexpr = first.shape[0]
     SHAPE: tl.constexpr = (ROWS * first.shape[1] // SIZE, SIZE // first.shape[1])
+    # the two moments' scales side by side in an int32: the first in the lower half
     one = scale_of_key(row_key(first, mask), FIRST.window_offset)
     both = one | (scale_of_key(row_key(second, mask), SECOND.window_offset) << 16)
+    # halves are compared apart, by one instruction for both
     largest = tl.reduce(tl.reshape(both, SHAPE), 1, hopper.larger_halves)
+    # back to each of the rows that share a block, int32 [rows]
     both = tl.reshape(tl.broadcast_to(largest[:, None], SHAPE), (ROWS,))
     return both & 0xFFFF, both >> 16
 
@@ -252,6 +270,7 @@ def new_scale_of(moments, mask, FORMATS: tl.constexpr, INDEX: tl.constexpr):
 def new_scales(moments, mask, FORMATS: tl.constexpr):
     """The new scales of the rows' blocks, int32 [rows]; 0 of moments that are not in blocks."""
     if cuda_capability_geq(9, 0) and FORMATS.block_pair:
+        # both moments in blocks, where a GPU compares halves of a register
         scales = shared_scales(moments[0], moments[1], mask, FORMATS)
     else:
         COUNT: tl.constexpr = FORMATS.moment_count
@@ -263,6 +282,7 @@ def new_scales(moments, mask, FORMATS: tl.constexpr):
 
 @helper
 def store_scale(scale_ptr, scale, rows, elements, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    # one row of each block stores the byte
     chosen = rows % SIZE == 0
     if MASKED:
         chosen = chosen & (rows < elements)
@@ -277,12 +297,15 @@ def stored_moment(
     value, inverse = values[INDEX], inverses[INDEX]
     if FORMAT.block:
         MASKED: tl.constexpr = block.mask is not None
+        # here `inverse` is the pointer to the chunk's scales; then the rows' factors, fp32 [rows, 1]
         store_scale(inverse, scales[INDEX], block.rows, chunk.elements, FORMAT.block, MASKED)
         inverse = inverse_factor(scales[INDEX])[:, None]
+    # this moment's 16 bits of each element's word
     if FORMAT.draws:
         code = FORMAT.encode(value, inverse, moment_bits(words, INDEX))
     else:
         code = FORMAT.encode(value, inverse)
+    # codes of 4 bits in pairs, all others one by one
     if FORMAT.packed == 2:
         store_pairs(chunk.pointers.moments[INDEX], block.offsets, block.rows, code, block.mask)
     else:
@@ -293,6 +316,7 @@ def stored_moment(
 def stored_moments(chunk, block, values, inverses, words, FORMATS: tl.constexpr):
     """inverses: of moments in blocks pointers to their scales."""
     COUNT: tl.constexpr = FORMATS.moment_count
+    # scales first: no code of a block can be made before the block's largest value is known
     scales = new_scales(values, block.mask, FORMATS)
     for index in tl.static_range(COUNT):
         stored_moment(chunk, block, values, inverses, scales, words, FORMATS, index)

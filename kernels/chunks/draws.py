@@ -40,11 +40,13 @@ WEYL_1: tl.constexpr = tl.constexpr(WEYL[1])
 def philox(counter_0, counter_1, counter_2, counter_3, key_0, key_1):
     """Four uint32 words from a counter of four, of one shape, and a key of two single numbers."""
     for _ in tl.static_range(ROUNDS):
+        # two products of 64 bits: the upper halves are mixed in, the lower ones move on
         product_0 = counter_0.to(tl.uint64) * MULTIPLIER_0
         product_2 = counter_2.to(tl.uint64) * MULTIPLIER_2
         counter_0 = (product_2 >> 32).to(tl.uint32) ^ counter_1 ^ key_0
         counter_2 = (product_0 >> 32).to(tl.uint32) ^ counter_3 ^ key_1
         counter_1, counter_3 = product_2.to(tl.uint32), product_0.to(tl.uint32)
+        # the next round's key
         key_0 = (key_0 + WEYL_0).to(tl.uint32)
         key_1 = (key_1 + WEYL_1).to(tl.uint32)
     return counter_0, counter_1, counter_2, counter_3
@@ -86,11 +88,13 @@ def words_reference(place: Place, numel: int, numbers: Any, device: torch.device
     numbers: of the group, as rules.base.draw_numbers makes them.
     """
     if not place.stride:
+        # elements follow each other: whole quads are drawn, and what is outside is cut off
         key, step = seed_and_step(numbers)
         skipped = place.first % 4
         index = torch.arange(place.first // 4, (place.first + numel + 3) // 4, device=device)
         words = torch.stack(_quads(index, place.number, step, key), 1)
         return words.view(-1)[skipped : skipped + numel]
+    # in runs: the index of each element in the parameter, int64 [numel]
     offset = torch.arange(numel, device=device)
     index = place.first + offset // place.run * place.stride + offset % place.run
     return words_at(index, place.number, numbers)
@@ -99,6 +103,7 @@ def words_reference(place: Place, numel: int, numbers: Any, device: torch.device
 def words_at(index: torch.Tensor, number: int, numbers: Any) -> torch.Tensor:
     """The words of a parameter's elements with these indices, int64; number: the parameter's."""
     key, step = seed_and_step(numbers)
+    # [4, n], of which each element takes the word at its place in the quad
     words = torch.stack(_quads(index // 4, number, step, key))
     return words.gather(0, (index % 4)[None])[0]
 
@@ -106,6 +111,7 @@ def words_at(index: torch.Tensor, number: int, numbers: Any) -> torch.Tensor:
 def _quads(
     index: torch.Tensor, number: int, step: int, key: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
+    # counter: the quad's index in two words, the parameter's number, the step
     rest = (torch.full_like(index, number), torch.full_like(index, step))
     return philox_reference((index & 0xFFFFFFFF, index >> 32, *rest), key)
 
@@ -119,6 +125,7 @@ def moment_bits_reference(words: torch.Tensor, index: int) -> torch.Tensor:
     """Returns int32 bits, from 0 to 65535, for the rule's moment with this index."""
     upper = words >> 16
     if index != 1:
+        # times x, index - 1 times, in GF(2**16)
         for _ in range(index - 1):
             upper = (upper << 1) ^ (((upper >> 15) & 1) * POLYNOMIAL)
         upper = upper ^ words
@@ -137,13 +144,16 @@ def sixteens(row_ptr, place):
 def draw_of(column, row_ptr, DRAWS: tl.constexpr):
     """Returns what a tensor's words are made from; row_ptr: to its group's numbers for draws."""
     if DRAWS:
+        # seed in two words, and the step; uint32
         key = (sixteens(row_ptr, 0), sixteens(row_ptr, 2), sixteens(row_ptr, 4))
+        # the parameter's number, and where its elements lie: first, run, stride, int64
         number = entry(column, NUMBER).to(tl.uint32)
         first = entry(column, FIRST_ELEMENT)
         run = entry(column, RUN)
         stride = entry(column, RUN_STRIDE)
         draw = (key, number, first, run, stride)
     else:
+        # placeholders of one shape: nothing draws
         draw = ((0, 0, 0), 0, 0, 0, 0)
     return draw
 
@@ -151,6 +161,7 @@ def draw_of(column, row_ptr, DRAWS: tl.constexpr):
 @helper
 def words_of(index, key, number):
     """The four words of the quads with these indices, int64."""
+    # counter as the twin's _quads: index low and high, number, step
     low = index.to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
     none = tl.zeros_like(low)
@@ -161,12 +172,14 @@ def words_of(index, key, number):
 def quad_words(index, key, number):
     """The words of quads, [..., 2, 2]."""
     words = words_of(index, key, number)
+    # joined to [..., 2, 2], so that flattening gives words 0, 1, 2, 3
     return tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
 
 
 @helper
 def tile_words(quad, key, number, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """The words of a tile from its first quad on; each thread draws those of its row."""
+    # [ROWS], the first quad of each row; WIDTH is 4 or 8, one quad or two
     row = quad + tl.arange(0, ROWS) * (WIDTH // 4)
     word = quad_words(row, key, number)
     if WIDTH == 8:
@@ -203,6 +216,7 @@ def block_words(
     if not DRAWS:
         word = 0
     elif IN_QUADS:
+        # whole quads: a thread draws four words by one philox
         quad = (first + start) // 4 + begin // 4
         if len(offsets.shape) == 2:
             word = tile_words(quad, key, number, offsets.shape[0], offsets.shape[1])
@@ -210,10 +224,12 @@ def block_words(
             word = quad_words(quad + tl.arange(0, BLOCK // 4), key, number)
         word = tl.reshape(word, offsets.shape).to(tl.int32, bitcast=True)
     else:
+        # one philox an element, of whose four words one is taken
         place = start + offsets
         index = first + place
         if SPLIT and stride != 0:
             index = first + (place // run) * stride + place % run
+        # the element's quad, and its lane there
         words = words_of(index >> 2, key, number)
         lane = (index & 3).to(tl.int32)
         lower = tl.where(lane == 0, words[0], words[1])
@@ -230,6 +246,8 @@ def line_words(draw, begins, DRAWS: tl.constexpr, WIDTH: tl.constexpr):
     """
     key, number, first, _run, _stride = draw
     if DRAWS:
+        # int64 [lines, WIDTH
+        # 4]
         quads = ((first + begins) // 4)[:, None] + tl.arange(0, WIDTH // 4)[None, :]
         word = tl.reshape(quad_words(quads, key, number), (begins.shape[0], WIDTH))
         word = word.to(tl.int32, bitcast=True)
@@ -248,6 +266,7 @@ def weight_bits(word):
 def moment_bits(word, INDEX: tl.constexpr):
     upper = word >> 16
     if INDEX != 1:
+        # times x, INDEX - 1 times, in GF(2**16), as moment_bits_reference
         for _ in tl.static_range(INDEX - 1):
             upper = (upper << 1) ^ (((upper >> 15) & 1) * REDUCED_BY)
         upper = upper ^ word

@@ -39,6 +39,7 @@ def cell(scratch_ptr, row, column):
 @helper
 def take_ticket(scratch_ptr, tensors, chunks, MOMENTS: tl.constexpr):
     """The next place in the table of chunks; the last ticket leaves the counter at zero."""
+    # behind the last row of the scratch; whoever takes the last ticket resets the counter
     ticket_ptr = scratch_ptr + (2 * (1 + MOMENTS) + 1) * tensors
     ticket = tl.atomic_add(ticket_ptr, 1)
     if ticket == chunks - 1:
@@ -49,7 +50,9 @@ def take_ticket(scratch_ptr, tensors, chunks, MOMENTS: tl.constexpr):
 @helper
 def wait_for_amaxes(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Returns when every chunk of the tensor has been through the first phase."""
+    # finished chunks of the tensor: own_chunks once all have been through the first phase
     finished_ptr = cell(scratch_ptr, 2 * (1 + MOMENTS), column)
+    # an atomic, which sees what other processors wrote
     while tl.atomic_add(finished_ptr, 0) < own_chunks:
         pass
 
@@ -59,6 +62,7 @@ def finish(scratch_ptr, column, own_chunks, MOMENTS: tl.constexpr):
     """Counts a chunk's phase; the tensor's very last leaves its scratch at zero."""
     # every thread has read the amaxes before one of them can be cleared
     tl.debug_barrier()
+    # each chunk counts twice, once a phase: the last count clears count and amaxes
     finished_ptr = cell(scratch_ptr, 2 * (1 + MOMENTS), column)
     if tl.atomic_add(finished_ptr, 1) == 2 * own_chunks - 1:
         tl.atomic_xchg(finished_ptr, 0)
@@ -76,6 +80,7 @@ def kept_scale(scratch_ptr, index, column, FORMAT: tl.constexpr, MOMENTS: tl.con
     """The scale from before the step, which the first phase put aside."""
     if FORMAT.scaled:
         kept_ptr = cell(scratch_ptr, 1 + MOMENTS + index, column)
+        # volatile: another program of this launch wrote it
         bits = tl.load(kept_ptr, volatile=True)
         scale = bits.to(tl.float32, bitcast=True)
     else:
@@ -87,14 +92,17 @@ def kept_scale(scratch_ptr, index, column, FORMAT: tl.constexpr, MOMENTS: tl.con
 def new_scale(scratch_ptr, index, column, row, start, FORMAT: tl.constexpr):
     """Stores the tensor's new scale (its first chunk does) and gives the scale's reciprocal."""
     if FORMAT.scaled:
+        # the tensor's amax, complete by now; every program makes the same scale of it
         bits = tl.load(cell(scratch_ptr, index, column), volatile=True)
         code_max = tl.full((), FORMAT.code_max, tl.float32)
+        # amax / code_max, correctly rounded as the twin's scale_reference
         scale = tl.math.div_rn(bits.to(tl.float32, bitcast=True), code_max)
         scale = tl.maximum(scale, SMALLEST_SCALE)
         one = tl.full((), 1.0, tl.float32)
         inverse = tl.math.div_rn(one, scale)
         if FORMAT.scale_of_inverse:
             scale = tl.math.div_rn(one, inverse)
+        # the program of the tensor's first chunk stores it for the next step
         address = entry(column, row)
         tl.store(address.to(tl.pointer_type(tl.float32)), scale, mask=start == 0)
     else:
@@ -109,6 +117,7 @@ def finite_amax_bits(amax_bits, value, FORMAT: tl.constexpr):
     As integers the bits of magnitudes order like the numbers.
     """
     if FORMAT.scaled:
+        # magnitude; infinities and NaNs do not count
         bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax_bits = tl.maximum(amax_bits, tl.where(bits < 0x7F800000, bits, 0))
     return amax_bits
@@ -123,7 +132,9 @@ def keep_amax(
     Atomics throughout: one thread does them in this order, before it counts the chunk as finished.
     """
     if FORMAT.scaled:
+        # int32 [block] to one number, raised in the tensor's cell
         tl.atomic_max(cell(scratch_ptr, index, chunk.column), tl.max(amax_bits, 0))
+        # the old scale: the second phase overwrites the one in memory while others read
         bits = scale.to(tl.int32, bitcast=True)
         old_ptr = cell(scratch_ptr, 1 + MOMENTS + index, chunk.column)
         tl.atomic_xchg(old_ptr, bits, mask=chunk.start == 0)

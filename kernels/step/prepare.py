@@ -67,10 +67,13 @@ def store_draw_numbers(row_ptr, seed, step):
 @helper
 def prepared_scalars(group_ptr, scalars_ptr, skip, RULE: tl.constexpr):
     """Counts the step, unless it is skipped, and stores the group's row of scalars."""
+    # lr, fp32, and step, int32, through the addresses in the table
     lr = tl.load(tl.load(group_ptr + LR).to(tl.pointer_type(tl.float32)))
     step_ptr = tl.load(group_ptr + STEP).to(tl.pointer_type(tl.int32))
     step = tl.load(step_ptr) + 1
+    # a skipped step does not count
     tl.store(step_ptr, step, mask=skip == 0)
+    # the rule's numbers, then the seed's and step's pieces of 16 bits
     store_row(scalars_ptr, RULE.prepare(group_ptr + HYPER, lr, step), RULE.row_length)
     if RULE.draws:
         store_draw_numbers(scalars_ptr + RULE.row_length, tl.load(group_ptr + SEED), step)
@@ -95,24 +98,30 @@ def prepare_kernel(
 ):
     """A program makes the scalars and the controls of one group."""
     group = tl.program_id(0)
+    # the caller's numbers; APART 0 makes every group read the first one
     grad_scale = number_of(grad_scale_ptr, group * APART[0])
+    # the reciprocal in fp64, rounded to fp32 once
     inverse = (tl.full((), 1.0, tl.float64) / grad_scale.to(tl.float64)).to(tl.float32)
     coefficient = number_of(coefficient_ptr, group * APART[2])
     skip = is_set(found_inf_ptr, group * APART[1])
+    # the norm of all groups' gradients; every program computes the same
     if bins_ptr is not None:
         norm, nonfinite = total_of(bins_ptr)
         norm = canonical(norm * inverse)
+        # one program stores the norm
         tl.store(norm_ptr, norm, mask=group == 0)
         if clip_norm is not None:
             coefficient = clip_coefficient(norm, clip_norm)
         if SKIP_NONFINITE:
             skip = skip | nonfinite
+    # the group's row of controls, which step_kernel reads
     controls_ptr += group * CONTROLS
     tl.store(controls_ptr + GRAD_SCALE, grad_scale)
     tl.store(controls_ptr + INVERSE_SCALE, inverse)
     tl.store(controls_ptr + COEFFICIENT, coefficient)
     tl.store(controls_ptr + SKIP, tl.where(skip, 1.0, 0.0))
     tl.store(controls_ptr + UNSCALED, 0.0 if grad_scale_ptr is None else 1.0)
+    # the group's row of scalars, where lr and step are on the device
     if groups_ptr is not None:
         row_ptr = scalars_ptr + group * scalar_count
         prepared_scalars(groups_ptr + group * columns, row_ptr, skip, RULE)

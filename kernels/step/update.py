@@ -20,12 +20,15 @@ def controlled_grad(grad, chunk, block, SPEC: tl.constexpr):
     if SPEC.controlled:
         FORMATS: tl.constexpr = SPEC.formats
         grad_scale, inverse_scale, coefficient, unscaled = chunk.controls
+        # fp32; the rule says whether by a product or a division
         grad = SPEC.rule.unscale(grad, grad_scale, inverse_scale)
         if SPEC.writes_grad:
+            # in the gradient's place goes the unscaled one, not yet clipped
             code = FORMATS.grad.encode(canonical(grad), 1.0)
             # a mask, as a branch takes 90 registers where this takes 64
             unscaled = unscaled.to(tl.int32)
             store_where(unscaled, chunk.pointers.grad, block.offsets, code, block.mask)
+        # clipped; through the gradient's format before and after where that is asked for
         grad = rounded_grad(rounded_grad(grad, FORMATS) * coefficient, FORMATS)
     return grad
 
@@ -41,7 +44,9 @@ def rounded_grad(grad, FORMATS: tl.constexpr):
 def first_lane(chunk, offsets):
     """Returns whether torch's kernel takes an element as a thread's first of four (adam_torch)."""
     vectorized = entry(chunk.column, VECTORIZED)
+    # the place modulo 65,536 is enough: 4 * 512 divides that
     index = (chunk.start % 65536).to(tl.int32) + offsets
+    # neighbours in fours, or four that lie 512 apart
     return tl.where(vectorized != 0, index, index // 512) % 4 == 0
 
 
@@ -52,8 +57,10 @@ def loaded_and_updated(chunk, scales, block, SPEC: tl.constexpr):
     Where SPEC does not read param it is neither loaded nor meant.
     """
     FORMATS: tl.constexpr = SPEC.formats
+    # fp32 gradient, unscaled and clipped
     grad = FORMATS.grad.decode(load_block(chunk.pointers.grad, block.offsets, block.mask), 1.0)
     grad = controlled_grad(grad, chunk, block, SPEC)
+    # fp32 moments, then the value that the rule updates
     moments = loaded_moments(chunk, scales.moments, block, FORMATS)
     if SPEC.reads_param:
         param = loaded_param(chunk.pointers, scales.param, block.offsets, block.mask, FORMATS)
@@ -66,13 +73,17 @@ def loaded_and_updated(chunk, scales, block, SPEC: tl.constexpr):
 def updated(grad, param, moments, chunk, offsets, SPEC: tl.constexpr):
     """The new fp32 param and moments."""
     FORMATS: tl.constexpr = SPEC.formats
+    # Triton's -grad is 0 - grad, which makes +0 of both zeros
     if FORMATS.maximize:
         grad = grad * -1.0
     if SPEC.rule.lanes:
+        # which elements torch's kernel does not contract (rules/lanes.py)
         is_rounded = first_lane(chunk, offsets)
         if FORMATS.maximize:
+            # with maximize all are rounded
             is_rounded = offsets >= 0
         if SPEC.controlled:
+            # an unscaled gradient is contracted for every element
             is_rounded = is_rounded & (chunk.controls[3] + tl.zeros_like(grad) == 0)
         values = SPEC.rule.update(param, moments, grad, chunk.scalars, is_rounded)
     else:
@@ -109,15 +120,19 @@ def stored_block(chunk, scales, block, values, amax_bits, words, FORMATS: tl.con
     param, moments = values
     if FORMATS.master.joined and not FORMATS.in_place:
         MASTER: tl.constexpr = FORMATS.master
+        # one encoding gives both: the weight, and what lies beside it
         weight_code, master_code = joined_codes(param, words, MASTER)
         store_block(chunk.pointers.master, block.offsets, master_code, block.mask)
         store_block(chunk.pointers.weight, block.offsets, weight_code, block.mask)
     else:
+        # a master with codes and, maybe, a scale of its own
         if FORMATS.master.present and not FORMATS.in_place:
             master_code = FORMATS.master.encode(param, scales.master_inverse)
             store_block(chunk.pointers.master, block.offsets, master_code, block.mask)
+        # the weight as its store has it: plain codes, fp8 codes, or nothing for now
         amax_bits = FORMATS.store.put(
             chunk.pointers, block, param, scales.weight, amax_bits, words, FORMATS
         )
+    # moments last, with their block scales where they have any
     stored_moments(chunk, block, moments, scales.moment_inverses, words, FORMATS)
     return amax_bits

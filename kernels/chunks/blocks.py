@@ -181,7 +181,7 @@ def first_masked(behind, start, FORMATS: tl.constexpr):
     """The first masked block; behind: what follows the unmasked ones."""
     block = behind
     if FORMATS.block:
-        # block 0 first, if it begins before the tensor; next_masked then leaps behind the unmasked ones
+        # block 0, if it begins before the tensor; next_masked then leaps over the unmasked ones
         block = tl.where(start < 0, 0, behind)
     return block
 
@@ -297,7 +297,7 @@ def stored_moment(
     value, inverse = values[INDEX], inverses[INDEX]
     if FORMAT.block:
         MASKED: tl.constexpr = block.mask is not None
-        # here `inverse` is the pointer to the chunk's scales; then the rows' factors, fp32 [rows, 1]
+        # `inverse` is the pointer to the chunk's scales, and then the rows' factors, fp32 [rows, 1]
         store_scale(inverse, scales[INDEX], block.rows, chunk.elements, FORMAT.block, MASKED)
         inverse = inverse_factor(scales[INDEX])[:, None]
     # this moment's 16 bits of each element's word

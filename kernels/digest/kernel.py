@@ -76,10 +76,12 @@ class DigestSpec:
 @helper
 def factors(number):
     """The odd factors of both lanes of numbers, all uint32."""
+    # a hash of 32 bits, by shifts and odd factors
     mixed = number + 0x9E3779B9
     mixed = (mixed ^ (mixed >> 16)) * 0x21F0AAAD
     mixed = (mixed ^ (mixed >> 15)) * 0x735A2D97
     mixed = mixed ^ (mixed >> 15)
+    # the second lane's factor, of the first's mixed bits; | 1 makes both odd
     second = mixed * 0x9E3779B1
     return mixed | 1, (second ^ (second >> 16)) | 1
 
@@ -94,8 +96,10 @@ def column_factors(place):
 def words_of(bits, ELEMENT: tl.constexpr):
     """uint32, the bits of 4 bytes or fewer, or the lower and upper halves of 8."""
     if ELEMENT.primitive_bitwidth == 64:
+        # 8 bytes: lower and upper word
         words = (bits.to(tl.uint32), (bits >> 32).to(tl.uint32))
     else:
+        # one word, twice: nonfinite_of looks at the second
         words = (bits.to(tl.uint32), bits.to(tl.uint32))
     return words
 
@@ -117,8 +121,10 @@ def wide(factor0, factor1):
 @helper
 def products(words, columns, ELEMENT: tl.constexpr):
     """int64, the bits times the factors of columns, in both lanes."""
+    # uint32 by uint32, [rows, WIDTH]
     lane0, lane1 = wide(words[0], columns[0]), wide(words[0], columns[1])
     if ELEMENT.primitive_bitwidth == 64:
+        # the upper word takes the other lane's factors, one of them doubled
         lane0 += wide(words[1], columns[1])
         lane1 += 2 * wide(words[1], columns[0])
     return lane0, lane1
@@ -137,6 +143,7 @@ def add_rows(sums, bits, row, columns, patterns, ELEMENT: tl.constexpr):
     """The sums of threads with those of a tile; row: uint32 [rows]."""
     lane0, lane1, count = sums
     words = words_of(bits, ELEMENT)
+    # WIDTH elements lie in one row: its factor is applied once to their sum
     product0, product1 = products(words, columns, ELEMENT)
     factor0, factor1 = factors(row)
     lane0 += tl.sum(product0, 1) * factor0.to(tl.int64)
@@ -149,6 +156,7 @@ def add_scattered(sums, bits, place, patterns, ELEMENT: tl.constexpr):
     """The same where each element has a place of its own; place: int64 [rows, WIDTH]."""
     lane0, lane1, count = sums
     words = words_of(bits, ELEMENT)
+    # each element has a row of its own: its factor goes to each product
     product0, product1 = products(words, column_factors(place), ELEMENT)
     factor0, factor1 = factors((place >> ROW_BITS).to(tl.uint32))
     lane0 += tl.sum(product0 * factor0.to(tl.int64), 1)
@@ -176,6 +184,7 @@ def places_of(runs, offsets):
     """int64, the places of a chunk's elements; divides 32 bits, as 64 take ten times as long."""
     first, before, run, stride = runs
     offsets = before + offsets.to(tl.uint32)
+    # how many runs on, and how far into that run
     whole = offsets // run
     return first + whole.to(tl.int64) * stride + (offsets - whole * run).to(tl.int64)
 
@@ -190,23 +199,30 @@ def no_sums(BLOCK: tl.constexpr):
 @helper
 def sums_of_rows(column, number, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS):
     """The sums of a chunk in which all WIDTH elements lie in one row, and are aligned."""
+    # the chunk's first element: its pointer, and its place in the whole tensor, int64
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
     patterns = patterns_of(column)
     ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
     place = entry(column, FIRST_ELEMENT) + start
     first_row = (place >> ROW_BITS).to(tl.uint32)
+    # [BLOCK
+    # WIDTH] first elements of the threads' rows; tile: [BLOCK
+    # WIDTH, WIDTH]
     rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
     tile = rows[:, None] + tl.arange(0, WIDTH)[None, :]
     # from the beginning of the chunk's first row, where they are 32-bit
     rows = (rows + (place % ROW).to(tl.int32)).to(tl.uint32)
+    # blocks are whole rows: the same columns in each, made once
     columns = column_factors(place + tile)
     sums = no_sums(BLOCK)
     index = tl.zeros((), tl.int32)
+    # whole blocks, without a mask
     while index < unmasked:
         bits = load_block(ptr, index * BLOCK + tile, None)
         row = first_row + ((rows + index * BLOCK) >> ROW_BITS)
         sums = add_rows(sums, bits, row, columns, patterns, ELEMENT)
         index += 1
+    # the rest; masked elements are bits 0, which add nothing
     while index * BLOCK < elements:
         offsets = index * BLOCK + tile
         bits = load_block(ptr, offsets, offsets < elements)
@@ -226,8 +242,10 @@ def sums_anywhere(
     SCATTERED: tl.constexpr,
 ):
     """The sums of a chunk of a tensor that begins anywhere, or has a stride."""
+    # from a place that WIDTH divides on, so that WIDTH elements lie in one row
     lead = tl.zeros((), tl.int64) if SCATTERED else entry(column, FIRST_ELEMENT) % WIDTH
     start, elements, unmasked = chunk_of(column, number, lead, BLOCK, ITERATIONS)
+    # with a lead addresses are not aligned: all blocks go masked
     unmasked *= (lead == 0).to(tl.int32)
     runs = runs_of(column, start, lead)
     patterns = patterns_of(column)
@@ -238,14 +256,17 @@ def sums_anywhere(
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
         offsets = index * BLOCK + rows[:, None] + within
+        # the mask leaves out what lies before the tensor, and behind it
         if index < unmasked:
             bits = load_block(ptr, offsets, None)
         else:
             bits = load_block(ptr, offsets, (offsets < elements) & (offsets >= -start))
         if SCATTERED:
+            # int64 [rows, WIDTH]: a place for each element
             place = places_of(runs, offsets)
             sums = add_scattered(sums, bits, place, patterns, ELEMENT)
         else:
+            # int64 [rows]: the place of each thread's first; the others follow in its row
             place = places_of(runs, index * BLOCK + rows)
             columns = column_factors(place[:, None] + within)
             row = (place >> ROW_BITS).to(tl.uint32)
@@ -282,12 +303,15 @@ def digest_kernel(
     SPEC: tl.constexpr,
 ):
     """Adds a chunk's sums to its tensor's."""
+    # a program takes one chunk of one tensor
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPEC.geometry.span)
     column = Column(table_ptr, tensors, tensor)
     COUNT: tl.constexpr = SPEC.count
+    # one branch for each kind of the launch; only the tensor's runs
     for index in tl.static_range(COUNT):
         if is_of_kind(column, SPEC, index):
             lane0, lane1, count = chunk_sums(column, number, SPEC, index)
+            # threads' sums become one each; whole numbers, added in any order
             own_ptr = out_ptr + 3 * tensor
             tl.atomic_add(own_ptr, tl.sum(lane0, 0), sem="relaxed")
             tl.atomic_add(own_ptr + 1, tl.sum(lane1, 0), sem="relaxed")

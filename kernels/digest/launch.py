@@ -50,12 +50,14 @@ class DigestPlan:
         geometry: Geometry | None = None,
     ) -> None:
         geometry, device = geometry or OWN, tensors[0].device
+        # int64 [rows, tensors]; only addresses and alignment change from call to call
         self.rows = numpy.zeros((RUN_STRIDE.value + 1, len(tensors)), dtype=numpy.int64)
         places = [*map(place_of_codes, tensors, places)]
         kinds = [*map(_kind, tensors, places)]
         columns = [*map(_column, tensors, places, kinds)]
         for row in columns[0]:
             self.rows[row] = [column[row] for column in columns]
+        # elements with the lead, by which chunks are counted; an empty tensor has no chunk
         lengths = [
             count and count + _lead(place, kind)
             for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
@@ -79,12 +81,15 @@ class DigestPlan:
             addresses: int64 [n], of the tensors' elements, which lie in their order as their bits
                 are; None: somebody has yet to look.
         """
+        # addresses of the codes: of copies where a tensor is no plain memory
         row, codes = self.rows[GRAD.value], tensors
         if addresses is None or self._is_complex:
             codes = self._codes(tensors)  # which may be copies
             note_row(row, codes)
         else:
             row[:] = addresses
+
+        # to the device only where an address moved
         self.rows[ALIGNED.value] = row % 16 == 0
         table = self._table.update(self.rows, [GRAD.value, ALIGNED.value])
         if not self.chunks.count:
@@ -137,9 +142,11 @@ class Digests:
 def _kind(tensor: torch.Tensor, place: Place) -> kernel.TensorKind:
     width, size = kernel.WIDTH.value, tensor.dtype.to_real().itemsize
     if place.stride:
+        # runs in which WIDTH elements always lie in one row, or places one by one
         fits = all(number % width == 0 for number in (place.first, place.run, place.stride))
         order = kernel.IN_RUNS if fits else kernel.SCATTERED
     else:
+        # a tensor in one run; IN_ROWS where its first place is a multiple of WIDTH
         order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS
     return kernel.TensorKind(size, order.value)
 

@@ -69,9 +69,11 @@ def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor
     """int64 [2], the sums of a tensor's codes from `begin` on, which are in runs."""
     # as many as always follow each other in one row
     width = math.gcd(ROW, place.first, place.run, place.stride)
+    # int64: every width-th element, its run, and its place in the whole tensor
     index = torch.arange(begin, begin + len(codes), width, device=codes.device)
     run = index.div(place.run, rounding_mode="floor")
     places = index.add_(place.first).add_(run, alpha=place.stride - place.run)
+    # [n, width] columns; words padded with 0 to whole rows of width
     column = (places & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
     words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(codes)]
     column0, column1 = (table[column] for table in column_factors(codes.device))
@@ -106,10 +108,12 @@ def joined(parts: Iterable[CodeRange], size: int) -> Iterator[list[CodeRange]]:
     for part in parts:
         begin, (number, codes, count, first) = 0, part
         while begin < count:
+            # as many as the room has, up to the end of a row of places
             end = min(begin + room - (first + begin) % ROW, count)
             piece = codes if end - begin == count else codes[begin:end]
             batch.append(CodeRange(number, piece, end - begin, first + begin))
             begin, room = end, room - batch[-1].rows * ROW
+            # the batch is full; a large part goes on in the next one
             if not room:
                 yield batch
                 batch, room = [], size
@@ -118,14 +122,17 @@ def joined(parts: Iterable[CodeRange], size: int) -> Iterator[list[CodeRange]]:
 
 def add_in_rows(parts: Sequence[CodeRange], dtype: torch.dtype, out: torch.Tensor) -> None:
     """Adds the sums of parts, whose codes are of one dtype, to their tensors' rows of `out`."""
+    # zeros before and behind, so that each part fills whole rows of places
     zeros = parts[0].codes.new_zeros(ROW)
     pieces = ((zeros[: p.first % ROW], p.codes, zeros[: -(p.first + p.numel) % ROW]) for p in parts)
     codes = torch.cat([*itertools.chain.from_iterable(pieces)]).view(-1, ROW)
+    # for each row of codes its number in its tensor, and its tensor: int64 [rows]
     counts = numpy.array([part.rows for part in parts])
     begins = numpy.array([part.first // ROW for part in parts]) - counts.cumsum() + counts
     rows = numpy.repeat(begins, counts) + numpy.arange(counts.sum())
     numbers = numpy.repeat([part.number for part in parts], counts)
     row, number = to_device(numpy.stack([rows, numbers]), codes.device)
+    # int64 [rows, 3], added to the tensors' rows of `out`
     sums = [lanes_in_rows(codes, row), nonfinite_of(codes, dtype)[:, None]]
     out.index_add_(0, number, torch.cat(sums, 1))
 

@@ -24,8 +24,10 @@ def marks_of(column, start, SPEC: tl.constexpr):
     """Returns a chunk's marks: first row, each thread's place from there, factors of columns."""
     marks = ()
     if SPEC.digest_count:
+        # the chunk's first place in the whole tensor, int64
         place = entry(column, FIRST_ELEMENT) + start
         rows = tl.arange(0, SPEC.block // WIDTH) * WIDTH
+        # [rows, WIDTH]; blocks are whole rows of places, so that all have the same columns
         columns = column_factors(place + rows[:, None] + tl.arange(0, WIDTH)[None, :])
         within = (rows + (place % ROW).to(tl.int32)).to(tl.uint32)
         marks = ((place >> ROW_BITS).to(tl.uint32), within, columns)
@@ -62,8 +64,10 @@ def with_codes(sums, code, mask, marks, index, SPEC: tl.constexpr, INDEX: tl.con
     """The two sums of one quantity with those of a block's codes."""
     FORMAT: tl.constexpr = SPEC.digest_formats[INDEX]
     first_row, within, columns = marks
+    # both lanes' factors of each thread's row, uint32 [rows]
     factor0, factor1 = factors(first_row + ((within + index * SPEC.block) >> ROW_BITS))
     words = words_of(code, mask, FORMAT)
+    # int64 [rows]: sums of codes times columns, times the row's factor
     lane0 = sums[2 * INDEX] + tl.sum(wide(words, columns[0]), 1) * factor0.to(tl.int64)
     lane1 = sums[2 * INDEX + 1] + tl.sum(wide(words, columns[1]), 1) * factor1.to(tl.int64)
     return lane0, lane1
@@ -95,13 +99,16 @@ def stored_code(grad_code, values, words, SPEC: tl.constexpr, INDEX: tl.constexp
     WEIGHT_FORMAT: tl.constexpr = SPEC.formats.weight
     MASTER_FORMAT: tl.constexpr = SPEC.formats.master
     if SLOT == GRAD:
+        # read before the step; all other codes are made from the new fp32 values
         code = grad_code
     elif SLOT >= MOMENT:
         code = stored_moment_code(values, words, SPEC, (SLOT - MOMENT) // 2)
     elif MASTER_FORMAT.joined:
+        # weight and master by one encoding
         weight_code, master_code = joined_codes(values[0], words, MASTER_FORMAT)
         code = weight_code if SLOT == WEIGHT else master_code
     elif SLOT == WEIGHT:
+        # with the bits that the stored code was drawn with
         code = drawn_code(values[0], words, WEIGHT_FORMAT)
     else:
         code = MASTER_FORMAT.encode(values[0], 1.0)
@@ -144,11 +151,13 @@ def add_sums(digests_ptr, column, sums, SPEC: tl.constexpr):
     """Adds the program's sums to the tensor's row; integers, so that no order shows."""
     COUNT: tl.constexpr = 2 * SPEC.digest_count
     PLACES: tl.constexpr = SPEC.digest_places
+    # zeros up to a power of two, for joins
     padded = sums
     for _ in tl.static_range(PLACES - COUNT):
         padded += (tl.zeros_like(sums[0]),)
     # all are reduced at once: each reduction waits at barriers
     totals = tl.sum(side_by_side(padded, PLACES), 0)
+    # int64 [PLACES], both lanes of each quantity side by side
     place = tl.arange(0, PLACES)
     own_ptr = digests_ptr + column.tensor * COUNT
     tl.atomic_add(own_ptr + place, totals, mask=place < COUNT, sem="relaxed")
@@ -165,6 +174,7 @@ def add_memory(digests_ptr, column, start, elements, SPEC: tl.constexpr):
         mask = offsets < elements
         new_sums = ()
         for i in tl.static_range(COUNT):
+            # from memory, as nothing was stepped; all blocks masked
             code = code_at(column, start, offsets, mask, SPEC, i)
             new_sums += with_codes(sums, code, mask, marks, index, SPEC, i)
         sums = new_sums

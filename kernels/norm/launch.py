@@ -61,8 +61,10 @@ class NormPlan:
         """
         if chunks.count == 0:
             return
+        # a program for each chunk up to PROGRAMS; beyond, as many as leave each at most CHUNKS
         fewest = -(-chunks.count // CHUNKS)
         programs = self.programs or max(min(chunks.count, PROGRAMS), fewest)
+        # one compiled launch for each number of programs, and for bins apart
         kind = programs, bins.dim() == 4
         if kind not in self._launches:
             options = {
@@ -100,6 +102,7 @@ def tables_of(
 ) -> tuple[torch.Tensor, Chunks]:
     """The table of addresses and that of chunks, for contiguous gradients on one device."""
     geometry = geometry or OWN
+    # int64 [rows, tensors]: only the rows that norm_kernel reads are filled
     rows = numpy.zeros((int(ALIGNED) + 1, len(grads)), dtype=numpy.int64)
     rows[int(GRAD)] = [grad.data_ptr() for grad in grads]
     rows[int(NUMEL)] = [grad.numel() for grad in grads]

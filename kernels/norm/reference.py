@@ -39,14 +39,17 @@ def accumulate_reference(grads: Sequence[torch.Tensor], bins: torch.Tensor) -> N
     """
     for grad in grads:
         value = grad.detach().flatten().double()
+        # a block that is not finite only counts
         if not bool(value.isfinite().all()):
             bins[0, NONFINITE, int(value.isnan().any())] += 1
             continue
+        # fp64, exact; zeros add nothing
         square = value * value
         largest = float(square.max()) if len(square) else 0.0
         if largest == 0.0:
             continue
         row = top_row(largest)
+        # whole units of the top row, and of the one below: fp64, summed as integers
         upper = torch.round(square / unit_of(row))
         rest = square - upper * unit_of(row)
         lower = torch.round(rest / unit_of(row - 1))
@@ -62,9 +65,11 @@ def total_reference(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             one or if the norm is too large for fp32.
         nonfinite: bool, shape (): whether there was an infinity or a NaN among the elements.
     """
+    # banks summed up: [ROWS] pairs of low and high, as Python's integers
     rows = bins.sum(0).tolist()
     infinities, nans = rows[NONFINITE]
     sums = [high * 2**LIMB + low for low, high in rows[:BINS]]
+    # the highest row that is not 0; no square reaches row 0, which stands for none
     top = max((row for row in range(BINS) if sums[row]), default=0)
     norm = math.sqrt(total_of_bins(sums[top], sums[top - 1], top) if top else 0.0)
     norm = math.nan if nans else math.inf if infinities else norm
@@ -75,6 +80,7 @@ def total_reference(bins: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def total_of_bins(upper: int, lower: int, row: int) -> float:
     """The sum of squares of the two bins that count; each operation is rounded once, to fp64."""
     unit = unit_of(row - 1)
+    # each sum by its limbs, with the roundings of the kernel's row_total
     high, low = (float(limb) for limb in divmod(upper, 2**LIMB))
     leading = high * 2.0**LIMB + low
     high, low = (float(limb) for limb in divmod(lower, 2**LIMB))

@@ -80,7 +80,9 @@ def entry(column, row):
 @helper
 def place_of(chunks_ptr, tensors, chunk, SPAN):
     """A chunk's tensor, and its place there in chunks; chunks_ptr: as table.Chunks has it."""
+    # where to begin: the tensor of the first chunk of this span
     tensor = tl.load(chunks_ptr + tensors + 1 + chunk // SPAN)
+    # then on to the tensor whose chunks end behind this one; empty tensors are passed over
     while tl.load(chunks_ptr + tensor + 1) <= chunk:
         tensor += 1
     return tensor, chunk - tl.load(chunks_ptr + tensor)
@@ -92,7 +94,10 @@ def chunk_of(column, number, lead, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr
 
     lead: elements before the tensor, from which on its first chunk is counted.
     """
+    # int64; negative where the first chunk begins before the tensor
     start = number.to(tl.int64) * (BLOCK * ITERATIONS) - lead
+    # int32, up to the end of chunk or tensor
     elements = tl.minimum(entry(column, NUMEL) - start, BLOCK * ITERATIONS).to(tl.int32)
+    # 0 or 1 from the table: a tensor that is not aligned has no unmasked blocks
     aligned = entry(column, ALIGNED).to(tl.int32)
     return start, elements, (elements // BLOCK) * aligned

@@ -98,13 +98,16 @@ class Upload:
         The array is of the tensor's shape and dtype, and may change as soon as this returns.
         """
         GIVEN_UP.clear()
+        # the oldest piece is written again if its copy has passed; otherwise there is a new piece
         oldest_is_done = bool(self._pieces) and self._pieces[0].copied.query()
         piece = self._pieces.popleft() if oldest_is_done else self._new(self.tensor)
         target, source = self.tensor, piece.tensor
+        # the host writes the piece now, the device copies it behind what is queued
         piece.array[first:last] = array[first:last]
         if first or last is not None:
             target, source = target[first:last], source[first:last]
         target.copy_(source, non_blocking=True)
+        # the event says when the device has read the piece
         piece.copied.record()
         self._pieces.append(piece)  # not where the copy failed
 
@@ -213,6 +216,7 @@ class DeviceTable:
 
         rows: those that may differ, of the same shape; None for any.
         """
+        # from the first to behind the last row that differs; None: the copy is up to date
         changed = self._changed(array, rows)
         if changed is None:
             return self.kept()
@@ -221,6 +225,7 @@ class DeviceTable:
             host = array.copy()
         else:
             host[slice(*changed)] = array[slice(*changed)]
+        # while a graph is captured the copy goes to new memory, otherwise over the last one if it may
         in_graph = is_capturing(self.device)
         tensor = self._put_in_graph(host) if in_graph else self._put(host, *changed)
         self._host = host
@@ -231,9 +236,11 @@ class DeviceTable:
         assert self._host is not None
         assert self._upload is not None
         if is_capturing(self.device):
+            # the graph reads this copy at every replay: it is never written again
             self._captured.append(self._upload.tensor)
             self._is_captured = True
         elif self._waits_for_replay or self._stream != stream_of(self.device):
+            # what a capture filled is filled at replay only, and a copy belongs to one stream
             return self._put(self._host)
         return self._upload.tensor
 
@@ -247,6 +254,7 @@ class DeviceTable:
         # by bits: 0.0 == -0.0
         if array.nbytes <= SMALL:
             return None if array.tobytes() == host.tobytes() else (0, None)
+        # large arrays are compared row by row, only those that may differ
         rows = range(len(array)) if rows is None else rows
         changed_rows = [row for row in rows if array[row].tobytes() != host[row].tobytes()]
         return (min(changed_rows), max(changed_rows) + 1) if changed_rows else None
@@ -267,6 +275,7 @@ class DeviceTable:
 
     def _put_in_graph(self, host: numpy.ndarray) -> torch.Tensor:
         """Copies to new memory, which is filled only when the graph is replayed."""
+        # both live as long as the table: a replay copies again
         pinned = pinned_copy(host, self.device)
         tensor = pinned.to(self.device, non_blocking=True, copy=True)
         self._captured += pinned, tensor
@@ -341,6 +350,7 @@ def two_phase_chunk_rows(chunks: numpy.ndarray, lag: int) -> numpy.ndarray:
     tensors = chunks[0]
     order = numpy.arange(len(tensors))
     ends = numpy.searchsorted(tensors, tensors, side="right")  # past each tensor's last chunk
+    # int32 [3, chunks] twice: tensor, place, phase
     phases = (numpy.full_like(order, phase.value) for phase in (AMAX_PHASE, STEP_PHASE))
     amaxes, steps = (numpy.stack([*chunks, row]).astype(numpy.int32) for row in phases)
     # a step's key is later than the keys of all its tensor's amaxes, which are their own order
@@ -361,6 +371,7 @@ def addresses_of(buffers: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, num
     """Returns the addresses of the tensors of each slot, int64 [tensors]."""
     module = native.get(False)
     if module is None:
+        # without the native module one address after another
         row_of = partial(numpy.fromiter, dtype=numpy.int64)
         pairs = buffers.items()
         return {slot: row_of(map(torch.Tensor.data_ptr, tensors)) for slot, tensors in pairs}

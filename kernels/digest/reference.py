@@ -158,6 +158,7 @@ def add_reference(
     """Adds the sums of tensors at places, and their counts, to rows of `out`, int64 [n, 3]."""
     alike: dict[torch.dtype, list[CodeRange]] = {}
     for i, (tensor, tensor_place) in enumerate(zip(tensors, places, strict=True)):
+        # tensors in one run are batched by dtype, those with a stride go one by one
         codes, place = codes_of(tensor).flatten(), place_of_codes(tensor, tensor_place)
         dtype = tensor.dtype.to_real()
         if place.stride:

@@ -103,6 +103,7 @@ class Format:
         """
         if not self.draws:
             return self.encode_reference(value, *inverse)
+        # 16 bits of 0x8000 for each element; a plain format has `inverse` before them, or None
         half = torch.full_like(value, 0x8000, dtype=torch.int32)
         rest = () if self.joined else (inverse or (None,))
         return self.encode_reference(value, *rest, half)
@@ -127,6 +128,7 @@ class Format:
 
         So it is with rounding to nearest and stochastically, which differ in `encode` alone.
         """
+        # everything that `decode` depends on
         scales = ("code_max", "scale_of_inverse", "block", "packed")
         names = ("dtype", "decode_reference", "joined", "requires_weight", *scales)
         return all(getattr(self, name) == getattr(form, name) for name in names)
@@ -134,6 +136,7 @@ class Format:
     @cached_property
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
+        # sources of the Triton functions, and all fields that change the compiled code
         functions = (self.decode, self.encode, self.decode_words)
         keys = [getattr(function, "cache_key", "") for function in functions]
         scale = (self.code_max, self.scale_of_inverse, self.block, self.window_offset, self.packed)
@@ -187,6 +190,7 @@ class FormatTable(dict[Any, Format]):
 
         Options take torch.uint8 for fp8, as TransformerEngine does, whatever codes are bytes.
         """
+        # the dtype that finds each format, where one does
         first = {name: dtype for dtype, name in self._by_dtype.items() if dtype != torch.uint8}
         return [first.get(name, name) for name in self]
 
@@ -194,6 +198,7 @@ class FormatTable(dict[Any, Format]):
         """The first format of each dtype, which batches look for several times a parameter."""
         names: dict[torch.dtype | None, str] = {}
         for name, form in self.items():
+            # those in blocks are found by name alone
             if not form.block:
                 names.setdefault(form.dtype, name)
         return names

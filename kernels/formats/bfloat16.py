@@ -16,6 +16,7 @@ def decode(code, scale):
 
 @helper
 def decode_words(words, scale):
+    # two codes a word: the first is the lower half, the second the upper half
     lower = (words << 16).to(tl.float32, bitcast=True)
     return lower, (words & -0x10000).to(tl.float32, bitcast=True)
 
@@ -35,6 +36,7 @@ def encode_stochastic(value, inverse, bits):
     # up with the probability that the lower half is of the last place's distance; infinity's lower
     # half is 0, and so is that of every number that bf16 has
     pattern = value.to(tl.int32, bitcast=True)
+    # int32 pattern plus 16 random bits: the carry rounds up
     pattern = tl.where(value == value, pattern + bits, 0x7FC00000)
     if cuda_capability_geq(9, 0) and value.shape[-1] == 8:  # a tile of the step
         code = hopper.upper_halves(pattern)
@@ -50,6 +52,7 @@ def decode_reference(code: torch.Tensor, scale: torch.Tensor | None = None) -> t
 
 def encode_reference(value: torch.Tensor, inverse: torch.Tensor | None = None) -> torch.Tensor:
     """The nearest bf16, ties to even; a NaN keeps its upper half, made quiet."""
+    # torch rounds to nearest even; only NaNs are set by hand
     code = value.to(torch.bfloat16).view(torch.int16)
     upper = ((value.view(torch.int32) | 0x400000) >> 16).to(torch.int16)
     return torch.where(value.isnan(), upper, code).view(torch.bfloat16)

@@ -71,6 +71,7 @@ UNSIGNED_UP: tl.constexpr = tl.constexpr(E4M0_UP)
 def decode_e3m0(code, scale):
     # the sign and the three bits come to their places
     number = (((code & 7) << 23) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    # times 1.5 * 2**120 and the block's factor
     value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
     return tl.where(code == NAN_OF_4_BITS, NAN, value).to(tl.float32, bitcast=True)
 
@@ -78,6 +79,7 @@ def decode_e3m0(code, scale):
 @helper
 def with_sign(value, scaled, code):
     """The code with the value's sign, but 0 has none; a value in no window, as infinity, is NaN."""
+    # bit 3 is the sign
     code = tl.where((value < 0.0) & (code > 0), code | 8, code)
     return tl.where(scaled <= 2.0, code, NAN_OF_4_BITS)
 
@@ -85,7 +87,9 @@ def with_sign(value, scaled, code):
 @helper
 def encode_e3m0(value, inverse, bits):
     scaled = tl.abs(value) * inverse
+    # brought down to where the exponent's lowest three bits are the code
     pattern = (scaled * SIGNED_DOWN).to(tl.int32, bitcast=True)
+    # 16 random bits and half of the next, above which the mantissa's 23 are dropped
     return with_sign(value, scaled, cut(pattern, (bits << 7) | 64, LARGEST_MAGNITUDE, 23))
 
 
@@ -99,6 +103,7 @@ def encode_e3m0_nearest(value, inverse):
 
 @helper
 def decode_e4m0(code, scale):
+    # no sign: four bits of exponent
     number = (code << 23).to(tl.float32, bitcast=True)
     value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
     return tl.where(code == NAN_OF_E4M0, NAN, value).to(tl.float32, bitcast=True)
@@ -107,6 +112,7 @@ def decode_e4m0(code, scale):
 @helper
 def encode_e4m0(value, inverse, bits):
     pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
+    # at least code 1 where the value is not 0
     return tl.maximum(cut(pattern, (bits << 7) | 64, NAN_OF_E4M0, 23), some(value))
 
 
@@ -134,6 +140,7 @@ def encode_e3m0_reference(
 
     What rounds to 0 loses its sign.
     """
+    # what the code is of, at most 2 within the window; infinity and NaN are not
     scaled = value.abs() * inverse
     code = cut_reference(scaled * E3M0_DOWN, bits, LARGEST, 23)
     code = torch.where((value < 0) & (code > 0), code | 8, code)
@@ -155,12 +162,14 @@ def encode_e4m0_reference(
 
 
 def _rows() -> list[Format]:
+    # common to all four rows; the tensors are uint8, two codes a byte
     same: dict[str, Any] = {"block": SIZE, "packed": 2, "one_nan": True, "draws": True}
     twins = (decode_e3m0_reference, encode_e3m0_reference)
     signed = Format("block32_e3m0", torch.uint8, tl.uint8, decode_e3m0, encode_e3m0, *twins, **same)
     twins = (decode_e4m0_reference, encode_e4m0_reference)
     codec = (torch.uint8, tl.uint8, decode_e4m0, encode_e4m0, *twins)
     unsigned = Format("block32_e4m0", *codec, unsigned=True, **same)
+    # each format drawn, and its copy that rounds to nearest
     pairs = ((signed, encode_e3m0_nearest), (unsigned, encode_e4m0_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]
 

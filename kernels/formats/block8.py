@@ -63,6 +63,7 @@ def finite_key(value):
 @helper
 def scale_of_key(key, OFFSET: tl.constexpr):
     """int32, the scale of a block, from its largest key, or 0; OFFSET: the format's."""
+    # the key's pattern again; of key 0, a block without a finite value, negative: the least scale
     amax_bits = (key >> 1).to(tl.int32) - 0x800000
     return tl.minimum(tl.maximum((amax_bits + OFFSET) >> 23, SMALLEST_SCALE), LARGEST_SCALE)
 
@@ -88,6 +89,7 @@ def half(pattern, DROPPED: tl.constexpr):
 @helper
 def cut(pattern, rest, LARGEST: tl.constexpr, DROPPED: tl.constexpr):
     """The code: NaN and what is too large are beyond the largest, as numbers without a sign."""
+    # unsigned: a NaN's pattern plus `rest` may pass 2**31
     code = (pattern + rest).to(tl.uint32, bitcast=True) >> DROPPED
     return tl.minimum(code, LARGEST).to(tl.int32)
 
@@ -103,6 +105,7 @@ def decode_e4m3(code, scale):
     wide = code.to(tl.int32)
     # a byte with a sign: that and the seven bits come to their places
     number = ((wide << 20) & -0x78100000).to(tl.float32, bitcast=True)
+    # times 2**113, the difference of the biases, and the block's factor
     value = (number * SIGNED_UP * scale).to(tl.int32, bitcast=True)
     return tl.where(tl.abs(number) == E4M3_NAN, NAN, value).to(tl.float32, bitcast=True)
 
@@ -125,9 +128,12 @@ def signed_code(value, pattern, rest):
 @helper
 def encode_e4m3(value, inverse, bits):
     if cuda_capability_geq(9, 0):
+        # four codes at a time
         code = hopper.encode_e4m3(value, inverse, bits)
     else:
+        # the magnitude brought down to where its pattern's upper 12 bits are the code
         pattern = (tl.abs(value) * inverse * SIGNED_DOWN).to(tl.int32, bitcast=True)
+        # 16 random bits and half of the next, for the 20 bits that are dropped
         code = signed_code(value, pattern, (bits << 4) | 8)
     return code
 
@@ -145,6 +151,7 @@ def encode_e4m3_nearest(value, inverse):
 @helper
 def decode_e5m3(code, scale):
     wide = code.to(tl.int32)
+    # eight bits come to the lower exponent and the upper mantissa
     number = (wide << 20).to(tl.float32, bitcast=True)
     value = (number * UNSIGNED_UP * scale).to(tl.int32, bitcast=True)
     return tl.where(number == E5M3_NAN, NAN, value).to(tl.float32, bitcast=True)
@@ -152,20 +159,24 @@ def decode_e5m3(code, scale):
 
 @helper
 def decode_words_e5m3(words, scale):
+    # four codes a word, fp32 numbers in their true size
     first, second, third, fourth = hopper.decode_e5m3(words)
     return first * scale, second * scale, third * scale, fourth * scale
 
 
 @helper
 def unsigned_code(value, pattern, rest):
+    # at least 1 where the value is not 0
     return tl.maximum(cut(pattern, rest, LARGEST_UNSIGNED, 20), some(value)).to(tl.uint8)
 
 
 @helper
 def encode_e5m3(value, inverse, bits):
     if cuda_capability_geq(9, 0):
+        # four codes at a time
         code = hopper.encode_e5m3(value, inverse, bits)
     else:
+        # magnitude alone: the code has no sign, and a code for NaN on top
         pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
         code = unsigned_code(value, pattern, (bits << 4) | 8)
     return code
@@ -207,6 +218,7 @@ def cut_reference(
 ) -> torch.Tensor:
     """int32, the code of a scaled magnitude, at most `most`; with random bits stochastically."""
     pattern = scaled.view(torch.int32)
+    # random bits and half of the next; without them what rounds to nearest even
     if bits:
         rest = (bits[0] << (dropped - 16)) | 1 << (dropped - 17)
     else:
@@ -253,10 +265,12 @@ def _rows(block: int) -> list[Format]:
     same: dict[str, Any] = {"block": block, "one_nan": True, "draws": True}
     twins = (decode_e4m3_reference, encode_e4m3_reference)
     codec = (torch.uint8, tl.int8, decode_e4m3, encode_e4m3, *twins)
+    # the signed one, for exp_avg: int8 codes in uint8 tensors
     signed = Format(f"{name}_e4m3", *codec, decode_words=decode_words_e4m3, **same)
     twins = (decode_e5m3_reference, encode_e5m3_reference)
     codec = (torch.uint8, tl.uint8, decode_e5m3, encode_e5m3, *twins)
     same |= {"decode_words": decode_words_e5m3, "unsigned": True}
+    # the unsigned one, for exp_avg_sq
     unsigned = Format(f"{name}_e5m3", *codec, **same)
     pairs = ((signed, encode_e4m3_nearest), (unsigned, encode_e5m3_nearest))
     return [form for drawn, encode in pairs for form in (drawn, nearest_of(drawn, encode))]

@@ -41,6 +41,7 @@ def decode_int8(code, scale):
     wide = code.to(tl.int32)
     # a byte with a sign: that and the seven bits come to their places
     number = ((wide << 17) & -0x7F020000).to(tl.float32, bitcast=True)
+    # times 2**126 and the block's factor, both exact
     value = (number * UP * scale).to(tl.int32, bitcast=True)
     return tl.where(wide == NAN_BYTE, NAN, value).to(tl.float32, bitcast=True)
 
@@ -59,6 +60,7 @@ def with_sign(value, code):
 @helper
 def encode_int8(value, inverse, bits):
     pattern = scaled_pattern(value, inverse)
+    # 16 random bits and half of the next, for the 17 bits that are dropped
     return with_sign(value, cut(pattern, (bits << 1) | 1, NAN_CODE, 17))
 
 

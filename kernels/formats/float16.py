@@ -35,10 +35,13 @@ def encode_stochastic(value, inverse, bits):
     # fraction of such a multiple count, what is less than 2**-16 of it does not.
     pattern = value.to(tl.int32, bitcast=True)
     magnitude = pattern & 0x7FFFFFFF
+    # 13 of 16 random bits; the exponent's bias goes from 127 to 15
     normal = ((magnitude + (bits >> 3)) >> 13) - ((127 - 15) << 10)
+    # the same below 2**-14, as a fixed-point number with 16 bits behind the point
     small = tl.minimum(magnitude, SMALLEST_NORMAL).to(tl.float32, bitcast=True)
     multiples = (small * 2.0**40).to(tl.int32)
     code = tl.where(magnitude < SMALLEST_NORMAL, (multiples + bits) >> 16, normal)
+    # overflow is infinity; then the sign
     code = tl.minimum(code, INFINITY) | ((pattern >> 16) & 0x8000)
     nan = ((pattern >> 13) & 0x3FF) | 0x7E00
     return tl.where(value == value, code, nan).to(tl.int16)
@@ -73,6 +76,7 @@ def encode_stochastic_reference(
     """
     pattern = value.view(torch.int32)
     magnitude = pattern & 0x7FFFFFFF
+    # as the kernel: normal numbers by their pattern, small ones in fixed point
     normal = ((magnitude + (bits >> 3)) >> 13) - ((127 - 15) << 10)
     small = magnitude.clamp(max=NORMAL).view(torch.float32)
     multiples = (small * 2.0**40).int()

@@ -45,6 +45,7 @@ def signed(value, code):
 @helper
 def encode_e4m3(value, inverse, bits):
     """The code above or below a value; bits: 16 random ones, which come before a half."""
+    # 17 bits, the last one a half, at the top of the 20 that are dropped
     random = (bits * 2 + 1) << (DROPPED - 17)
     return signed(value, tl.minimum((magnitude(value) + random) >> DROPPED, LARGEST))
 
@@ -52,7 +53,9 @@ def encode_e4m3(value, inverse, bits):
 @helper
 def parted(value, wide):
     """Code and remainder of a magnitude's 15 bits."""
+    # at most the largest code with no remainder
     wide = tl.minimum(wide, LARGEST << 8)
+    # the nearest code, and what it leaves, from -128 to 127
     code = (wide + 128) >> 8
     rest = tl.where(value == value, wide - (code << 8), 0)
     return signed(value, code), rest.to(tl.int8)
@@ -77,8 +80,10 @@ def encode_drawn_pair(value, bits):
 def decode_pair(weight_code, code):
     """The magnitude of a pair, with the code's sign."""
     weight = weight_code.to(tl.int32)
+    # magnitudes: 256 * code + remainder, held within the codes' numbers
     wide = ((weight & 0x7F) << 8) + code.to(tl.int32)
     wide = tl.minimum(tl.maximum(wide, 0), LARGEST << 8)
+    # back to fp32, then the code's sign; codes of NaN stay NaN
     value = (wide << (DROPPED - 8)).to(tl.float32, bitcast=True) * UP
     bits = value.to(tl.int32, bitcast=True) | ((weight & 0x80) << 24)
     special = (weight & 0x7F) > LARGEST
@@ -135,10 +140,13 @@ def decode_pair_reference(weight: torch.Tensor, code: torch.Tensor) -> torch.Ten
 
 def remainder_of(weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The int8 that brings a code nearest to an fp32 value: as far as it goes."""
+    # the pair that the value would have
     code, rest = encode_pair_reference(value)
     wide, bits = (tensor.view(torch.uint8).int() for tensor in (code, weight))
+    # from the weight's code to the value, in units of the remainder, along the code's sign
     distance = ((wide & 0x7F) << 8) + rest.int()
     distance = torch.where((wide ^ bits) >= 0x80, -distance, distance) - ((bits & 0x7F) << 8)
+    # none beside NaN; -128 to 127 is as far as an int8 goes
     usable = ((bits & 0x7F) <= 0x7E) & ~value.isnan()
     return torch.where(usable, distance.clamp(-128, 127), 0).to(torch.int8)
 

@@ -65,9 +65,11 @@ def is_finite(pattern):
 def settled_bfloat16(weight, code):
     # what is NaN or infinite here, or becomes it, stays as it is
     weight, code = weight.to(tl.int32) << 16, code.to(tl.int32) << 16
+    # what the pair would be read as, and what encoding that again gives
     total = weight.to(tl.float32, bitcast=True) + code.to(tl.float32, bitcast=True)
     again = nearest(total).to(tl.int32) << 16
     rest = nearest(lost(total, again.to(tl.float32, bitcast=True))).to(tl.int32) << 16
+    # another weight: that one and its rest are what is stored
     moved = (again != weight) & is_finite(again) & is_finite(weight)
     weight, code = tl.where(moved, again, weight), tl.where(moved, rest, code)
     return (weight >> 16).to(tl.int16), (code >> 16).to(tl.int16)
@@ -75,6 +77,7 @@ def settled_bfloat16(weight, code):
 
 @helper
 def settled_float16(weight, code):
+    # the same with an fp16 weight, whose patterns have other infinities
     total = float16.decode(weight, 1.0) + bfloat16.decode(code, 1.0)
     again = float16.encode(total, 1.0)
     rest = nearest(lost(total, float16.decode(again, 1.0)))
@@ -106,12 +109,14 @@ def _encoded(
 
     nearest: rounds values to weights.
     """
+    # the weight to nearest, and what it lost, bf16
     weight = nearest(value)
     rest = lost_reference(value, weight.float())
     if bits:
         code = bfloat16.encode_stochastic_reference(rest, None, *bits)
     else:
         code = bfloat16.encode_reference(rest)
+    # read again and encoded again, as `settled` does it in the kernel
     total = decode_reference(weight, code)
     again = nearest(total)
     rest = bfloat16.encode_reference(lost_reference(total, again.float()))

@@ -26,6 +26,7 @@ def or_weight(value, weight_code):
 
 @helper
 def decode(weight_code, code):
+    # a negative remainder: the weight was rounded up, by one
     upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
     value = ((upper << 16) | (code.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
     return or_weight(value, weight_code)
@@ -38,6 +39,7 @@ def encode(value):
     # TransformerEngine splits it, the GPU's NaN 0x7FFFFFFF becomes the weight -0.0.
     bits = value.to(tl.int32, bitcast=True)
     bits = tl.where(value == value, bits, (bits & -65536) | 0x400000)
+    # lower half as int16; the upper half is rounded up where that is negative
     code = bits.to(tl.int16)
     upper = bits >> 16
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
@@ -45,6 +47,7 @@ def encode(value):
 
 def joined_reference(weight: torch.Tensor, code: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
     """The fp32 values of pairs; of those that no encoding makes the bf16 weights' own."""
+    # int32 pattern: the weight's, less the carry, over the lower half
     upper = weight.view(torch.int16).int() - (code < 0).int()
     value = ((upper << 16) | lower).view(torch.float32)
     weight_value = (weight.view(torch.int16).int() << 16).view(torch.float32)

@@ -16,6 +16,7 @@ from megaopt.kernels.optional_triton import helper, tl
 
 @helper
 def decode(weight_code, code):
+    # as remainder16, with 8 bits of remainder over 8 of zeros
     upper = tl.where(code < 0, weight_code - 1, weight_code).to(tl.int32)
     value = ((upper << 16) | ((code.to(tl.int32) & 0xFF) << 8)).to(tl.float32, bitcast=True)
     return or_weight(value, weight_code)
@@ -30,6 +31,7 @@ def split(value, pattern):
     pattern = tl.where(
         value == value, pattern, (value.to(tl.int32, bitcast=True) & -65536) | 0x400000
     )
+    # bits 8 to 15 as int8; the upper half is rounded up where they are negative
     code = (pattern >> 8).to(tl.int8)
     upper = pattern >> 16
     return tl.where(code < 0, upper + 1, upper).to(tl.int16), code
@@ -37,6 +39,7 @@ def split(value, pattern):
 
 @helper
 def encode(value):
+    # to nearest even at bit 8
     bits = value.to(tl.int32, bitcast=True)
     return split(value, bits + 0x7F + ((bits >> 8) & 1))
 

@@ -71,20 +71,26 @@ class TritonPlan:
         self.rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
         self.rows[table_rows.NUMEL.value] = numels
         self.rows[table_rows.GROUP.value] = groups
+        # whether each tensor's blocks may go unmasked by its place, and whether one has a stride
         self._in_quads, self._is_split = numpy.ones(len(numels), dtype=bool), False
         if formats.draws or formats.block:
             self._note_places(places or in_order(len(numels)))
+        # views of the table's rows, by slot: `look` writes addresses through them
         self.addresses = {slot: self.rows[formats.rows[slot]] for slot in formats.slots}
         self.stale = True
+        # rows that can change from step to step; with fp8 weights any row can
         own_rows = [table_rows.ALIGNED.value, table_rows.VECTORIZED.value]
         own_rows += [formats.rows[slot] for slot in formats.slots]
         self._changing = None if formats.cast else own_rows
+        # the table of chunks; with scales per tensor each chunk comes twice, once a phase
         self.chunks = Chunks(self._lengths(), self.geometry, device)
         self._programs, self._count = self.chunks.table, self.chunks.count
         if formats.scaled:
             programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
             self._programs, self._count = to_device(programs, device), programs.shape[1]
+        # copies on the device, uploaded where the host's differ
         self._table, self._scalars = DeviceTable(device), DeviceTable(device)
+        # scratch of scales.py: int32, a column a tensor, and the ticket
         rows = scratch_rows(formats.moment_count)
         scratch = rows * len(numels) + 1 if formats.scaled else 0
         self._scratch = torch.zeros(scratch, dtype=torch.int32, device=device)
@@ -160,13 +166,16 @@ class TritonPlan:
         """
         if self._count == 0:
             return
+        # the table that `ready` brought up to date, unless an address has moved since
         at_hand, self._at_hand = self._at_hand, None
         table = self.table() if at_hand is None or self.stale else at_hand
         scalars = self.on_device(scalars)
+        # in the order of step_kernel
         arguments = (
             *(table, self._programs, scalars, controls, self._scratch, self.digests),
             *(self.rows.shape[1], self._count, scalars.shape[1]),
         )
+        # one compiled launch for each of these; the first step of a kind makes it
         kind = (controls is not None, self._is_split, self.digest_slots)
         launch = self._launches.get(kind)
         if launch is None:
@@ -189,6 +198,7 @@ class TritonPlan:
         """int64 [Formats.row_count, tensors] on the device, brought up to date."""
         if not self.stale:
             return self._table.kept()
+        # aligned: every buffer of a tensor at a multiple of 16 bytes, and its place fits
         in_use = [self.rows[self.formats.rows[slot]] for slot in self.formats.by_slot]
         aligned = reduce(numpy.bitwise_or, in_use) & 15 == 0
         self.rows[table_rows.ALIGNED.value] = aligned & self._in_quads
@@ -203,6 +213,7 @@ class TritonPlan:
         for row, values in zip(rows, zip(*places, strict=True), strict=True):
             self.rows[row.value] = values
         self._is_split = any(place.stride for place in places)
+        # which tensors' blocks may go unmasked, by place alone; `table` looks at addresses
         whole = [self._is_whole(place) for place in places]
         self._in_quads = numpy.array(whole, dtype=bool)
 

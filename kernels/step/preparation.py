@@ -62,6 +62,7 @@ class Request:
         for name, number in self.numbers.items():
             if number is not None:
                 tensor = number.to(device, non_blocking=True)
+                # one number a group: rows behind those of the groups repeat their group's
                 if number.numel() > 1 and rows:
                     tensor = torch.cat([tensor, tensor[list(rows)]])
                 if tensor is not number:
@@ -106,10 +107,12 @@ class Preparation:
         """The bins with the squares of all the plans' gradients."""
         self.measured = True
         summed: torch.Tensor | None = None
+        # a lone plan may have bins already: those are taken, and nothing is launched
         if len(plans) == 1:
             summed = getattr(plans[0], "bins", None)
         if summed is not None:  # of ranks that have added up all there is
             return summed
+        # plans add to the same table: int64, no order shows
         self._bins.zero_()
         for plan in plans:
             plan.accumulate(self._bins)
@@ -156,25 +159,33 @@ class TritonPreparation(Preparation):
             return None, None
         table = scalars = None
         columns = 0
+        # the table of groups, int64 [groups, columns], and memory for their rows of scalars
         if groups is not None:
             rows = self._rows(groups)
             columns, table = rows.shape[1], self._groups.update(rows)
             if len(self._scalars) != len(groups):
                 shape = (len(groups), self.rule.width)
+                # of normal mode: every later step may write it
                 with torch.inference_mode(False):
                     self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
             scalars = self._scalars
+            # a graph reads lr, step and tables, and writes the rows, at every replay
             if is_capturing(self.device):
                 self._captured.append((scalars, *self._read(groups)))
         if len(self._controls) != count:
             with torch.inference_mode(False):
                 self._controls = torch.zeros(count, COUNT, dtype=torch.float32, device=self.device)
+        # the controls likewise: the graph's memory has to stay
         if is_capturing(self.device):
             self._captured.append(self._controls)
+        # one launch a plan puts squares into the bins, before the launch below reads these
         bins = self.measure(plans) if request.needs_norm else None
+        # the caller's numbers may be one for all groups, or one for each (APART)
         numbers = tuple(request.numbers.values())
         arguments = (table, scalars, self._controls, *numbers, bins, self.norm, request.clip_norm)
         apart = tuple(int(number is not None and number.numel() > 1) for number in numbers)
+
+        # one compiled launch for each combination of what there is
         skips, clips = request.skip_nonfinite, request.clip_norm is not None
         kind = (count, skips, clips, apart, *kinds_of((table, bins, *numbers)))
         if kind not in self._launches:
@@ -194,7 +205,9 @@ class TritonPreparation(Preparation):
         rows = []
         for group in groups:
             tables = self.rule.tables(group, self.device)
+            # every row has room for MOST_TABLES addresses, then for as many lengths
             missing = [0] * (MOST_TABLES - len(tables))
+            # addresses of lr and step, the seed, fp64 bits of the rule's numbers, tables
             rows.append(
                 [
                     group["lr"].data_ptr(),
@@ -237,16 +250,20 @@ class ReferencePreparation(Preparation):
         return scalars, controls
 
     def _controls(self, count: int, request: Request, plans: Sequence[Measured]) -> torch.Tensor:
+        # all fp32 [count], a number for each row of scalars
         ones = torch.ones(count, dtype=torch.float32, device=self.device)
 
         def numbers(number: torch.Tensor | None) -> torch.Tensor:
             return ones if number is None else number.float().reshape(-1).expand(count)
 
         grad_scale, coefficient = numbers(request.grad_scale), numbers(request.coefficient)
+        # the reciprocal in fp64, rounded once
         inverse = (1.0 / grad_scale.double()).float()
         skip = ones * 0.0
+        # skipped where the caller says so
         if request.found_inf is not None:
             skip = (request.found_inf.reshape(-1) != 0).float().expand(count)
+        # the norm of unscaled gradients, fp32; it clips, or skips what is not finite
         if request.needs_norm:
             norm, nonfinite = total_reference(self.measure(plans))
             self.norm.copy_(canonical_reference(norm * inverse[0]))
@@ -259,5 +276,6 @@ class ReferencePreparation(Preparation):
                 coefficient = torch.where(coefficient > 1.0, 1.0, coefficient).expand(count)
             if request.skip_nonfinite:
                 skip = torch.maximum(skip, nonfinite.float().reshape(1))
+        # columns in the order of controls.py
         unscaled = ones * (request.grad_scale is not None)
         return torch.stack([grad_scale, inverse, coefficient, skip, unscaled], 1)

@@ -38,8 +38,10 @@ def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, to
     normal number, because a smaller scale has no finite reciprocal. Some formats then keep the
     inverse's reciprocal in the scale's place.
     """
+    # fp32; infinities and NaNs do not count
     magnitude = torch.where(value.isfinite(), value.abs(), 0.0)
     largest = torch.full((1,), form.code_max, dtype=torch.float32, device=value.device)
+    # amax / code_max, both fp32 tensors: a quotient rounded once
     scale = magnitude.max().reshape(1) / largest
     scale = scale.clamp(min=SMALLEST_SCALE)
     inverse = torch.ones_like(scale) / scale
@@ -93,12 +95,15 @@ def store_blocks(
     first: the index of its first element in the parameter, from whose first element on blocks are
     counted. bits: one tensor for a format that draws; without, it rounds to nearest.
     """
+    # magnitudes from their block's first element on, filled up with 0: [blocks, block]
     lead = first % form.block
     magnitude = torch.where(value.isfinite(), value.abs(), 0.0).reshape(-1)
     padded = value.new_zeros(scale.numel() * form.block)
     padded[lead : lead + value.numel()] = magnitude
+    # a scale byte a block; its inverse for each element
     new = scale_of_amax_reference(padded.view(-1, form.block).amax(1), form.window_offset)
     inverse = spread(inverse_factor_reference(new), form.block, value, first)
+    # codes, then packed where two share a byte
     encode = form.encode_reference if bits else form.encode_by_hand
     code.copy_(packed(encode(value, inverse, *bits), form))
     scale.copy_(new.view(scale.shape))
@@ -120,6 +125,7 @@ def store_scaled(
         assert scale is not None
         store_blocks(code, scale, value, form, first, *bits)
         return
+    # one scale for the tensor, or none
     inverse = None
     if scale is not None:
         new, inverse = scale_reference(value, form)
@@ -134,9 +140,11 @@ def controlled_grad(
 
     The unscaled one is stored where the formats say so and there is a scale.
     """
+    # the first three controls of the row; the gradient in fp32
     grad_scale, inverse, coefficient = controls[:SKIP]
     grad = formats.grad.decode_reference(stored)
     unscaled = rule.unscale_reference(grad, grad_scale, inverse)
+    # written back before clipping
     if formats.writes_grad and bool(controls[UNSCALED]):
         stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
     return rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
@@ -154,6 +162,7 @@ def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     addresses = [
         (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
     ]
+    # whether all tensors are aligned for four neighbours a thread, and so which come first
     numel = tensors["weight"].numel()
     is_vectorized = bool(vectorized(numpy.array([numel]), addresses)[0])
     first = first_lane_reference(numel, is_vectorized, tensors["weight"].device)
@@ -163,6 +172,7 @@ def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def param_of(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
     """The fp32 value that a rule updates: the master's where there is one, else the weight's."""
     weight, master = tensors["weight"], tensors.get("master")
+    # weight and master together, the master alone, the weight alone
     if formats.master.joined:
         value: torch.Tensor = formats.master.decode_reference(weight, master)
         return value
@@ -185,9 +195,11 @@ def step_tensor(
 
     controls: fp32, the row of megaopt.kernels.step.controls; None leaves gradients alone.
     """
+    # an unscaled gradient is contracted for every element, a maximized one for none
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     weight, row = tensors["weight"], scalars[: rule.row_length]
+    # int64, a word an element, in the tensor's shape
     words = words_of(weight, rule, scalars, place, formats.draws)
     words = words.view(weight.shape) if formats.draws else words
     step_with_words(tensors, formats, rule, row, controls, place.first, words, *lanes)
@@ -214,19 +226,24 @@ def step_with_words(
 ) -> None:
     """Steps as step_tensor; row: of the rule alone; words: one an element where formats draw."""
     grad, weight, master = tensors["grad"], tensors["weight"], tensors.get("master")
+    # moments, fp32, decoded by their scales from before the step
     forms = list(zip(formats.moment_names, formats.moments, strict=True))
     moments = tuple(
         decoded(form, tensors[name], tensors.get(f"{name}_scale"), first) for name, form in forms
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
+    # the gradient, fp32; scaled, clipped, turned round
     if controls is None:
         grad = formats.grad.decode_reference(grad)
     else:
         grad = controlled_grad(grad, controls, formats, rule)
     grad = grad * -1.0 if formats.maximize else grad
+    # the update; under contract ieee every NaN gets one pattern
     param, moments = rule.update_reference(param, moments, grad, row, *lanes)
     if rule.makes_nan_canonical:
         param, moments = canonical_reference(param), tuple(map(canonical_reference, moments))
+
+    # stores the weight, and what lies beside it
     if formats.master.joined:
         bits = (weight_bits_reference(words),) if formats.master.draws else ()
         weight_code, code = formats.master.encode_reference(param, *bits)
@@ -238,6 +255,8 @@ def step_with_words(
             weight.copy_(formats.weight.encode_reference(param, None, *bits))
         if master is not None:
             store_scaled(master, tensors.get("master_scale"), param, formats.master)
+
+    # stores moments, and their new scales
     for index, ((name, form), moment) in enumerate(zip(forms, moments, strict=True)):
         bits = (moment_bits_reference(words, index),) if form.draws else ()
         scale = tensors.get(f"{name}_scale")
@@ -292,6 +311,7 @@ class ReferencePlan:
             controls: for each row of scalars what happens to gradients first, and whether these are
                 skipped; on a GPU it is waited for.
         """
+        # skipped rows: their tensors stay as they are
         left_out = skips_of(controls, len(scalars))
         self.stepped = [index for index, group in enumerate(self.groups) if not left_out[group]]
         for index in self.stepped:

@@ -103,6 +103,7 @@ class Formats:
     @cached_property
     def slots(self) -> tuple[str, ...]:
         """The slots that hold tensors."""
+        # gradient and weight come first: state_slots leaves the first two out
         buffers = [slot for slot, form in self.by_slot.items() if form.present]
         scales = [f"{slot}_scale" for slot, form in self.by_slot.items() if form.has_scale]
         return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
@@ -110,6 +111,7 @@ class Formats:
     @cached_property
     def rows(self) -> dict[str, int]:
         """The row of each slot in the kernel's table of addresses."""
+        # two rows a moment: its address, and that of its scale
         moments = {}
         for index, name in enumerate(self.moment_names):
             moments[name] = FIRST_MOMENT_ROW + 2 * index
@@ -131,6 +133,7 @@ class Formats:
         """
         if self.cast is None:
             return PLAIN
+        # what the quantizer would do, if nothing stands against it
         store = self.cast.quantizer.store
         if self.cast.exact and not store.in_place and store.left is Left.NOTHING:
             return LATER  # it stores codes to nearest, and nothing beside them
@@ -206,6 +209,7 @@ class Formats:
     @cached_property
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
+        # every format, then how weights are stored, then the cast's own
         keys = [form.cache_key for form in self.by_slot.values()]
         keys.append(self.store.cache_key)
         if self.cast:
@@ -228,6 +232,7 @@ class Formats:
         if slot == "weight_scale_inv" and self.cast:
             return self.cast.quantizer.scale_dtype
         if slot.endswith(("_scale", "_scale_inv", "_amax")):
+            # the format of the slot whose scale this is: scales of blocks are bytes
             form = self.by_slot.get(slot.removesuffix("_scale"))
             return torch.uint8 if form is not None and form.block else torch.float32
         if slot == "weight_remainder":

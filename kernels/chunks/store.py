@@ -87,6 +87,7 @@ class Store:
 
 @helper
 def drawn_code(value, words, FORMAT: tl.constexpr):
+    # the lower 16 bits of each element's word
     if FORMAT.draws:
         code = FORMAT.encode(value, 1.0, weight_bits(words))
     else:
@@ -104,6 +105,7 @@ def joined_codes(value, words, FORMAT: tl.constexpr):
 def put_plain(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
     FORMAT: tl.constexpr = FORMATS.weight
     store_block(pointers.weight, block.offsets, drawn_code(param, words, FORMAT), block.mask)
+    # as they came: plain weights have no scale
     return amax_bits
 
 

@@ -225,7 +225,7 @@ class DeviceTable:
             host = array.copy()
         else:
             host[slice(*changed)] = array[slice(*changed)]
-        # while a graph is captured the copy goes to new memory, otherwise over the last one if it may
+        # in a capture the copy goes to new memory, otherwise over the last one where it may
         in_graph = is_capturing(self.device)
         tensor = self._put_in_graph(host) if in_graph else self._put(host, *changed)
         self._host = host

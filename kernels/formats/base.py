@@ -136,7 +136,7 @@ class Format:
     @cached_property
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
-        # sources of the Triton functions, and all fields that change the compiled code
+        # sources of the Triton functions, and fields that the compiled code depends on
         functions = (self.decode, self.encode, self.decode_words)
         keys = [getattr(function, "cache_key", "") for function in functions]
         scale = (self.code_max, self.scale_of_inverse, self.block, self.window_offset, self.packed)

@@ -140,7 +140,7 @@ def encode_e3m0_reference(
 
     What rounds to 0 loses its sign.
     """
-    # what the code is of, at most 2 within the window; infinity and NaN are not
+    # at most 2 within the window; what is more, and NaN, gets the code of NaN
     scaled = value.abs() * inverse
     code = cut_reference(scaled * E3M0_DOWN, bits, LARGEST, 23)
     code = torch.where((value < 0) & (code > 0), code | 8, code)

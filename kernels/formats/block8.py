@@ -63,7 +63,7 @@ def finite_key(value):
 @helper
 def scale_of_key(key, OFFSET: tl.constexpr):
     """int32, the scale of a block, from its largest key, or 0; OFFSET: the format's."""
-    # the key's pattern again; of key 0, a block without a finite value, negative: the least scale
+    # amax's pattern; negative where the block has no finite value, which gives the least scale
     amax_bits = (key >> 1).to(tl.int32) - 0x800000
     return tl.minimum(tl.maximum((amax_bits + OFFSET) >> 23, SMALLEST_SCALE), LARGEST_SCALE)
 

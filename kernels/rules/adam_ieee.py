@@ -43,7 +43,9 @@ def numbers(group: Mapping[str, Any]) -> Scalars:
     beta1, beta2 = map(float, group["betas"])
     corrections = [1.0, 1.0]
     if group["bias_correction"]:
+        # reciprocals of 1 - beta**step, fp64
         corrections = [1.0 / (1.0 - power(beta, group["step"])) for beta in (beta1, beta2)]
+    # in the order in which `updated` unpacks them
     row = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, *corrections)
     return (*row, float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
 
@@ -52,6 +54,7 @@ def numbers(group: Mapping[str, Any]) -> Scalars:
 def power_on_device(base, exponent):
     """megaopt.kernels.rules.base.power: the bits above the highest multiply 1 by itself."""
     result = tl.full((), 1.0, tl.float64)
+    # from bit 30 down, as the step is an int32
     for place in range(31):
         result = result * result
         result = tl.where((exponent >> (30 - place)) & 1 != 0, result * base, result)
@@ -66,6 +69,7 @@ def correction(beta, step, bias_correction):
 
 @helper
 def prepare(hyper_ptr, lr, step):
+    # fp64 throughout, each number rounded to fp32 once
     one = tl.full((), 1.0, tl.float64)
     beta1, beta2 = number(hyper_ptr, BETA1), number(hyper_ptr, BETA2)
     bias_correction = number(hyper_ptr, BIAS_CORRECTION)
@@ -134,6 +138,7 @@ _LONG = """
 
 
 def _eight(lines: str) -> str:
+    # operand numbers of each of the eight: quotient, numerator, square
     numbers = range(8)
     places = [{"$Q": f"${i}", "$N": f"${i + 8}", "$X": f"${i + 16}"} for i in numbers]
     return "".join(
@@ -164,10 +169,12 @@ def quotient(numerator, square, eps):
     """Numerator / (sqrt(square) + eps), fp32."""
     # a tile of the step, [rows, 8]: each thread has eight
     if cuda_capability_geq(8, 0) and numerator.shape[-1] == TOGETHER:
+        # eight elements in one asm statement, with one branch for all
         result = tl.inline_asm_elementwise(
             QUOTIENTS, CONSTRAINTS, [numerator, square, eps], tl.float32, True, 8
         )
     else:
+        # two correctly rounded operations, one element at a time
         result = tl.math.div_rn(numerator, tl.math.sqrt_rn(square) + eps)
     return result
 
@@ -176,6 +183,7 @@ def quotient(numerator, square, eps):
 def averages(moments, grad, scalars):
     exp_avg, exp_avg_sq = moments[0], moments[1]
     beta1, one_minus_beta1, beta2, one_minus_beta2, _, _, _, _, _ = scalars
+    # a product each and a sum, rounded each; never contracted
     exp_avg = beta1 * exp_avg + one_minus_beta1 * grad
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (grad * grad)
     return exp_avg, exp_avg_sq
@@ -184,6 +192,7 @@ def averages(moments, grad, scalars):
 @helper
 def direction(exp_avg, exp_avg_sq, scalars):
     _, _, _, _, correction1, correction2, eps, _, _ = scalars
+    # both averages corrected, then numerator / (root + eps)
     return quotient(exp_avg * correction1, exp_avg_sq * correction2, eps)
 
 
@@ -197,13 +206,16 @@ def largest(max_exp_avg_sq, exp_avg_sq):
 @helper
 def updated(param, moments, grad, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
     _, _, _, _, _, _, _, weight_decay, lr = scalars
+    # L2: the decay goes into both moments
     if not DECOUPLED:
         grad = grad + weight_decay * param
     exp_avg, exp_avg_sq = averages(moments, grad, scalars)
+    # what stands in the root, and the new moments
     squares, after = exp_avg_sq, (exp_avg, exp_avg_sq)
     if AMSGRAD:
         squares = largest(moments[2], exp_avg_sq)
         after = (exp_avg, exp_avg_sq, squares)
+    # AdamW: the decay joins the direction, and lr multiplies both
     update = direction(exp_avg, squares, scalars)
     if DECOUPLED:
         update = update + weight_decay * param

@@ -38,7 +38,9 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     betas = [numpy.float32(beta) for beta in group["betas"]]
     corrections = [1.0, 1.0]
     if group["bias_correction"]:
+        # Python's ** of floats is the C library's pow
         corrections = [1.0 - float(beta) ** group["step"] for beta in betas]
+    # a difference of fp32 numbers, rounded to fp32
     one_minus = [float(numpy.float32(1) - beta) for beta in betas]
     row = (*map(float, betas), *one_minus, *corrections)
     row += (float(group["eps"]), float(group["weight_decay"]), float(group["lr"]))
@@ -91,6 +93,7 @@ def correction(beta, step, bias_correction):
 
 @helper
 def prepare(hyper_ptr, lr, step):
+    # fp32 first: differences and powers are of the rounded betas
     beta1 = number(hyper_ptr, BETA1).to(tl.float32)
     beta2 = number(hyper_ptr, BETA2).to(tl.float32)
     bias_correction = number(hyper_ptr, BIAS_CORRECTION)
@@ -118,6 +121,7 @@ def update_of(assembly: str) -> Any:
 
     @helper
     def update(param, moments, grad, scalars):  # noqa: ANN202
+        # three outputs an element; scalars are broadcast to the block
         param, exp_avg, exp_avg_sq = tl.inline_asm_elementwise(
             ASSEMBLY,
             "=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f",
@@ -135,6 +139,7 @@ def rule(name: str, assembly: str, **more: Any) -> Rule:
     """TransformerEngine's two kernels for one update: with lr on the host, and on the device."""
     arguments = (scalars, 9, hyper, prepare, update_of(assembly + PARAM), no_twin, unscale)
     plain = Rule(name, "te", MOMENTS, *arguments, **more)
+    # with lr on the device the last product is rounded before the difference
     capturable = dataclasses.replace(plain, update=update_of(assembly + PARAM_CAPTURABLE))
     return dataclasses.replace(plain, capturable=capturable)
 

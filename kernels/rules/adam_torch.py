@@ -44,6 +44,7 @@ def powers(beta: float, block: int) -> numpy.ndarray[Any, numpy.dtype[numpy.floa
     Without a GPU by torch's pow on the CPU, whose last bit may differ: for tests of the twin.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    # fp32 [POWERS] by one pow, brought to the host: the only wait in so many steps
     steps = torch.arange(block * POWERS, (block + 1) * POWERS, device=device).float()
     base = torch.tensor(beta, dtype=torch.float32, device=device)
     table: numpy.ndarray[Any, numpy.dtype[numpy.float32]] = torch.pow(base, steps).cpu().numpy()
@@ -58,10 +59,12 @@ def scalars(group: Mapping[str, Any]) -> tuple[float, ...]:
     one = numpy.float32(1)
     betas = [numpy.float32(beta) for beta in group["betas"]]
     lr, decay = numpy.float32(float(group["lr"])), numpy.float32(float(group["weight_decay"]))
+    # the step's block of powers, and its place there
     block, place = divmod(group["step"], POWERS)
     corrections = [one, one]
     if group["bias_correction"]:
         corrections = [one - powers(float(beta), block)[place] for beta in betas]
+    # quotient and root may be infinite or NaN, as on the device: no warning
     with numpy.errstate(all="ignore"):
         row = (*betas, lr / corrections[0], numpy.sqrt(corrections[1]))
         row += (float(group["eps"]), decay, lr * decay)
@@ -91,13 +94,16 @@ def table_of_powers(beta: float, device: torch.device) -> torch.Tensor:
 
 def tables(group: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor, ...]:
     """The powers of both betas."""
+    # one tensor a beta; groups of the same beta share it
     return tuple(table_of_powers(float(beta), device) for beta in group["betas"])
 
 
 @helper
 def one_minus_power(hyper_ptr, INDEX: tl.constexpr, step):
+    # the table's address and length stand behind the group's numbers
     powers_ptr = tl.load(hyper_ptr + TABLES + INDEX).to(tl.pointer_type(tl.float32))
     count = tl.load(hyper_ptr + TABLE_LENGTHS + INDEX)
+    # beyond the table 1 - beta**step is 1
     power = tl.load(powers_ptr + step, mask=step < count, other=0.0)
     return tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, 1.0 - power, 1.0)
 
@@ -144,6 +150,7 @@ def averaged(average, beta, value):
 @helper
 def updated(param, moments, grad, scalars, AMSGRAD: tl.constexpr):
     _, _, step_size, correction2, eps, _, _ = scalars
+    # fp32 averages, each by two fused multiply-adds
     exp_avg = averaged(moments[0], scalars[0], grad)
     exp_avg_sq = averaged(moments[1], scalars[1], grad * grad)
     squares, after = exp_avg_sq, (exp_avg, exp_avg_sq)
@@ -151,6 +158,7 @@ def updated(param, moments, grad, scalars, AMSGRAD: tl.constexpr):
         # std::max: the first where neither is larger, and where the second is NaN
         squares = tl.where(moments[2] < exp_avg_sq, exp_avg_sq, moments[2])
         after = (exp_avg, exp_avg_sq, squares)
+    # the square root's correction is a division, as torch's
     root = tl.math.div_rn(tl.math.sqrt_rn(squares), correction2 + tl.zeros_like(param))
     return param - tl.math.div_rn(step_size * exp_avg, root + eps), after
 
@@ -200,10 +208,12 @@ def fused_multiply_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tor
     last bit is set, so that the rounding to fp32, 29 bits shorter, cannot meet a false tie
     (Boldo & Melquiond 2008).
     """
+    # fp64; `total` is their sum, `error` what its rounding left (Knuth's two-sum)
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     virtual = total - product
     error = (product - (total - virtual)) + (addend - virtual)
+    # where the sum was rounded away from zero, one pattern back: cut off
     bits = total.view(torch.int64)
     toward_zero = (error != 0) & ((error < 0) == (total > 0))
     bits = torch.where(toward_zero, bits - 1, bits)  # the sum cut off, then the last bit set
@@ -264,6 +274,7 @@ def adam_reference(
     """
     row = row_of(scalars, param)
     if scalars[5]:
+        # both ways for all elements, then the one of each lane
         contracted = fused_multiply_add(param, row[5], grad)
         is_rounded = torch.zeros_like(param).bool() if is_rounded is None else is_rounded
         grad = torch.where(is_rounded, grad + param * row[5], contracted)

@@ -25,6 +25,7 @@ DRAW_NUMBERS = 6
 def draw_numbers(group: Mapping[str, Any]) -> tuple[float, ...]:
     """A group's seed, in four pieces of 16 bits, and its step, in two: exact in fp32."""
     seed, step = group["seed"], group["step"]
+    # 16 bits are exact in fp32, the dtype of the row
     pieces = [seed >> 16 * place & 0xFFFF for place in range(4)]
     return tuple(map(float, (*pieces, step & 0xFFFF, step >> 16)))
 
@@ -116,22 +117,26 @@ class Rule:
         """
         if other.lanes or other.tables is not no_tables or other.hyper_length is None:
             raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
+        # where the other one's moments and numbers begin
         count, length = len(self.kept), self.row_length
         COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
         first_update, other_update = self.update, other.update
 
+        # Triton functions find constants by name: the bounds of both parts are constexpr
         @helper
         def update(param, moments, grad, scalars):  # noqa: ANN202
             param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH])
             param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
             return param, head + tail
 
+        # the same for a first rule whose update takes lanes
         @helper
         def update_in_lanes(param, moments, grad, scalars, rounded):  # noqa: ANN202
             param, head = first_update(param, moments[:COUNT], grad, scalars[:LENGTH], rounded)
             param, tail = other_update(param, moments[COUNT:], grad, scalars[LENGTH:])
             return param, head + tail
 
+        # the twin, with the same bounds
         def reference(
             param: torch.Tensor,
             moments: Any,
@@ -145,6 +150,7 @@ class Rule:
             param, tail = other.update_reference(param, moments[count:], grad, scalars[length:])
             return param, (*head, *tail)
 
+        # the moments count as made of the param, which the other rule reads
         return replace(
             self,
             name=f"{self.name}_{other.name}",
@@ -181,6 +187,7 @@ class Rule:
         """The key of Triton's compilation cache: a change of the source changes it."""
         functions = (self.prepare, self.update, self.unscale)
         keys = [getattr(function, "cache_key", "") for function in functions]
+        # what the step's kernel is compiled differently for
         reads = (self.moments_use_param, self.reads_param, self.lanes, self.draws)
         return digest(f"{(self.name, self.contract, self.row_length, *reads)}:{keys}")
 
@@ -194,6 +201,7 @@ def joined_row(first: Rule, second: Rule) -> dict[str, Any]:
     NUMBERS = tl.constexpr(second.hyper_length)
     first_prepare, second_prepare = first.prepare, second.prepare
 
+    # hyper: the second rule's numbers, and behind them the first one's
     @helper
     def prepare(hyper_ptr, lr, step):  # noqa: ANN202
         row = first_prepare(hyper_ptr + NUMBERS, lr, step)
@@ -218,8 +226,10 @@ def in_one_row(first: Rule, *others: Rule) -> tuple[Rule, ...]:
     for rule in others:
         if rule.hyper_length is None or rule.lanes or rule.tables is not no_tables:
             raise ValueError(f"others must be rules that may follow one, got {rule!r}")
+    # `scalars`, `hyper` and `prepare` of all: the others share one row among them
     row = joined_row(first, others[0])
 
+    # a rule that takes its numbers from `begin` to `end` of the common row
     def part(rule: Rule, begin: int, end: int) -> Rule:
         own_update, BEGIN, END = rule.update, tl.constexpr(begin), tl.constexpr(end)
 
@@ -234,6 +244,7 @@ def in_one_row(first: Rule, *others: Rule) -> tuple[Rule, ...]:
 
         return replace(rule, **row, update=update, update_reference=reference)
 
+    # the first rule has the head of the row, each of the others all that follows
     middle, end = first.row_length, row["row_length"]
     return (part(first, 0, middle), *(part(rule, middle, end) for rule in others))
 

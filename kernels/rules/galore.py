@@ -57,13 +57,16 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
 def prepare(hyper_ptr, lr, step):
     one = tl.full((), 1.0, tl.float64)
     beta1, beta2 = number(hyper_ptr, BETA1), number(hyper_ptr, BETA2)
+    # 1 - beta**step of both, fp64
     rest1 = one - adam_ieee.power_on_device(beta1, step)
     rest2 = one - adam_ieee.power_on_device(beta2, step)
     wide = lr.to(tl.float64)
+    # lr * scale, with bias correction times root / rest, as on the host
     step_size = wide * number(hyper_ptr, SCALE)
     corrected = step_size * tl.sqrt(rest2) / rest1
     step_size = tl.where(number(hyper_ptr, BIAS_CORRECTION) != 0, corrected, step_size)
     decay = wide * number(hyper_ptr, WEIGHT_DECAY)
+    # AdamW's nine numbers, and behind them these two
     numbers = (step_size.to(tl.float32), decay.to(tl.float32))
     return adam_ieee.prepare(hyper_ptr, lr, step) + numbers
 
@@ -84,6 +87,7 @@ def adamw(param, moments, grad, scalars):
 def direction(param, moments, grad, scalars):
     _, _, _, _, _, _, eps, _, _, _, _ = scalars
     exp_avg, exp_avg_sq = adam_ieee.averages(moments, grad, adams(scalars))
+    # without bias correction, which step_size has
     quotient = tl.math.div_rn(exp_avg, tl.math.sqrt_rn(exp_avg_sq) + eps)
     return quotient, (exp_avg, exp_avg_sq)
 
@@ -91,6 +95,7 @@ def direction(param, moments, grad, scalars):
 @helper
 def apply(param, moments, grad, scalars):
     _, _, _, _, _, _, _, _, _, step_size, decay = scalars
+    # the update first; the decay is of what that leaves
     param = param - step_size * grad
     param = param - decay * param
     return param, ()

@@ -56,8 +56,10 @@ def sign(value):
 def lion(param, moments, grad, scalars):
     beta1, one_minus_beta1, beta2, one_minus_beta2, weight_decay, lr = scalars
     exp_avg = moments[0]
+    # the sign of a mixture of moment and gradient, with decoupled decay
     update = sign(beta1 * exp_avg + one_minus_beta1 * grad) + weight_decay * param
     param = param - lr * update
+    # beta2 mixes moment and gradient, without the decay
     exp_avg = beta2 * exp_avg + one_minus_beta2 * grad
     return param, (exp_avg,)
 

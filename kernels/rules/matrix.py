@@ -115,6 +115,7 @@ class Cut(NamedTuple):
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The matrix of a parameter's tensor: a view where its numbers follow each other."""
         flat = whole.reshape(-1)
+        # one run is a view; several are copied together
         runs = [flat[first : first + size] for first, size in self.runs]
         return (runs[0] if len(runs) == 1 else torch.cat(runs)).view(*self.shape)
 
@@ -123,6 +124,7 @@ def joined(cuts: Sequence[Cut], matrices: Sequence[torch.Tensor], shape: Shape) 
     """A tensor of a parameter's shape, of all its matrices."""
     whole = matrices[0].new_empty(math.prod(shape))
     for cut, matrix in zip(cuts, matrices, strict=True):
+        # the matrix's numbers, cut to its runs, go back to where they came from
         parts = torch.split(matrix.reshape(-1), [size for _, size in cut.runs])
         for (first, size), part in zip(cut.runs, parts, strict=True):
             whole[first : first + size] = part
@@ -164,6 +166,7 @@ class MatrixRule:
         if self.apply.moments:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")
+        # the inner rule is given no weight: none of its moments can start as one
         copied = [moment.name for moment in self.inner.kept if moment.starts_as != ZEROS]
         if copied:
             raise ValueError(
@@ -193,6 +196,7 @@ class Matrix:
         low = self.low_shape(shape)
         if not place.first or low == tuple(shape):
             return place
+        # whole rows lie before the part: of shape[1] elements, and in the moments of low[1]
         return place._replace(first=place.first // shape[1] * low[1])
 
     def __repr__(self) -> str:

@@ -36,6 +36,7 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
     """
     momentum, nesterov, weight_decay = hyper(group)
     lr = round_to_fp32(float(group["lr"]))
+    # Nesterov mixes buffer and gradient; without, the buffer counts once
     mixed = momentum if nesterov else 1.0
     decay_factor = 1.0 - lr * weight_decay
     return round_row((momentum, 1.0 - momentum, mixed, 1.0 - mixed, decay_factor, lr))
@@ -44,6 +45,7 @@ def scalars(group: Mapping[str, Any]) -> Scalars:
 @helper
 def prepare(hyper_ptr, lr, step):
     one = tl.full((), 1.0, tl.float64)
+    # fp64, each number rounded to fp32 once
     momentum = number(hyper_ptr, MOMENTUM)
     mixed = tl.where(number(hyper_ptr, NESTEROV) != 0, momentum, one)
     decay_factor = one - lr.to(tl.float64) * number(hyper_ptr, WEIGHT_DECAY)
@@ -60,6 +62,7 @@ def prepare(hyper_ptr, lr, step):
 @helper
 def direction(param, moments, grad, scalars):
     momentum, rest, mixed, grad_share, _, _ = scalars
+    # the new momentum, then the direction: a transform makes a matrix of these orthogonal
     buffer = momentum * moments[0] + rest * grad
     return mixed * buffer + grad_share * grad, (buffer,)
 

@@ -82,9 +82,11 @@ def reference(nesterov: bool, decoupled: bool) -> Callable[..., tuple[torch.Tens
         (Sutskever et al. 2013); with decoupled decay as Loshchilov & Hutter 2019, arXiv:1711.05101.
         """
         momentum, grad_share, weight_decay, lr = scalars
+        # L2 decay joins the gradient before the buffer
         direction = grad if decoupled else grad + param * weight_decay
         after: Moments = ()
         if moments:
+            # momentum 0 leaves the buffer, as in the kernel
             rests = torch.as_tensor(momentum == 0, device=param.device)
             momentum_buffer = moments[0] * momentum + direction * grad_share
             mixed = direction + momentum_buffer * momentum if nesterov else momentum_buffer

@@ -70,10 +70,10 @@ def load_block(ptr, offsets, mask):
 @helper
 def store_block(ptr, offsets, code, mask):
     pointers = ptr + offsets
-    # the hint of 16 lets a thread store its codes in one instruction
     if mask is not None:
         tl.store(pointers, code, mask=mask)
     else:
+        # the hint of 16 lets a thread store its codes in one instruction
         tl.store(tl.multiple_of(pointers, [16, 16] if len(offsets.shape) == 2 else 16), code)
 
 
@@ -103,8 +103,7 @@ def load_pairs(ptr, offsets, rows, mask):
         pair = tl.load(tl.multiple_of(pointers, [1, HALF]))
     # the byte's lower half is the even element
     pair = pair.to(tl.int32)
-    # [rows, width
-    # 2, 2], flattened to [rows, width]
+    # [rows, width // 2, 2], flattened to [rows, width]
     return tl.reshape(tl.join(pair & 15, pair >> 4), offsets.shape)
 
 

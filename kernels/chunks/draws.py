@@ -246,8 +246,7 @@ def line_words(draw, begins, DRAWS: tl.constexpr, WIDTH: tl.constexpr):
     """
     key, number, first, _run, _stride = draw
     if DRAWS:
-        # int64 [lines, WIDTH
-        # 4]
+        # int64 [lines, WIDTH // 4]
         quads = ((first + begins) // 4)[:, None] + tl.arange(0, WIDTH // 4)[None, :]
         word = tl.reshape(quad_words(quads, key, number), (begins.shape[0], WIDTH))
         word = word.to(tl.int32, bitcast=True)

@@ -205,9 +205,7 @@ def sums_of_rows(column, number, ELEMENT: tl.constexpr, BLOCK: tl.constexpr, ITE
     ptr = entry(column, GRAD).to(tl.pointer_type(ELEMENT)) + start
     place = entry(column, FIRST_ELEMENT) + start
     first_row = (place >> ROW_BITS).to(tl.uint32)
-    # [BLOCK
-    # WIDTH] first elements of the threads' rows; tile: [BLOCK
-    # WIDTH, WIDTH]
+    # int32 [BLOCK // WIDTH], first elements of the threads' rows; tile: [BLOCK // WIDTH, WIDTH]
     rows = tl.arange(0, BLOCK // WIDTH) * WIDTH
     tile = rows[:, None] + tl.arange(0, WIDTH)[None, :]
     # from the beginning of the chunk's first row, where they are 32-bit
@@ -256,10 +254,10 @@ def sums_anywhere(
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
         offsets = index * BLOCK + rows[:, None] + within
-        # the mask leaves out what lies before the tensor, and behind it
         if index < unmasked:
             bits = load_block(ptr, offsets, None)
         else:
+            # the mask leaves out what lies before the tensor, and behind it
             bits = load_block(ptr, offsets, (offsets < elements) & (offsets >= -start))
         if SCATTERED:
             # int64 [rows, WIDTH]: a place for each element

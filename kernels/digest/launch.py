@@ -81,7 +81,7 @@ class DigestPlan:
             addresses: int64 [n], of the tensors' elements, which lie in their order as their bits
                 are; None: somebody has yet to look.
         """
-        # addresses of the codes: of copies where a tensor is no plain memory
+        # addresses of the codes, which are copies where a tensor's memory is not what it says
         row, codes = self.rows[GRAD.value], tensors
         if addresses is None or self._is_complex:
             codes = self._codes(tensors)  # which may be copies

@@ -103,7 +103,7 @@ class Format:
         """
         if not self.draws:
             return self.encode_reference(value, *inverse)
-        # 16 bits of 0x8000 for each element; a plain format has `inverse` before them, or None
+        # int32, one for each element; a joined format takes no inverse before them
         half = torch.full_like(value, 0x8000, dtype=torch.int32)
         rest = () if self.joined else (inverse or (None,))
         return self.encode_reference(value, *rest, half)

@@ -176,7 +176,7 @@ def encode_e5m3(value, inverse, bits):
         # four codes at a time
         code = hopper.encode_e5m3(value, inverse, bits)
     else:
-        # magnitude alone: the code has no sign, and a code for NaN on top
+        # the magnitude alone, as these codes have no sign
         pattern = (tl.abs(value) * inverse * UNSIGNED_DOWN).to(tl.int32, bitcast=True)
         code = unsigned_code(value, pattern, (bits << 4) | 8)
     return code

@@ -314,9 +314,9 @@ def step_chunk(scratch_ptr, chunk, lead, unmasked, marks, SPEC: tl.constexpr):
     # int32, the shape of a block: what the store raises to the new weights' amaxes
     amax_bits = tl.zeros_like(offsets_of(0, SPEC))
     sums = no_sums(SPEC)
-    # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
 
     # unmasked blocks; with 8 elements a thread, their loads run one block ahead
+    # while, not range: the interpreter cannot range over a loaded bound under numpy >= 2.4
     index = first_block(start, FORMATS)
     if SPEC.width == 8:
         amax_bits, index = step_ahead(chunk, scales, index, unmasked, amax_bits, SPEC)

@@ -195,7 +195,7 @@ def step_tensor(
 
     controls: fp32, the row of megaopt.kernels.step.controls; None leaves gradients alone.
     """
-    # an unscaled gradient is contracted for every element, a maximized one for none
+    # an unscaled gradient is contracted for every element, any other for none with maximize
     unscaled = controls is not None and bool(controls[UNSCALED])
     lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     weight, row = tensors["weight"], scalars[: rule.row_length]

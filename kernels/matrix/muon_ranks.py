@@ -172,7 +172,7 @@ class MuonBucket:
                     # bf16: the norms of the whole matrices, made here
                     iteration.norms.step(memory.room)
                 else:
-                    # fp16: the factors that `send` cast by, of this rank's matrices: fp32 [5, matrices]
+                    # fp16: the factors that `send` cast by, fp32 [5, this rank's matrices]
                     scales = iteration.layout.scales.of(memory.room)
                     torch.index_select(self._norms.scales, 1, in_bucket, out=scales)
                 # all products of the iteration, then second moments

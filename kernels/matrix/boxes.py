@@ -125,7 +125,6 @@ class PartCopies:
         sources: int64, the address of each part; memory: uint8, begins at a multiple of 16 bytes.
         """
         # as numbers of the memory, which the kernel counts from, though they lie elsewhere
-        # negative where a tensor lies before the memory
         places = (sources - memory.data_ptr()) // UNIT
         self._rows[int(GRAD)] = places
         # the memory begins at 16 bytes: multiples of VECTOR from there on do, too

@@ -93,7 +93,6 @@ class MuonBucket:
         self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
         self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
         # the matrices that this rank makes, those of one form in one iteration
-        # of each matrix its place among the bucket's, by what waves call it
         parts = {_part_of(bucket.pieces[index]): index for index in bucket.indices}
         indices = {(part.param, part.row): index for part, index in parts.items()}
         self._iterations: list[tuple[Iteration, torch.Tensor]] = []

@@ -111,11 +111,11 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
 
 
 def _named(name: str, steps: int) -> tuple[Triple, ...]:
-    # "cubic5" is made for its five steps alone
     triples = COEFFICIENTS.get(name)
     if triples is None:
         names = ", ".join(map(repr, COEFFICIENTS))
         raise ValueError(f"ns_coefficients must be numbers or one of {names}, got {name!r}")
+    # "cubic5" is made for its five steps alone
     if name == "cubic5" and steps != len(triples):
         raise ValueError(
             f"ns_steps must be {len(triples)} with ns_coefficients='cubic5', got {steps}"
@@ -274,8 +274,8 @@ class Orthogonal:
             raise ValueError(
                 f"adjust_lr_fn must be one of {names} or a finite number >= 0, got {adjust!r}"
             )
-        # a factor far from 1 would take fp16 updates out of its range
         elif self.precision == FP16 and not least <= adjust <= most:
+            # a factor far from 1 would take fp16 updates out of its range
             raise ValueError(
                 f"adjust_lr_fn must be from {least} to {most} with precision='fp16', got {adjust!r}"
             )

@@ -57,9 +57,9 @@ def muon_plan(
     Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
     """
     assert formats.matrix is not None
-    # launches: what steps whole batches, if anything does; making: the same among ranks
     how, places = formats.matrix.how, places or in_order(len(shapes))
     is_launched = backend == BACKENDS["triton"].name
+    # launches: what steps whole batches, if anything does; making: the same among ranks
     launches: Any = None
     making: Any = MuonMaking(formats.matrix)
     if how.contract != OWN:

@@ -78,8 +78,8 @@ class MuonBucket:
         assert formats.matrix is not None
         how = self._how = formats.matrix.how
 
-        # of each part its numbers, its parameter, and the count of that one's numbers before it
         self._bucket, self._device = bucket, device
+        # of each part its numbers, its parameter, and the count of that one's numbers before it
         numels = [part.numel for part in bucket.parts]
         params = [bucket.pieces[part.piece].param for part in bucket.parts]
         firsts = [part.first for part in bucket.parts]

@@ -154,7 +154,7 @@ def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[MatrixGroup
         for cut in cuts:
             parts.append(MatrixGroup(param, row, [cut.shape], cut.runs))
             row += cut.shape[0]
-    # no part begins within a block of numbers that share a scale
+    # no launch steps a part that begins within a block of numbers with one scale
     if any(first % (formats.block or 1) for part in parts for first, _ in part.runs):
         return None
     return [part for part in parts if shapes[part.param].numel()]
@@ -464,15 +464,15 @@ class Iteration:
     """Makes the updates of a layout's matrices of their directions; groups: of the parameters."""
 
     def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
-        # fp32 [matrices], factors of the updates
         self.layout, how = layout, layout.how
+        # fp32 [matrices], factors of the updates
         ratios = numpy.array([how.ratio(piece.shape) for piece in layout.pieces], numpy.float32)
         self._ratios, self._second = to_device(ratios, device), None
         if how.second_moment:  # behind which the ratios come
             self._second = SecondMoments(layout, groups, self._ratios)
             self._ratios = torch.ones_like(self._ratios)
         self._tables, self._products = Tables(), list[NotedLaunch]()
-        # the address of the workspace of which products were noted
+        # where the workspace lies when products are noted
         self._noted_at, self.result = 0, layout.first
         """The area in which the updates are."""
 

@@ -242,8 +242,8 @@ class PartSteps:
         backend: Any,
         device: torch.device,
     ) -> None:
-        # of each part, in the order of `bucket.parts`: its parameter, and the count of its numbers
         self._parts, self._formats = bucket.parts, formats
+        # of each part, in the order of `bucket.parts`: its parameter, and the count of its numbers
         self._params = [bucket.pieces[part.piece].param for part in bucket.parts]
         self._numels = [part.numel for part in bucket.parts]
         # random bits go by the parameter's numbers, whichever rank has them
@@ -354,11 +354,11 @@ class TorchBucket:
     ) -> None:
         assert formats.matrix is not None
 
-        # the moments are of the low bucket, and so are the directions
         self._bucket, self._low, self._making, self._device = bucket, low, making, device
         self._groups, self._grad, rule = groups, formats.grad, formats.matrix.rule
         self._grad_dtype = formats.dtype("grad")
         self._before = rule.before
+        # the moments are of the low bucket, and so are the directions
         inner, apply = inner_formats(formats, making.direction), apply_formats
         self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
         # updates come back in the dtype that ranks send, in the place of gradients
@@ -660,8 +660,8 @@ class SharedSteps:
         left, those of the turn between have left too, and updates come where these were. What goes
         back from an owner makes room for what comes there next, where messages keep their order.
         """
-        # bytes: near, parts; far, whole matrices; room, launches; wide, directions of another dtype
         making, exchange = self._making, self._exchange
+        # bytes: near, parts; far, whole matrices; room, launches; wide, directions of another dtype
         near, far = (making.sent.dtype.itemsize * most for most in exchange.most)
         room, wide = max((bucket_steps.room for bucket_steps in steps), default=0), 0
         if self._is_projected or making.direction.dtype is not making.sent.dtype:
@@ -951,8 +951,8 @@ def _kept(works: Sequence[Work], piece: ParameterMatrix) -> dict[str, torch.Tens
 
 def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: ParameterMatrix) -> int:
     """Counts the numbers that a state keeps for a matrix."""
-    # a matrix of several in a parameter has its rows of each tensor
     shapes = state_shapes[piece.param].values()
     if piece.rows is WHOLLY:
         return sum(map(math.prod, shapes))
+    # a matrix of several in a parameter has its rows of each tensor
     return sum((piece.rows.stop - piece.rows.start) * math.prod(shape[1:]) for shape in shapes)

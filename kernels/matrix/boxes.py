@@ -62,8 +62,10 @@ class BoxCopies:
 
     def __init__(self, boxes: Sequence[Box], device: torch.device) -> None:
         self._boxes = boxes
+        # int64 [10, boxes]
         table = numpy.zeros((int(table_rows.ALIGNED) + 1, len(boxes)), dtype=numpy.int64)
         if boxes:
+            # int64 [boxes] each
             source, target, rows, columns, *strides = numpy.array(boxes, dtype=numpy.int64).T
             without_gaps = (rows == 1) | ((strides[0] == columns) & (strides[1] == columns))
             table[int(GRAD)], table[int(WEIGHT)] = source, target
@@ -71,8 +73,10 @@ class BoxCopies:
             for row, width in widths.items():  # where there are no gaps any width is right
                 table[int(row)] = numpy.where(without_gaps, WIDTH, width)
             table[int(table_rows.NUMEL)] = rows * columns
+            # copied by vectors: rows follow each other on both sides, and both begin at 16 bytes
             whole = (source | target) % VECTOR == 0
             table[int(table_rows.ALIGNED)] = without_gaps & whole
+        # a program copies a chunk, of which a large box has many
         numels = table[int(table_rows.NUMEL)].tolist()
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._table.update(table)
@@ -80,6 +84,7 @@ class BoxCopies:
     def copy(self, memory: torch.Tensor) -> None:
         """Copies all boxes; memory: uint8, begins at a multiple of 16 bytes."""
         if self._boxes:
+            # bits are copied as they are, whatever dtype they are of
             numbers, count = memory.view(torch.int16), len(self._boxes)
             arguments = (self._table.kept(), self._chunks.table, numbers, count)
             call(copy_kernel, self._chunks.count, arguments, OPTIONS)
@@ -90,6 +95,7 @@ class BoxCopies:
         for source, target, rows, columns, source_stride, target_stride in self._boxes:
             size = (rows, columns)
             begin = numbers.storage_offset()
+            # [rows, columns] on both sides
             into = numbers.as_strided(size, (target_stride, 1), begin + target)
             into.copy_(numbers.as_strided(size, (source_stride, 1), begin + source))
 
@@ -104,8 +110,10 @@ class PartCopies:
     """
 
     def __init__(self, targets: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
+        # int64 [10, parts]; GRAD and ALIGNED come when tensors are known
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(sizes)), dtype=numpy.int64)
         self._rows[int(WEIGHT)], self._rows[int(table_rows.NUMEL)] = targets, sizes
+        # a part is flat on both sides: boxes without gaps
         for row in (COLUMNS, SOURCE_STRIDE, TARGET_STRIDE):
             self._rows[int(row)] = WIDTH
         self._chunks, self._table = Chunks(sizes, GEOMETRY, device), DeviceTable(device)
@@ -119,6 +127,7 @@ class PartCopies:
         # as numbers of the memory, which the kernel counts from, though they lie elsewhere
         places = (sources - memory.data_ptr()) // UNIT
         self._rows[int(GRAD)] = places
+        # the memory begins at 16 bytes: multiples of VECTOR from there on do, too
         both = places | self._rows[int(WEIGHT)]
         self._rows[int(table_rows.ALIGNED)] = both % VECTOR == 0
         self._has_moved = True
@@ -145,8 +154,10 @@ OPTIONS: dict[str, object] = {
 @helper
 def place_in(first, column, offsets, STRIDE: tl.constexpr):
     """Returns where numbers of a box lie; first: the box's row and column where offsets begin."""
+    # the row and the column of the block's first number are found in 64 bits, once
     columns = entry(column, COLUMNS)
     index = (first % columns).to(tl.int32) + offsets
+    # and those of each of its numbers from there on in 32 bits
     narrow = columns.to(tl.int32)
     row = first // columns + index // narrow
     return row * entry(column, STRIDE) + index % narrow
@@ -163,11 +174,16 @@ def copy_kernel(
     SPAN: tl.constexpr,
 ):
     """Copies a chunk of a box."""
+    # this program's chunk of a box: number is its place among the box's chunks
     box, number = place_of(chunks_ptr, boxes, tl.program_id(0), SPAN)
     column = Column(table_ptr, boxes, box)
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+
+    # both sides are of the same memory
     source = memory_ptr + entry(column, GRAD)
     target = memory_ptr + entry(column, WEIGHT)
+
+    # index counts blocks of the chunk
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
         offsets = index * BLOCK + tl.arange(0, BLOCK)
@@ -176,6 +192,7 @@ def copy_kernel(
             code = tl.load(tl.multiple_of(source + start + offsets, 16))
             tl.store(tl.multiple_of(target + start + offsets, 16), code)
         else:
+            # rows with gaps, what is not aligned, and the last block of a chunk
             mask = offsets < elements
             code = tl.load(source + place_in(start, column, offsets, SOURCE_STRIDE), mask=mask)
             tl.store(target + place_in(start, column, offsets, TARGET_STRIDE), code, mask=mask)

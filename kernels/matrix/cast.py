@@ -62,8 +62,10 @@ class CastMatrixPlan:
 
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step."""
+        # the plan of the matrices steps the masters as if they were the weights
         masters, slots = buffers["master"], self._matrices.formats.slots
         self._matrices.look({slot: {**buffers, "weight": masters}[slot] for slot in slots})
+        # the codes' pass takes nothing of a gradient: masters stand in its place
         self._casts.look({**buffers, "grad": masters})
 
     def ready(self, scalars: Any) -> Any:
@@ -73,5 +75,6 @@ class CastMatrixPlan:
 
     def step(self, scalars: Any, controls: torch.Tensor | None = None) -> None:
         """Takes one step of the masters, and finds the amaxes of what they become."""
+        # masters first: the second pass reads what they have become
         self._matrices.step(scalars, controls)
         self._casts.step(scalars, controls)

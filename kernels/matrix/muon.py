@@ -96,6 +96,7 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
         raise ValueError(f"ns_steps must be a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if isinstance(coefficients, str):
         return _named(coefficients, steps)
+    # three numbers are one triple for all steps; anything else is a list of triples
     triples = (
         (tuple(coefficients),) * steps
         if _is_triple(coefficients)
@@ -105,6 +106,7 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
         raise ValueError(
             f"ns_coefficients must have a triple for each of {steps} steps, got {len(triples)}"
         )
+    # triples beyond the steps are left out
     return tuple((float(a), float(b), float(c)) for a, b, c in triples[:steps])
 
 
@@ -113,10 +115,13 @@ def _named(name: str, steps: int) -> tuple[Triple, ...]:
     if triples is None:
         names = ", ".join(map(repr, COEFFICIENTS))
         raise ValueError(f"ns_coefficients must be numbers or one of {names}, got {name!r}")
+    # "cubic5" is made for its five steps alone
     if name == "cubic5" and steps != len(triples):
         raise ValueError(
             f"ns_steps must be {len(triples)} with ns_coefficients='cubic5', got {steps}"
         )
+
+    # more steps than the set has: its last triple again, or the whole set from its first on
     more = steps - len(triples)
     again = triples[-1:] * more if name in LAST_AGAIN else islice(cycle(triples), max(more, 0))
     return (*triples[:steps], *again)
@@ -129,6 +134,7 @@ def _is_triple(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """Checks that a value is a finite number of fp32."""
+    # a bool is an int; NaN fails the comparison
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and abs(value) <= torch.finfo(torch.float32).max
 
@@ -219,6 +225,7 @@ class Orthogonal:
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not one of these, or does not go together."""
+        # each choice alone, then what does not go together
         _one_of("method", self.method, METHODS)
         _one_of("precision", self.precision, PRECISIONS)
         _one_of("second_moment", self.second_moment, (None, NORMUON))
@@ -227,6 +234,7 @@ class Orthogonal:
             raise ValueError(
                 "method='gram' must have precision='fp16': with 'bf16' updates are 11 to 33% off"
             )
+
         if not LEAST_EPS <= self.eps <= 1.0:
             raise ValueError(f"eps must be from {LEAST_EPS} to 1, got {self.eps!r}")
         self._check_adjust()
@@ -236,8 +244,11 @@ class Orthogonal:
         """Raises ValueError for what other libraries do not have."""
         if self.contract == OWN:
             return
+        # beside what both lack "torch" has one triple for all steps, no cuts and two ratios
         of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
         ratios = "one of " + ", ".join(map(repr, TORCH_RATIOS))
+
+        # by the user's name of each: the value, whether the library has it, what it has
         settings = {
             "method": (self.method, self.method != GRAM, "'auto' or 'standard'"),
             "precision": (self.precision, self.precision == BF16, "'bf16'"),
@@ -264,6 +275,7 @@ class Orthogonal:
                 f"adjust_lr_fn must be one of {names} or a finite number >= 0, got {adjust!r}"
             )
         elif self.precision == FP16 and not least <= adjust <= most:
+            # a factor far from 1 would take fp16 updates out of its range
             raise ValueError(
                 f"adjust_lr_fn must be from {least} to {most} with precision='fp16', got {adjust!r}"
             )
@@ -280,6 +292,7 @@ class Orthogonal:
 
     def ratio(self, shape: Shape) -> float:
         """Returns the factor of the update of a matrix [rows, columns]; 1 without columns."""
+        # a name is of a formula by shape
         if self.adjust is None or isinstance(self.adjust, str):
             rows, columns = shape
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
@@ -290,6 +303,7 @@ class Orthogonal:
 
         Raises ValueError as `pieces`.
         """
+        # rows: of each matrix of a batch
         _, rows, _ = _batch_of(shape)
         if self.split_sizes is None:
             return 1
@@ -318,6 +332,7 @@ class Orthogonal:
 
     def cuts(self, shape: Shape) -> list[Cut]:
         """Returns the matrices of a parameter, and where their rows lie in it."""
+        # of a batch each matrix is cut alike
         count, rows, columns = _batch_of(shape)
         again = self.repeats(shape)
         sizes = (rows,) if self.split_sizes is None else self.split_sizes
@@ -325,14 +340,17 @@ class Orthogonal:
         for batch in range(count):
             first = batch * rows
             for size in sizes:
+                # one matrix of rows from each of `again` parts, which lie equally far apart
                 starts = [(first + part * (rows // again)) * columns for part in range(again)]
                 runs = [(start, size * columns) for start in starts]
                 all_cuts.append(Cut((again * size, columns), runs))
+                # the next size begins behind this one in each part
                 first += size
         return all_cuts
 
     def is_gram(self, shape: Shape) -> bool:
         """Checks that a matrix is made orthogonal in Gram's form."""
+        # "auto": Gram's form in fp16 alone, for matrices that are large and long enough
         short, long = sorted(shape)
         if self.method != AUTO:
             return self.method == GRAM
@@ -352,8 +370,10 @@ def _batch_of(shape: Shape) -> tuple[int, int, int]:
             f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
         )
     if len(shape) == 3:
+        # three dimensions are a batch of matrices
         count, rows, columns = shape
         return count, rows, columns
+    # all dimensions behind the first are columns
     return 1, shape[0], math.prod(shape[1:])
 
 
@@ -382,24 +402,31 @@ class MatrixScales(NamedTuple):
 
 def scales_reference(norm: torch.Tensor, eps: float, ratio: float, is_scaled: bool) -> MatrixScales:
     """Returns the factors of a matrix by its norm, fp32 (1,); is_scaled: to a power of two."""
+    # fp32 (1,) each, as a kernel has its arguments
     least, last = (torch.full_like(norm, number) for number in (eps, ratio))
     norm = torch.where(norm < least, least, norm)  # a NaN stays one
     power = torch.ones_like(norm)
     if is_scaled:
+        # the power of two that brings the norm to [2**14, 2**15), made of its exponent's bits
         exponent = FP16_EXPONENT - ((norm.view(torch.int32) >> 23) - 127)
         scaled = ((exponent + 127) << 23).view(torch.float32)
         power = torch.where(norm.isfinite(), scaled, power)
+
+    # the matrix that is iterated is the direction times the power
     inverse = 1.0 / (norm * power)
     return MatrixScales(inverse * inverse, inverse, last, inverse * last, power)
 
 
 def begun(direction: torch.Tensor, how: Orthogonal) -> tuple[torch.Tensor, MatrixScales]:
     """Makes what the iteration of a direction, fp32 [m, n], begins with, and its factors."""
+    # the norm is of the numbers that are iterated: in bf16 of the rounded ones
     bins, is_scaled = new_bins(direction.device), how.precision == FP16
     numbers = direction if is_scaled else direction.to(how.dtype)
     accumulate_reference([numbers], bins)
+    # with second moments the ratio comes behind these
     ratio = 1.0 if how.second_moment else how.ratio(direction.shape)
     scales = scales_reference(total_reference(bins)[0].view(1), how.eps, ratio, is_scaled)
+    # in fp16 the cast follows the norm
     return ((direction * scales.power).to(how.dtype) if is_scaled else numbers), scales
 
 
@@ -440,6 +467,7 @@ def is_tall(matrix: torch.Tensor) -> bool:
 
 def ordered(squares: Matrices, matrices: Matrices) -> tuple[Matrices, Matrices]:
     """Returns left and right factors of S X."""
+    # X S of a tall matrix is S X of the transposed one
     pairs = [(x, s) if is_tall(x) else (s, x) for s, x in zip(squares, matrices, strict=True)]
     return [left for left, _ in pairs], [right for _, right in pairs]
 
@@ -463,13 +491,18 @@ def _in_standard_form(
     room: Workspace, scales: MatrixScales, how: Orthogonal, make: Any
 ) -> Matrices:
     """Makes A = X X^T, B = b A + c A A, X' = a X + B X in each step."""
+    # now and target: [m, n]; gram and power: [short, short]
     (now, target, (gram, power)), last = room, how.steps - 1
     for step, (a, b, c) in enumerate(how.coefficients):
+        # A = X X^T; X is divided by its norm from the first product on, not before
         make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
         polynomial = gram
+        # B = b A + c A A; of a cubic it is b A, whose b goes into the next product
         if c:
             make.symmetric(gram, power, add=gram, alpha=c, beta=b)
             polynomial = power
+
+        # X' = a X + B X, into the other matrix
         options = {"add": now, "alpha": 1.0 if c else b, "beta": a}
         make.times(
             polynomial, now, target, scale=_factor(scales, step == 0, step == last), **options
@@ -484,34 +517,46 @@ def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: 
     W = a I + b R + c R R is a step's; Q their product; R' = W R W. Products of these, which commute
     but for roundings, are symmetric by their lower halves.
     """
+    # now and target: [m, n]; gram has R, poly W, whole Q, and spare nothing
     now, target, (gram, poly, spare, whole) = room
+    # restarts behind the last step never come
     starts = {0, *(restart for restart in how.restarts if 0 < restart < how.steps)}
     for step, (a, b, c) in enumerate(how.coefficients):
+        # where Q begins R is made of X, at a restart of X times the Q that has come together
         if step in starts:
             if step:
+                # X is divided by its norm when it is multiplied first
                 is_first = step == min(starts - {0})
                 make.times(whole, now, target, scale=_factor(scales, is_first, False))
                 now, target = target, now
+            # R = X X^T
             make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
+        # W = a I + b R + c R R
         make.symmetric(gram, poly, add=gram, alpha=c, beta=b, diagonal=a)
+        # Q of this step: W itself where Q begins, else Q W
         if step in starts:
             factor = poly
         else:
             make.symmetric(whole, spare, right=poly)
             factor, spare = spare, whole
+        # R' = W R W, unless the next step makes R anew or there is none
         if step + 1 < how.steps and step + 1 not in starts:
             make.symmetric(gram, spare, right=poly)
             make.symmetric(poly, gram, right=spare)
+        # the matrix of the new Q is `whole` from here on; those left over are overwritten
         if factor is poly:
             poly, whole = whole, poly
         else:
             whole = factor
+
+    # the last product has the ratio, and divides by the norm if it is the first, too
     make.times(whole, now, target, scale=_factor(scales, len(starts) == 1, True))
     return target
 
 
 def _factor(scales: MatrixScales, is_first: bool, is_last: bool) -> torch.Tensor | None:
     """Returns the factor of a product with X: of the first, of the last, of one that is both."""
+    # None: no factor, for products between the first and the last
     if is_first:
         return scales.only if is_last else scales.inverse
     return scales.last if is_last else None
@@ -522,6 +567,7 @@ def _factor(scales: MatrixScales, is_first: bool, is_last: bool) -> torch.Tensor
 
 def room_of(first: Matrices, is_gram: bool) -> Workspace:
     """Makes new memory for the iteration of matrices."""
+    # [short, short] of each matrix
     sizes = [min(matrix.shape) for matrix in first]
     squares = [
         [matrix.new_empty(size, size) for matrix, size in zip(first, sizes, strict=True)]
@@ -532,6 +578,7 @@ def room_of(first: Matrices, is_gram: bool) -> Workspace:
 
 def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
     """Returns the update of a direction, fp32 [m, n], before any second moment: of `how.dtype`."""
+    # an empty matrix has no norm and no products
     if not direction.numel():
         return direction.to(how.dtype)
     first, scales = begun(direction, how)
@@ -542,14 +589,17 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 def _after(direction: torch.Tensor, work: Work) -> torch.Tensor:
     """Returns the update of a parameter, fp32."""
     how: Orthogonal = work.how
+    # rows: those of the parameter's matrices so far, as second moments lie
     updates, rows, cuts = [], 0, how.cuts(direction.shape)
     for piece in (cut.of(direction) for cut in cuts):
         update = orthogonal(piece.float(), how)
         if how.second_moment:
+            # a view, which is stepped in place
             second = work.kept[SECOND_MOMENT][rows : rows + len(piece)]
             update = normalized(update, second, how.beta2, how.ratio(piece.shape))
         updates.append(update.float())
         rows += len(piece)
+    # fp32, each matrix's rows back where they were in the parameter
     return joined(cuts, updates, direction.shape)
 
 
@@ -576,6 +626,7 @@ class MuonMaking(UpdateMaker):
     def __init__(self, matrix: Matrix) -> None:
         super().__init__(matrix)
         self.how: Orthogonal = matrix.how
+        # ranks send 16 bits a number, both ways
         self.sent = WEIGHTS[self.how.dtype]
         self.is_scaled = self.how.precision == FP16
         """Directions are fp32 first, and cast when their norms are known."""
@@ -591,24 +642,29 @@ class MuonMaking(UpdateMaker):
     ) -> None:
         """Adds the squares of directions to the bins."""
         for part, direction in zip(parts, directions, strict=True):
+            # parts of one matrix add to the same bins: whole numbers, in any order
             accumulate_reference([direction], sums[part.piece][None])
 
     def notes(self, sums: torch.Tensor, pieces: Sequence[ParameterMatrix]) -> MatrixScales:
         """Makes the factors of the matrices."""
+        # with second moments the ratio comes behind these
         ratios = [
             1.0 if self.how.second_moment else self.how.ratio(piece.shape) for piece in pieces
         ]
+        # fp32 (1,) of each matrix, alike on all ranks
         norms = [total_reference(bins[None])[0].view(1) for bins in sums]
         pairs = zip(norms, ratios, strict=True)
         scales = [
             scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in pairs
         ]
+        # of each factor one tensor, fp32 [matrices]
         return MatrixScales(*map(torch.cat, zip(*scales, strict=True)))
 
     def send(
         self, directions: Matrices, parts: Sequence[MatrixPart], notes: MatrixScales, out: Matrices
     ) -> None:
         """Casts directions, times their matrices' powers of two."""
+        # bf16 directions were made in the place that they are sent from
         if self.is_scaled:
             powers = notes.power.unbind()
             for part, direction, target in zip(parts, directions, out, strict=True):
@@ -623,17 +679,21 @@ class MuonMaking(UpdateMaker):
         states: Any,
     ) -> Matrices:
         """Iterates all matrices of one form together, and then steps second moments."""
+        # indices: of `wholes` among the bucket's matrices, of all of which the notes have factors
         updates_by_index: dict[int, torch.Tensor] = {}
         for is_gram in (False, True):
             chosen = [
                 i for i, whole in enumerate(wholes) if self.how.is_gram(whole.shape) is is_gram
             ]
             if chosen:
+                # this form's factors, fp32 [chosen]
                 places = torch.tensor([indices[i] for i in chosen], device=wholes[0].device)
                 scales = MatrixScales(*(factors[places] for factors in notes))
                 room = room_of([wholes[i] for i in chosen], is_gram)
                 matrices = iterated(room, scales, self.how, is_gram, Immediate())
                 updates_by_index.update(zip(chosen, matrices, strict=True))
+
+        # back in the order of `wholes`
         updates = [updates_by_index[i] for i in range(len(wholes))]
         return self.finish(updates, states)
 
@@ -643,12 +703,14 @@ class MuonMaking(UpdateMaker):
             return updates
         normalized_updates = []
         for update, state in zip(updates, states, strict=True):
+            # the second moments of the matrix, fp32 [rows], are stepped in place
             numbers = (state[SECOND_MOMENT], self.how.beta2, self.how.ratio(update.shape))
             normalized_updates.append(normalized(update, *numbers))
         return normalized_updates
 
     def room(self, shape: Shape, device: torch.device) -> Workspace:
         """Makes the memory of the iteration of a matrix that ranks make together."""
+        # into which the owner's direction comes
         first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
         return room_of([first], self.how.is_gram(shape))
 
@@ -657,6 +719,7 @@ class MuonMaking(UpdateMaker):
 
         notes: None where this rank failed: then it makes no products, and goes on with the others.
         """
+        # anything stands for factors: a failed rank's products are never made
         scales: Any = notes or MatrixScales(*[make] * len(MatrixScales._fields))
         is_gram = self.how.is_gram(room.first[0].shape)
         return iterated(room, scales, self.how, is_gram, make)[0]

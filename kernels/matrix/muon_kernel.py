@@ -29,6 +29,7 @@ INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 @helper
 def power_of(norm):
     """Returns the power of two that brings a norm to [2**14, 2**15); 1 where it is not finite."""
+    # above its 23 bits of fraction a positive norm has the exponent alone
     bits = norm.to(tl.int32, bitcast=True)
     exponent = -(bits >> 23) + SUM_OF_EXPONENTS
     power = (exponent << 23).to(tl.float32, bitcast=True)
@@ -45,12 +46,16 @@ def scales_kernel(
     IS_SCALED: tl.constexpr,
 ):
     """Makes what `muon.scales_reference` makes: a program a matrix."""
+    # the norm of all parts' squares, no less than eps
     matrix = tl.program_id(0)
     norm, _ = total_of(bins_ptr + matrix.to(tl.int64) * BINS)
     norm = tl.where(norm < eps, eps, norm)  # a NaN stays one
+    # what is iterated is the direction times the power: its norm is divided out
     power = power_of(norm) if IS_SCALED else 1.0
     ratio = tl.load(ratios_ptr + matrix)
     inverse = tl.math.div_rn(1.0, norm * power)
+
+    # a column of the factors, a row each
     tl.store(scales_ptr + SQUARE * matrices + matrix, inverse * inverse)
     tl.store(scales_ptr + INVERSE * matrices + matrix, inverse)
     tl.store(scales_ptr + LAST * matrices + matrix, ratio)
@@ -71,11 +76,16 @@ def cast_kernel(
     SPAN: tl.constexpr,
 ):
     """Casts a chunk of a direction, times its matrix's power of two."""
+    # this program's chunk of a matrix: number is its place among the matrix's chunks
     matrix, number = place_of(chunks_ptr, matrices, tl.program_id(0), SPAN)
     column = Column(table_ptr, matrices, matrix)
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+
+    # pointers to the chunk's first numbers, and the one factor of all of them
     source, target = pointer(column, GRAD, start, SOURCE), pointer(column, WEIGHT, start, TARGET)
     power = tl.load(scales_ptr + POWER * matrices + matrix)
+
+    # index counts blocks: whole and aligned ones come first, and go without a mask
     index = tl.zeros((), tl.int32)
     while index * BLOCK < elements:
         offsets = index * BLOCK + tl.arange(0, BLOCK)
@@ -132,23 +142,33 @@ def row_squares_kernel(
     SPAN: tl.constexpr,
 ):
     """Makes the first half of `normuon.normalized`, of one row."""
+    # a program has a row of an update [HEIGHT, COLUMNS]
     matrix, row = place_of(chunks_ptr, matrices, tl.program_id(0), SPAN)
     entries = Column(table_ptr, matrices, matrix)
     columns = entry(entries, COLUMNS)
     update_ptr = entry(entries, UPDATE).to(tl.pointer_type(ELEMENT))
+
+    # the sum of squares by lanes: number i of the row goes to lane i % WIDTH, in order
     lanes, first = tl.zeros((WIDTH,), tl.float32), tl.zeros((), tl.int64)
     while first < columns:
         offsets = first + tl.arange(0, WIDTH)
         value = tl.load(update_ptr + row * columns + offsets, mask=offsets < columns, other=0.0)
         lanes += widened(value) * widened(value)
         first += WIDTH
+    # fp32, in the twin's order
     squares = lanes_added(lanes)
+
+    # the mean of this row's squares goes into the mean over steps
     second_ptr = entry(entries, SECOND).to(tl.pointer_type(tl.float32)) + row
     mean = tl.math.div_rn(squares, columns.to(tl.float32))
     second = canonical(tl.load(second_ptr) * decay + mean * rest)
+
+    # the next launches read both by the row's place among those of all matrices
     place = entry(entries, FIRST_ROW) + row
     tl.store(squares_ptr + place, squares)
     tl.store(roots_ptr + place, tl.math.sqrt_rn(second) + eps)
+
+    # a group that is left out keeps its second moment
     is_stepped = True
     if CONTROLLED:
         group = entry(entries, GROUP)
@@ -167,13 +187,17 @@ def row_factors_kernel(
     eps,
 ):
     """Makes the factor of a matrix that its norm stays, times its ratio."""
+    # a program has all rows of a matrix
     matrix = tl.program_id(0)
     entries = Column(table_ptr, matrices, matrix)
     height = entry(entries, HEIGHT)
     place = entry(entries, FIRST_ROW)
+
+    # sums of squares of the whole matrix: as it is, and with each row divided by its root
     before, after = tl.zeros((WIDTH,), tl.float32), tl.zeros((WIDTH,), tl.float32)
     first = tl.zeros((), tl.int64)
     while first < height:
+        # rows behind the last have squares of 0, over roots of 1
         offsets = first + tl.arange(0, WIDTH)
         mask = offsets < height
         squares = tl.load(squares_ptr + place + offsets, mask=mask, other=0.0)
@@ -181,6 +205,8 @@ def row_factors_kernel(
         before += squares
         after += tl.math.div_rn(squares, root * root)
         first += WIDTH
+
+    # the norm before over the norm after: the divided matrix times this has the norm it had
     norm = tl.math.sqrt_rn(lanes_added(after))
     norm = tl.where(norm < eps, eps, norm)
     factor = tl.math.div_rn(tl.math.sqrt_rn(lanes_added(before)), norm)
@@ -198,12 +224,17 @@ def row_scale_kernel(
     SPAN: tl.constexpr,
 ):
     """Multiplies a row of an update by its matrix's factor over its root."""
+    # a program has a row of an update
     matrix, row = place_of(chunks_ptr, matrices, tl.program_id(0), SPAN)
     entries = Column(table_ptr, matrices, matrix)
     columns = entry(entries, COLUMNS)
     update_ptr = entry(entries, UPDATE).to(tl.pointer_type(ELEMENT))
+
+    # one factor for all numbers of the row
     root = tl.load(roots_ptr + entry(entries, FIRST_ROW) + row)
     factor = tl.math.div_rn(tl.load(factors_ptr + matrix), root)
+
+    # the row is written over itself, rounded once from fp32
     first = tl.zeros((), tl.int64)
     while first < columns:
         offsets = first + tl.arange(0, WIDTH)

@@ -59,14 +59,20 @@ def muon_plan(
     assert formats.matrix is not None
     how, places = formats.matrix.how, places or in_order(len(shapes))
     is_launched = backend == BACKENDS["triton"].name
+    # launches: what steps whole batches, if anything does; making: the same among ranks
     launches: Any = None
     making: Any = MuonMaking(formats.matrix)
     if how.contract != OWN:
+        # other libraries' steps are torch's operations on every backend
         launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)
     elif is_launched and (parts := parts_of(formats, shapes)) is not None:
+        # all matrices in waves, on a GPU or interpreted
         launches = MuonLaunches(formats, parts, shapes, groups, places, device, room)
         if not formats.scaled:
+            # ranks that share matrices launch buckets, and waves of those that one rank alone has
             making.launches, making.alone = MuonBucket, partial(local_launches, formats)
+
+    # without launches of whole batches matrices go one by one, by torch and this step
     step = LaunchedStep() if is_launched else step_tensor
     return MatrixPlan(formats, groups, places, step, launches, making)
 
@@ -80,6 +86,7 @@ def local_launches(
     device: torch.device,
 ) -> MuonLaunches:
     """Makes the launches of matrices that one rank alone has; shapes, places: of its parts."""
+    # as `parts_of` makes them, of the tensors that this rank has
     parts = []
     for piece, runs in local:
         row = 0 if piece.rows is WHOLLY else piece.rows.start
@@ -104,13 +111,19 @@ class MuonLaunches:
     ) -> None:
         assert formats.matrix is not None
         self._device, self._how = device, formats.matrix.how
+        # each wave is planned once, and all use one workspace, one after another
         layouts = waves(self._how, parts, room)
         self._waves = [MuonWave(formats, layout, groups, places, device) for layout in layouts]
+
+        # the formats of the gradients' norm: without moments and master
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         sizes = [shape.numel() for shape in shapes]
         self._measured = TritonPlan(measured, formats.matrix.rule.apply, sizes, groups, device)
+
+        # fp32 [groups, numbers of a rule]: the scalars, uploaded where they change
         self._rows, self._replayed = DeviceTable(device), Replayed(device)
         self._is_noted = False
+        # fp32 [COUNT] and bool [COUNT]
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
 
@@ -124,16 +137,22 @@ class MuonLaunches:
     ) -> None:
         """Takes one step of every parameter."""
         if not isinstance(scalars, torch.Tensor):
+            # numbers of the host become a tensor, fp32 [groups, numbers of a rule]
             scalars = self._rows.update(numpy.array(scalars, dtype=numpy.float32))
+
+        # uint8, taken anew in each step: the memory is others' between steps
         most = max((wave.layout.used for wave in self._waves), default=0)
         workspace = torch.empty(most, dtype=torch.uint8, device=self._device)
-        # of the controls an update is told one
+        # of the controls an update is told one: fp32 [groups, COUNT], neutral but for SKIP
         left_out = None if controls is None else torch.where(self._skip, controls, self._neutral)
+
+        # int64 [parameters] for each slot, and for second moments where there are any
         tensors = dict(buffers)
         if self._how.second_moment:
             tensors[SECOND_MOMENT] = [work.kept[SECOND_MOMENT] for work in works]
         addresses = addresses_of(tensors)
         arguments = (workspace, scalars, controls, left_out)
+        # the first step: products are noted, and all their kernels compiled at once
         if not self._is_noted:
             with compiling_together(self._device):
                 for wave in self._waves:
@@ -144,6 +163,7 @@ class MuonLaunches:
             for wave in self._waves:
                 wave.step(addresses, *arguments)
 
+        # a CUDA graph repeats the launches while all tensors lie where they did
         state = [row.tobytes() for row in addresses.values()]
         places = [None if tensor is None else tensor.data_ptr() for tensor in arguments]
         self._replayed((stream_of(self._device), state, places), launches)

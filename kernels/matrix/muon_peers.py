@@ -40,6 +40,7 @@ def step_as_torch(
     from torch.optim._muon import muon  # of 2.9 and later
 
     momentum, nesterov, weight_decay, lr = numbers
+    # lists of one parameter: torch's function steps many
     muon(
         *([param], [grad], [buffer]),
         lr=lr,
@@ -62,11 +63,15 @@ def step_as_eo(
     how: Orthogonal,
 ) -> None:
     """Takes OrthogonalizedOptimizer.step of fp32 parameters, with decoupled weight decay."""
+    # all in fp32, in place: decay, momentum, then the update
     momentum, nesterov, weight_decay, lr = numbers
     if weight_decay:
         param.add_(param, alpha=-weight_decay * lr)
     buffer.lerp_(grad, 1 - momentum)
+    # Nesterov's direction, as a mean of gradient and buffer
     direction = grad.lerp(buffer, momentum) if nesterov else buffer
+
+    # each matrix of the parameter alone, and all back where they were
     cuts = how.cuts(direction.shape)
     updates = [_update_as_eo(cut.of(direction), how) for cut in cuts]
     param.add_(joined(cuts, updates, param.shape), alpha=-lr)
@@ -75,6 +80,7 @@ def step_as_eo(
 def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
     """Makes of a matrix what Megatron-Core's TensorParallelMuon does."""
     extra = 1.0
+    # two factors, multiplied one after the other: each rounds
     if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
         scale, extra = math.sqrt(max(direction.shape)), 0.2
     else:
@@ -84,14 +90,19 @@ def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
 
 def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
     """Makes a matrix orthogonal as Emerging-Optimizers' newton_schulz does."""
+    # [short, long]
     is_tall = direction.shape[0] > direction.shape[1]
     matrix = direction.mT if is_tall else direction
+    # divided by its norm in fp32, then rounded to bf16 once
     matrix = torch.nn.functional.normalize(matrix, p=2, dim=(-2, -1), eps=how.eps)  # type: ignore[arg-type]
     matrix = matrix.bfloat16()
     for a, b, c in how.coefficients:
+        # bf16 [short, short]
         gram = matrix @ matrix.mT
         if c:
+            # b A + c A A
             gram, b = torch.addmm(gram, gram, gram, alpha=c, beta=b), 1.0
+        # a X + B X
         matrix = torch.addmm(matrix, gram, matrix, alpha=b, beta=a)
     return matrix.float().mT if is_tall else matrix.float()
 
@@ -104,7 +115,9 @@ class PeerSteps:
     def __init__(self, formats: Formats, groups: Sequence[int]) -> None:
         assert formats.matrix is not None
         self._formats, self._groups, self._how = formats, groups, formats.matrix.how
+        # the rule of the row of numbers, and of how gradients are unscaled
         self._rule = formats.matrix.rule.inner
+
         _check(formats)
         self._step: Peer = step_as_torch if self._how.contract == TORCH else step_as_eo
 
@@ -122,19 +135,24 @@ class PeerSteps:
                 f"contract {self._how.contract!r} must have its numbers on the host: without "
                 "capturable=True, and lr as a number"
             )
+        # the host waits for the controls
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
+            # empty parameters have no step
             if not left_out[group] and buffers["weight"][index].numel():
                 tensors = {slot: matrices[index] for slot, matrices in buffers.items()}
                 row = None if controls is None else controls[group]
                 self._step_one(tensors, scalars[group], row)
 
     def _step_one(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        # the master is stepped if there is one, else the weight
         formats, param = self._formats, tensors.get("master", tensors["weight"]).detach()
         grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
         # behind those of others in the row
         rule_numbers = numbers[: self._rule.row_length][-COUNT:]
         self._step(param, grad, tensors["momentum_buffer"], rule_numbers, self._how)
+
+        # the weight is the master, rounded
         if "master" in tensors:
             tensors["weight"].detach().copy_(formats.weight.encode_reference(param))
 
@@ -142,6 +160,7 @@ class PeerSteps:
 def _gradient(stored: torch.Tensor, row: Any, formats: Formats, rule: Rule) -> torch.Tensor:
     """Returns the fp32 gradient of a step; row: of the controls, or None."""
     if row is None:
+        # without controls there is no loss scale and no clipping
         grad = formats.grad.decode_reference(stored)
     else:
         grad = controlled_grad(stored, row, formats, rule)
@@ -169,24 +188,30 @@ class PeerPlan:
     @torch.no_grad()
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """Takes one step; numbers are on the host."""
+        # the host waits for the controls
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
             if not left_out[group]:
+                # parts [numbers] of one parameter; several may have one group
                 tensors = {slot: parts[index] for slot, parts in self._buffers.items()}
                 numbers = scalars[group][: self._rule.row_length][-COUNT:]
                 row = None if controls is None else controls[group]
+                # before messages momenta are stepped, behind them weights by updates
                 (self._direct if self._rule.moments else self._update)(tensors, numbers, row)
 
     def _direct(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        # fp32 [numbers of the part]: what is elementwise needs no whole matrix
         grad, buffer = (
             _gradient(tensors["grad"], row, self.formats, self._rule),
             tensors["momentum_buffer"],
         )
         momentum, nesterov, _, _ = numbers
         buffer.lerp_(grad, 1 - momentum)
+        # the direction goes where it is sent from
         tensors["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
 
     def _update(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
+        # as step_as_eo: decay, then the update, which is in the gradient's place
         param, (_, _, weight_decay, lr) = tensors.get("master", tensors["weight"]), numbers
         if weight_decay:
             param.add_(param, alpha=-weight_decay * lr)
@@ -219,18 +244,22 @@ class PeerMaking(UpdateMaker):
         states: Any,
     ) -> list[torch.Tensor]:
         """Makes the updates of whole matrices."""
+        # an owner has whole matrices [rows, columns], whose updates have the bits of one process
         return [_update_as_eo(whole, self.matrix.how) for whole in wholes]
 
 
 def _check(formats: Formats) -> None:
     """Raises ValueError for formats that these libraries do not have."""
     assert formats.matrix is not None
+    # master: the format of what is stepped
     contract, (moment,) = formats.matrix.how.contract, formats.moments
     master = formats.master if formats.master.present else formats.weight
     if formats.cast or master not in (MASTERS["float32"], *WEIGHTS.values()):
         raise ValueError(
             f"contract {contract!r} must have fp32 masters or none, got {formats.master.name}"
         )
+
+    # the momentum is in the dtype of what is stepped
     if moment.name != master.name:
         raise ValueError(
             f"contract {contract!r} must have momentum_buffer_dtype {master.dtype}, that of the "

@@ -77,15 +77,19 @@ class MuonBucket:
     ) -> None:
         assert formats.matrix is not None
         how = self._how = formats.matrix.how
+
         self._bucket, self._device = bucket, device
+        # of each part its numbers, its parameter, and the count of that one's numbers before it
         numels = [part.numel for part in bucket.parts]
         params = [bucket.pieces[part.piece].param for part in bucket.parts]
         firsts = [part.first for part in bucket.parts]
+        # in fp16 directions are fp32 until their norms are known, in bf16 what is sent at once
         self._is_scaled = how.precision == FP16
         wide = torch.float32 if self._is_scaled else how.dtype
         self._parts = PartLaunches(formats, wide, params, firsts, numels, groups, places, device)
         # where each part's numbers begin in a message, in bytes
         begins = numpy.cumsum([0, *numels])[:-1]
+        # int64 [parts] each
         self._sent, self._wide = begins * how.dtype.itemsize, begins * wide.itemsize
         self._returned = numpy.array(bucket.returned, dtype=numpy.int64) * how.dtype.itemsize
         # the matrices that this rank makes, those of one form in one iteration
@@ -93,16 +97,20 @@ class MuonBucket:
         indices = {(part.param, part.row): index for part, index in parts.items()}
         self._iterations: list[tuple[Iteration, torch.Tensor]] = []
         for layout in waves(how, list(parts), WITHOUT_END) if parts else ():
+            # a layout sorts its matrices: int64, the column of each among the bucket's factors
             order = [indices[piece.param, piece.row] for piece in layout.pieces]
             in_bucket = to_device(numpy.array(order), device)
             self._iterations.append((Iteration(layout, groups, device), in_bucket))
+        # iterations follow each other, and each has all of the room
         self.room = max((step.layout.used for step, _ in self._iterations), default=0)
         """Bytes that the launches of `make` take beside messages."""
         self._norms = PartNorms(bucket, how, device) if self._is_scaled else None
         self.sums = None if self._norms is None else self._norms.sums
         """The sums that ranks add up between `direct` and `send`; None: there are none."""
+        # CUDA graphs of `measure`, `cast` and `make`: messages and new scalars lie between them
         self._measured, self._cast, self._made = (Replayed(device) for _ in range(3))
         self._begins: dict[str, int] = {}
+        # for each iteration from `far` to the matrices, and back
         self._copies: list[tuple[BoxCopies, BoxCopies]] = []
 
     def lie(self, begins: dict[str, int]) -> None:
@@ -116,28 +124,36 @@ class MuonBucket:
 
     def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps momenta, and leaves directions in `near`, or fp32 ones in `wide`."""
+        # all of a step's memory is one tensor, in which pieces lie where `lie` was told
         base = memory.whole.data_ptr()
         if run.has_moved:
+            # int64 [parts], addresses: `near` is sent as it is, `wide` is cast into it by `send`
             directions = base + self._begins["near"] + self._sent
             if self._is_scaled:
                 directions = base + self._begins["wide"] + self._wide
+            # the updates are not there yet: `finish` hears now where it will find them
             updates = base + self._begins["back"] + self._returned
             self._parts.look(run.addresses, directions, updates)
+        # the first launch: momenta are stepped, and directions written
         self._parts.direct(run.scalars, run.controls)
         if self._norms is not None:
+            # this rank's squares, into `sums`: ranks add them up before `send`
             state, measure = (stream_of(self._device), base), self._norms.measure
             self._measured(state, lambda: measure(memory.whole))
 
     def send(self, memory: BucketMemory) -> None:
         """Casts fp32 directions, by the sums over all ranks."""
         if self._norms is not None:
+            # wide -> near, all parts of this rank, whoever makes their matrices
             state, cast_all = (stream_of(self._device), memory.whole.data_ptr()), self._norms.cast
             self._cast(state, lambda: cast_all(memory.whole))
 
     def make(self, run: SharedStepRun, memory: BucketMemory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
+        # a rank may own none of the bucket's matrices
         if not self._iterations:
             return
+        # the first step: which of two areas has an iteration's result is known once it is noted
         if not self._copies:
             with compiling_together(self._device):
                 for iteration, _ in self._iterations:
@@ -149,31 +165,40 @@ class MuonBucket:
             for (iteration, in_bucket), (unpack, pack) in zip(
                 self._iterations, self._copies, strict=True
             ):
+                # far -> room: parts of all ranks become whole matrices
                 unpack.copy(memory.whole)
                 if self._norms is None:
+                    # bf16: the norms of the whole matrices, made here
                     iteration.norms.step(memory.room)
                 else:
+                    # fp16: the factors that `send` cast by, fp32 [5, this rank's matrices]
                     scales = iteration.layout.scales.of(memory.room)
                     torch.index_select(self._norms.scales, 1, in_bucket, out=scales)
+                # all products of the iteration, then second moments
                 iteration.step(memory.room, addresses, left_out)
+                # room -> far: of each update all ranks' parts, as they are sent back
                 pack.copy(memory.whole)
 
         # all that the launches depend on
         state: list[Any] = [stream_of(self._device), memory.whole.data_ptr()]
         if self._how.second_moment:
+            # second moments lie in tensors of their own, and are left out with their group
             state.append(addresses[SECOND_MOMENT].tobytes())
             state.append(None if left_out is None else left_out.data_ptr())
         self._made(state, launches)
 
     def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps weights and masters by the updates in `back`."""
+        # the last launch: it reads updates where they have come back
         self._parts.apply(run.scalars, run.left_out)
 
     def _plan_copies(self) -> None:
         """Plans the launches between `far` and the matrices in `room`."""
         planned = []
+        # places in the step's memory are counted in numbers of 16 bits
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         for iteration, _ in self._iterations:
+            # where each matrix begins among the iteration's
             begins = {(piece.param, piece.row): piece.begin for piece in iteration.layout.pieces}
 
             def boxes(
@@ -186,9 +211,11 @@ class MuonBucket:
                     part = _part_of(self._bucket.pieces[self._bucket.indices[index]])
                     begin = begins.get((part.param, part.row))
                     if begin is not None:
+                        # the message has no gaps, a matrix has its stride between rows
                         matrix = room + area.begin // UNIT + begin + first
                         yield Box(far + place, matrix, rows, columns, columns, stride)
 
+            # directions go into the first area, updates come from that where the iteration ends
             unpack = boxes(self._bucket.unpacked, iteration.layout.first)
             pack = [box.turned for box in boxes(self._bucket.packed, iteration.result)]
             copies = BoxCopies(list(unpack), self._device), BoxCopies(pack, self._device)
@@ -213,18 +240,24 @@ class PartNorms:
 
     def __init__(self, bucket: Bucket, how: Any, device: torch.device) -> None:
         self._how = how
+        # the launches read a table as a step's, int64 [10, parts]: GRAD, WEIGHT, NUMEL and ALIGNED
         numels = [part.numel for part in bucket.parts]
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
+        # parts lie one behind another, as fp32 and as what is sent
         self._firsts = numpy.cumsum([0, *numels])[:-1]
         self._offsets = numpy.zeros((2, len(numels)), dtype=numpy.int64)
+        # int64 [parts]: the matrix that each is a part of
         self._matrices = to_device(numpy.array([part.piece for part in bucket.parts], int), device)
+        # with second moments the ratio comes behind these
         ratios = [1.0 if how.second_moment else how.ratio(piece.shape) for piece in bucket.pieces]
         self._ratios = to_device(numpy.array(ratios, numpy.float32), device)
         count = len(ratios)
+        # kept from step to step: later steps, within inference mode or not, write all of these
         with torch.inference_mode(False):
             shape = (BANKS, ROWS, 2)
+            # a norm's bins are whole numbers in two limbs: parts and ranks add up in any order
             self._part_bins = torch.zeros((len(numels), *shape), dtype=torch.int64, device=device)
             self._bins = torch.zeros((count, *shape), dtype=torch.int64, device=device)
             self.sums = torch.zeros((count, ROWS, 2), dtype=torch.int64, device=device)
@@ -239,24 +272,32 @@ class PartNorms:
 
     def measure(self, memory: torch.Tensor) -> None:
         """Puts the squares of this rank's directions in a step's memory into `sums`."""
+        # a rank without parts sends zeros
         self.sums.zero_()
         if not self._chunks.count:
             return
+
         table = self._on_device(memory)
         bins = self._part_bins.zero_()
+        # int64 [parts, BANKS, ROWS, 2] -> [parts, ROWS, 2] -> one row for each matrix
         NormPlan(GRADS["float32"]).accumulate(table, self._chunks, bins)
         self.sums.index_add_(0, self._matrices, bins.sum(1))
 
     def cast(self, memory: torch.Tensor) -> None:
         """Makes factors of `sums`, which ranks have added up, and what is sent of directions."""
+        # the sums are one bank; the others of a matrix stay zero
         self._bins[:, 0] = self.sums
+        # fp32 [5, matrices], alike on all ranks
         scales_by_norms(self._bins, self._ratios, self.scales, self._how.eps, True)
         if self._chunks.count:
+            # fp32 [5, parts]: each part goes by its whole matrix's power of two
             by_part = self.scales.index_select(1, self._matrices)
             cast(self._on_device(memory), self._chunks, by_part, self._how.dtype)
 
     def _on_device(self, memory: torch.Tensor) -> torch.Tensor:
+        # int64 [2, parts], addresses: directions, and where their casts go
         places = memory.data_ptr() + self._offsets
         self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        # 1 where both begin at a multiple of 16 bytes
         self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
         return self._table.update(self._rows)

@@ -61,11 +61,13 @@ class NotedLaunch:
         self, launch: Any, runs: numpy.ndarray, numbers: ProductCoefficients, device: torch.device
     ) -> None:
         self._launch, self._runs, self._numbers = launch, runs, numbers
+        # the kernel's table has addresses in the workspace: it is uploaded again where that moves
         self._table, self._shift = DeviceTable(device), 0
         self._table.update(launch.rows(runs))
 
     def __call__(self, shift: int) -> None:
         """Launches the products; shift: bytes from where the workspace was noted to where it is."""
+        # all addresses of the launch are in the workspace, and move together
         if shift != self._shift:
             self._table.update(self._launch.rows(moved(self._runs, shift)))
             self._shift = shift
@@ -84,6 +86,7 @@ class Notes:
 
     def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
         """Notes S X, as muon.Immediate makes it."""
+        # neither the result is symmetric, nor is the right matrix the left one, turned
         self._note((False, False), *ordered(squares, matrices), out, **options)
 
     def symmetric(
@@ -91,6 +94,7 @@ class Notes:
     ) -> None:
         """Notes symmetric products."""
         turned = [matrix.mT for matrix in left] if right is None else right
+        # without `right` products are X X^T
         self._note((True, right is None), left, turned, out, **options)
 
     def _note(
@@ -104,6 +108,7 @@ class Notes:
         **numbers: float,
     ) -> None:
         launch_numbers = ProductCoefficients(**numbers)
+        # one launch for each way in which matrices lie in memory
         launches = self._tables.prepared(
             factors_of(left, right, out, add, scale), symmetry, launch_numbers
         )
@@ -136,16 +141,20 @@ def parts_of(formats: Formats, shapes: Sequence[torch.Size]) -> list[MatrixGroup
     how: Orthogonal = formats.matrix.how
     parts = []
     for param, shape in enumerate(shapes):
+        # row: the rows of the parameter's matrices so far
         cuts, row = how.cuts(shape), 0
+        # a scale is of the whole parameter: its matrices are one part
         if formats.scaled:
             cut_shapes = [cut.shape for cut in cuts]
             if len(set(map(how.is_gram, cut_shapes))) > 1 or any(cut.runs[1:] for cut in cuts):
                 return None
             parts.append(MatrixGroup(param, row, cut_shapes, [(0, shape.numel())]))
             continue
+        # else each matrix is a part of its own
         for cut in cuts:
             parts.append(MatrixGroup(param, row, [cut.shape], cut.runs))
             row += cut.shape[0]
+    # no launch steps a part that begins within a block of numbers with one scale
     if any(first % (formats.block or 1) for part in parts for first, _ in part.runs):
         return None
     return [part for part in parts if shapes[part.param].numel()]
@@ -206,16 +215,22 @@ class Layout:
 
     def __init__(self, how: Orthogonal, parts: Sequence[MatrixGroup], is_gram: bool) -> None:
         self.how, self.is_gram, self.is_scaled = how, is_gram, how.precision == FP16
+        # end: numbers of all matrices so far, which is where the next part begins
         self.pieces, self.runs, end = list[WaveMatrix](), list[ElementRun](), 0
         for part in parts:
             row, begin = part.row, end
+            # the matrices of a part lie one behind another without gaps
             for shape in part.shapes:
                 self.pieces.append(WaveMatrix(part.param, row, shape, begin))
                 row, begin = row + shape[0], begin + math.prod(shape)
+            # and so do their runs: both are the same numbers, cut in two ways
             for first, size in part.runs:
                 self.runs.append(ElementRun(part.param, first, size, end))
                 end += size
+            # the next part begins at a multiple of UNIT bytes
             end = _rounded_up(begin, UNIT // how.dtype.itemsize)
+
+        # from here on areas are taken one behind another
         self.used, count = 0, len(self.pieces)
         """The workspace's bytes."""
         self.bins = self._take(torch.int64, count, BANKS, ROWS, 2)
@@ -223,12 +238,15 @@ class Layout:
         self.first = self._take(how.dtype, end)
         # directions that are cast when their norms are known: gone before what lies over them comes
         self.wide = Area(self.used, torch.float32, (end,)) if self.is_scaled else self.first
+        # products go from one of the two areas into the other and back
         self.second = self._take(how.dtype, end)
+        # squares [short, short] of each matrix, in rows of [short, short rounded up to WIDE]
         shorts = [min(piece.shape) for piece in self.pieces]
         self.squares = [
             [self._take(how.dtype, short, _rounded_up(short, WIDE)) for short in shorts]
             for _ in range(SQUARES[is_gram])
         ]
+        # where fp32 directions need more than the areas over which they lie
         self.used = max(self.used, self.wide.begin + self.wide.size)
 
     def _take(self, dtype: torch.dtype, *shape: int) -> Area:
@@ -242,8 +260,10 @@ class Layout:
 
     def room(self, workspace: torch.Tensor) -> Workspace:
         """Returns the matrices in a workspace."""
+        # of each matrix a view [rows, columns] in either area
         wholes = (self.first.of(workspace), self.second.of(workspace))
         first, second = ([piece.of(whole) for piece in self.pieces] for whole in wholes)
+        # without the numbers that fill rows up
         squares = [
             [area.of(workspace)[:, : area.shape[0]] for area in areas] for areas in self.squares
         ]
@@ -257,6 +277,7 @@ def _rounded_up(size: int, unit: int) -> int:
 def waves(how: Orthogonal, parts: Sequence[MatrixGroup], room: int) -> Iterator[Layout]:
     """Returns layouts of the parts that are stepped together, all in one form."""
 
+    # those of one shape follow each other: their products are one run of a launch
     def kind(part: MatrixGroup) -> Any:
         shape = part.shapes[0]
         return how.is_gram(shape), shape[0] > shape[1], shape
@@ -264,8 +285,10 @@ def waves(how: Orthogonal, parts: Sequence[MatrixGroup], room: int) -> Iterator[
     for is_gram, alike in groupby(sorted(parts, key=kind), lambda part: kind(part)[0]):
         wave, used = list[MatrixGroup](), 0
         for part in alike:
+            # the bytes of one part alone: several together take no more than the sum
             needed = Layout(how, [part], is_gram).used
             if wave and used + needed > room:
+                # the next part has no room any more: it begins another wave
                 yield Layout(how, wave, is_gram)
                 wave, used = [], 0
             wave.append(part)
@@ -284,20 +307,25 @@ class Norms:
 
     def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
         self._layout, self._ratios, device = layout, ratios, ratios.device
+        # the launches read a table as a step's, int64 [10, matrices]
         numels = [math.prod(piece.shape) for piece in layout.pieces]
         self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
+        # int64 [2, matrices], bytes from the workspace on: directions, and where their casts go
         self._places = numpy.stack([layout.places(layout.wide), layout.places(layout.first)])
 
     def step(self, workspace: torch.Tensor) -> None:
         """Makes the factors of the directions in a workspace."""
         layout = self._layout
+        # bins: int64 [matrices, BANKS, ROWS, 2]; scales: fp32 [5, matrices]
         bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
+        # the workspace may lie elsewhere than in the step before
         places = workspace.data_ptr() + self._places
         self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
         self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
         table = self._table.update(self._rows)
+        # squares are added up, make norms and factors, and by these fp16 directions are cast
         NormPlan(GRADS[layout.wide.dtype]).accumulate(table, self._chunks, bins.zero_())
         scales_by_norms(bins, self._ratios, scales, layout.how.eps, layout.is_scaled)
         if layout.is_scaled:
@@ -335,9 +363,11 @@ class SecondMoments:
 
     def __init__(self, layout: Layout, groups: Sequence[int], ratios: torch.Tensor) -> None:
         self._how, self._ratios, device = layout.how, ratios, ratios.device
+        # of each matrix: its parameter, the rows of that before it, its rows and columns
         params, firsts, shapes, _ = zip(*layout.pieces, strict=True)
         heights, widths = zip(*shapes, strict=True)
         self._params, self._firsts = list(params), numpy.array(firsts)
+        # a chunk a row: the kernels have a program for each row of all matrices
         self._chunks, self._table = Chunks(heights, ONE_ROW, device), DeviceTable(device)
         self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(heights)), dtype=numpy.int64)
         self._rows[int(muon_kernel.COLUMNS)] = widths
@@ -349,19 +379,26 @@ class SecondMoments:
         self, updates: numpy.ndarray, seconds: numpy.ndarray, left_out: torch.Tensor | None
     ) -> None:
         """Makes rows alike; updates: each matrix's address; seconds: each parameter's."""
+        # int64 [matrices], addresses: updates, and the fp32 number of each one's first row
         self._rows[int(muon_kernel.UPDATE)] = updates
         self._rows[int(muon_kernel.SECOND)] = seconds[self._params] + 4 * self._firsts
+
         table, ratios = self._table.update(self._rows), self._ratios
         count, rows, dtype = len(ratios), self._chunks.count, self._how.dtype
+        # fp32 [rows of all matrices] each, and fp32 [matrices]: one launch leaves them for the next
         squares, roots = ratios.new_empty((2, rows)).unbind()
         factors, (keeps, rest, eps) = torch.empty_like(ratios), numbers_of(self._how.beta2)
+
         tables: tuple[object, ...] = (table, self._chunks.table)
         options = {"ELEMENT": ELEMENTS[dtype], "SPAN": ONE_ROW.span, "num_warps": 2}
+        # each row: its sum of squares, its second moment, and the root of that
         arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
         controlled = {**options, "CONTROLLED": left_out is not None}
         call(muon_kernel.row_squares_kernel, rows, arguments, controlled)
+        # each matrix: the factor by which its norm stays, times the ratio
         arguments = (table, ratios, squares, roots, factors, count, eps)
         call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
+        # each row again: updates are written over themselves
         call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), options)
 
 
@@ -390,8 +427,10 @@ class PartLaunches:
         device: torch.device,
     ) -> None:
         assert formats.matrix is not None
+        # two elementwise launches over the same parts: one before the iteration and one behind it
         how, rule = formats.matrix.how, formats.matrix.rule
         parts = (params, firsts, sizes, groups, places, device)
+        # one writes directions as if they were weights, the other reads updates as gradients
         inner, apply = (
             inner_formats(formats, WEIGHTS[wide]),
             apply_formats(formats, GRADS[how.dtype]),
@@ -426,12 +465,14 @@ class Iteration:
 
     def __init__(self, layout: Layout, groups: Sequence[int], device: torch.device) -> None:
         self.layout, how = layout, layout.how
+        # fp32 [matrices], factors of the updates
         ratios = numpy.array([how.ratio(piece.shape) for piece in layout.pieces], numpy.float32)
         self._ratios, self._second = to_device(ratios, device), None
         if how.second_moment:  # behind which the ratios come
             self._second = SecondMoments(layout, groups, self._ratios)
             self._ratios = torch.ones_like(self._ratios)
         self._tables, self._products = Tables(), list[NotedLaunch]()
+        # where the workspace lies when products are noted
         self._noted_at, self.result = 0, layout.first
         """The area in which the updates are."""
 
@@ -445,11 +486,14 @@ class Iteration:
 
         Compiles their kernels, within calling.compiling_together.
         """
+        # `iterated` is run once, with what notes its products instead of making them
         layout, notes = self.layout, Notes(self._tables, workspace.device)
         room, scales = layout.room(workspace), MatrixScales(*layout.scales.of(workspace).unbind())
         result = iterated(room, scales, layout.how, layout.is_gram, notes)
         self._products, self._noted_at = notes.launches, workspace.data_ptr()
+        # it ends in one area or the other, by the number of steps and restarts
         self.result = layout.first if result is room.first else layout.second
+        # a kernel for each kind of product; the threads that compile them run at once
         for launch in self._products:
             launch.compile()
 
@@ -460,10 +504,12 @@ class Iteration:
         left_out: torch.Tensor | None,
     ) -> None:
         """Makes the products, by the factors in the workspace, and steps second moments."""
+        # launches follow each other on the current stream, each reads what the last has written
         base = workspace.data_ptr()
         for launch in self._products:
             launch(base - self._noted_at)
         if self._second is not None:
+            # int64 [matrices], addresses
             updates = base + self.layout.places(self.result)
             self._second.step(updates, addresses[SECOND_MOMENT], left_out)
 
@@ -480,6 +526,7 @@ class MuonWave:
         device: torch.device,
     ) -> None:
         self.layout, self._iteration = layout, Iteration(layout, groups, device)
+        # of each run its parameter, its place there, its numbers, its place in the workspace
         params, firsts, sizes, begins = zip(*layout.runs, strict=True)
         self._begins = numpy.array(begins)
         parts = (params, firsts, sizes, groups, places, device)
@@ -496,10 +543,12 @@ class MuonWave:
     ) -> None:
         """Takes a step; addresses: of parameters' tensors; left_out: controls of the update."""
         base, iteration = workspace.data_ptr(), self._iteration
+        # int64 [runs], addresses in the workspace: in fp16 directions are fp32 first
         directions, updates = (
             base + area.places(self._begins) for area in (self.layout.wide, iteration.result)
         )
         self._parts.look(addresses, directions, updates)
+        # momenta, then norms and casts, then products and second moments, then weights
         self._parts.direct(scalars, controls)
         iteration.norms.step(workspace)
         iteration.step(workspace, addresses, left_out)

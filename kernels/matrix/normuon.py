@@ -26,11 +26,13 @@ def numbers_of(beta2: float) -> tuple[float, float, float]:
 
 def added_up(values: torch.Tensor) -> torch.Tensor:
     """Returns the sums of the last dimension, fp32."""
+    # fp32 [..., LANES]: number i goes to lane i % LANES, in order
     count = values.shape[-1]
     lanes = values.new_zeros(*values.shape[:-1], LANES)
     for first in range(0, count, LANES):
         part = values[..., first : first + LANES]
         lanes[..., : part.shape[-1]] += part
+    # neighbours are added until one is left; LANES is a power of two
     while lanes.shape[-1] > 1:
         lanes = lanes[..., ::2] + lanes[..., 1::2]
     return lanes[..., 0]
@@ -43,12 +45,21 @@ def normalized(
 
     update: [rows, columns]; second: [rows].
     """
+    # fp32 [rows]
     squares = added_up(update.float().square())
+    # as fp32 numbers on the device, as a kernel has them
     numbers = (update.shape[1], *numbers_of(beta2), ratio)
     count, decay, rest, eps, ratio_32 = squares.new_tensor(numbers).unbind()
+
+    # the mean over steps of the mean of a row's squares; every NaN has one pattern
     second.copy_(canonical_reference(second * decay + squares / count * rest))
+    # rounding the fp64 root again is exact
     root = second.double().sqrt().float() + eps
+
+    # the norms of the whole matrix, with its rows divided and as it is
     after = added_up(squares / (root * root)).double().sqrt().float()
     before = added_up(squares).double().sqrt().float()
+    # one number: it keeps the norm, and brings the ratio in
     factor = before / torch.where(after < eps, eps, after) * ratio_32
+    # rounded once, to the update's dtype
     return (update.float() * (factor / root)[:, None]).to(update.dtype)

@@ -38,15 +38,18 @@ def inner_formats(formats: Formats, direction: Format = FLOAT32) -> Formats:
     Its gradient is what `before` makes, fp32, or the matrix's own.
     """
     assert formats.matrix is not None
+    # without `before` the step reads the parameter's own gradient; it never has a master
     grad = formats.grad if formats.matrix.rule.before is SAME else FLOAT32
     return replace(formats, grad=grad, weight=direction, master=NONE, matrix=None)
 
 
 def apply_formats(formats: Formats, update: Format = GRADS["float32"]) -> Formats:
     """Returns the formats of the update of weight and master by a matrix of this format."""
+    # the update is in the gradients' place, and moments have been stepped before
     update_formats = replace(
         formats, grad=update, moments=(), moment_names=(), maximize=False, matrix=None
     )
+    # an update is not rounded to the gradients' format, nor written back
     return replace(update_formats, rounds_grad=False, writes_grad=False)
 
 
@@ -93,8 +96,11 @@ class MatrixPlan:
         assert formats.matrix is not None
         self.making, self._is_shared = making, False
         self.formats, self.matrix, self.groups = formats, formats.matrix, groups
+        # of each parameter what transforms know; states put in what they keep
         places = places or in_order(len(groups))
         self.works = [Work(self.matrix.how, place) for place in places]
+
+        # a step is two elementwise ones with a transform between them
         self._inner, self._apply, self._step = inner_formats(formats), apply_formats(formats), step
         self._launches = launches
         self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
@@ -145,9 +151,11 @@ class MatrixPlan:
 
     def step(self, scalars: Scalars, controls: torch.Tensor | None = None) -> None:
         """Takes a step by what `works` keep; arguments as megaopt.kernels.backends.Plan's."""
+        # all matrices at once, or as another library steps them, or with other ranks
         if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
         else:
+            # one by one: the host waits for the controls, and passes over groups that are left out
             left_out = skips_of(controls, len(scalars))
             for index, group in enumerate(self.groups):
                 if self._buffers["weight"][index].numel() and not left_out[group]:
@@ -157,15 +165,23 @@ class MatrixPlan:
 
     def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
         rule, work = self.matrix.rule, self.works[index]
+        # fp32, of the parameter's shape
         grad = self.formats.grad.decode_reference(self.grad(index))
+        # what the moments are of: smaller where `before` projects
         low = self._through(rule.before, grad, work)
+
+        # a gradient stays as it is; what `before` made may be written over
         direction = torch.empty_like(low) if low is grad else low
         taken = self._buffers["grad"][index] if rule.before is SAME else low
+        # moments are stepped by the controls: unscaled, clipped
         tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
         place = self.matrix.low_place(work.place, grad.shape)
         self._step(tensors, self._inner, rule.inner, scalars, controls, place)
+
+        # fp32, of the parameter's shape again
         update = self._through(rule.after, direction, work)
         check_update(self.matrix, update, direction.dtype, grad.shape)
+        # the weight is stepped without controls: an update is no gradient
         tensors = self._tensors(self._apply, index, grad=update)
         self._step(tensors, self._apply, rule.apply, scalars, None, work.place)
 
@@ -180,6 +196,7 @@ class MatrixPlan:
 
         replacements: in the place of the matrix's.
         """
+        # the slots of these formats alone
         tensors = {slot: matrices[index] for slot, matrices in self._buffers.items()}
         return {slot: {**tensors, **replacements}[slot] for slot in formats.slots}
 
@@ -201,11 +218,13 @@ class LaunchedStep:
     ) -> None:
         """Steps as megaopt.kernels.step.reference.step_tensor; scalars may be on the device."""
         weight = tensors["weight"]
+        # a plan is of one tensor; tensors of one size and place share it
         key = (rule, formats, weight.numel(), weight.device, place)
         if key not in self._plans:
             arguments = (formats, rule, [weight.numel()], [0], weight.device, None, [place])
             self._plans[key] = TritonPlan(*arguments)
         plan = self._plans[key]
+        # a batch of one tensor, whose group has the only row
         plan.look({slot: [tensor] for slot, tensor in tensors.items()})
         row = None if controls is None else controls[None]
         plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], row)
@@ -235,8 +254,10 @@ class PartLaunch:
         places: Sequence[Place],
         device: torch.device,
     ) -> None:
+        # int64 [parts] each
         self._params = numpy.array(params, dtype=numpy.int64)
         self._firsts = numpy.array(firsts, dtype=numpy.int64)
+        # random bits go by where a part's numbers lie in the parameter
         parts = list(zip(params, firsts, sizes, strict=True))
         part_places = [places[param].after(first, size) for param, first, size in parts]
         tables = (list(sizes), [groups[param] for param in params], device, None, part_places)
@@ -248,11 +269,14 @@ class PartLaunch:
         addresses: of each parameter's tensors; part_addresses: of each part, in the place of these,
         by slot.
         """
+        # the plan's own rows are written: it has no tensors to look at
         plan = self._plan
         for slot, row in plan.addresses.items():
             now = part_addresses.get(slot)
             if now is None:
+                # int64 [parts]: where the parameter's tensor begins, and bytes before the part
                 now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+            # stale: the table on the device differs, and is uploaded with the next step
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
 
@@ -267,6 +291,7 @@ def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
     if form is None:  # a scale: of each block a byte, or of the whole tensor
         block = formats.by_slot[slot.removesuffix("_scale")].block
         return firsts // block if block else 0 * firsts
+    # packed: numbers in one element of the tensor
     return firsts * formats.dtype(slot).itemsize // form.packed
 
 
@@ -310,6 +335,7 @@ class CompiledStep:
     ) -> None:
         """Steps as megaopt.kernels.step.reference.step_tensor, by rules without lanes."""
         weight = tensors["weight"]
+        # a random word for each number, made outside of what is compiled
         words = words_of(weight, rule, scalars, place, formats.draws)
         # as a tensor: a step with other numbers is not another program
         row = torch.as_tensor(scalars[: rule.row_length], device=weight.device).unbind()
@@ -318,6 +344,7 @@ class CompiledStep:
         flat_tensors = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
         key = (rule.name, formats)
         if key not in self._known:
+            # dynamic: sizes are not fixed, so that one program steps tensors of all shapes
             function = partial(step_with_words, formats=formats, rule=rule)
             self._known[key] = torch.compile(function, dynamic=True)
         with torch._dynamo.config.patch(recompile_limit=LIMIT):

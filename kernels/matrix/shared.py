@@ -243,10 +243,13 @@ class PartSteps:
         device: torch.device,
     ) -> None:
         self._parts, self._formats = bucket.parts, formats
+        # of each part, in the order of `bucket.parts`: its parameter, and the count of its numbers
         self._params = [bucket.pieces[part.piece].param for part in bucket.parts]
         self._numels = [part.numel for part in bucket.parts]
+        # random bits go by the parameter's numbers, whichever rank has them
         pairs = zip(self._params, bucket.parts, strict=True)
         spots = [places[param].after(part.first, part.numel) for param, part in pairs]
+        # the rows of scalars and controls, by the parameters' groups
         rows = [groups[param] for param in self._params]
         self._plan = backend.plan(formats, rule, self._numels, rows, device, None, spots)
 
@@ -258,6 +261,7 @@ class PartSteps:
 
     def step(self, buffers: Buffers, scalars: Any, controls: Any, **replacements: Tensors) -> None:
         """Steps the parts of parameters' tensors; replacements: in the place of these, by slot."""
+        # each slot's tensors are views of the parameters' own, unless they are replaced
         cut_tensors = {
             s: self.cut(s, buffers[s]) for s in self._formats.slots if s not in replacements
         }
@@ -266,11 +270,14 @@ class PartSteps:
 
     def cut(self, slot: str, tensors: Tensors) -> Tensors:
         """Returns the parts of parameters' tensors, flat."""
+        # unit: the parameter's numbers to one number of the tensor
         form, unit = self._formats.by_slot.get(slot), 1
         if form is None:  # scales of blocks
             unit = self._formats.by_slot[slot.removesuffix("_scale")].block
         elif form.packed:
             unit = form.packed
+
+        # a part begins and ends at whole blocks and whole packed numbers
         return [
             tensors[param].detach().view(-1)[part.first // unit : (part.first + part.numel) // unit]
             for param, part in zip(self._params, self._parts, strict=True)
@@ -346,18 +353,23 @@ class TorchBucket:
         device: torch.device,
     ) -> None:
         assert formats.matrix is not None
+
         self._bucket, self._low, self._making, self._device = bucket, low, making, device
         self._groups, self._grad, rule = groups, formats.grad, formats.matrix.rule
         self._grad_dtype = formats.dtype("grad")
         self._before = rule.before
+        # the moments are of the low bucket, and so are the directions
         inner, apply = inner_formats(formats, making.direction), apply_formats
         self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
+        # updates come back in the dtype that ranks send, in the place of gradients
         update = apply(formats, GRADS[making.sent.dtype])
         self.apply = PartSteps(bucket, update, rule.apply, groups, places, plans, device)
+
         self.room = 0
         """Bytes that launches take while updates are made."""
         self.sums: torch.Tensor | None = None
         """The sums that ranks add up between `direct` and `send`."""
+        # of one step: what one phase makes and a later one reads
         self._notes: Any = None
         self._directions: Tensors = []
         self._out: Tensors = []
@@ -371,41 +383,53 @@ class TorchBucket:
 
     def send_grads(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Leaves this rank's parts of gradients in `near`, where `before` makes others of them."""
+        # one part behind another, as the exchange sends them
         into = self.apply.views(memory.near.view(self._grad_dtype))
         if into:
             torch._foreach_copy_(into, self.apply.cut("grad", run.buffers["grad"]))
 
     def renew(self, run: SharedStepRun, memory: BucketMemory) -> Tensors:
         """Makes anew what is kept, of the whole gradients in `far`, and returns these."""
+        # the gradients leave `far` here: what is made of them may be written over it
         grads = unpacked(self._bucket, memory.far.view(self._grad_dtype))
         renewed(self._bucket, run.renewal, grads)
         return grads
 
     def project(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Makes what `before` makes of gradients, and leaves its parts in `far`."""
+        # fp32 [rows, columns] of each matrix that this rank makes
         grads = map(self._grad.decode_reference, self.renew(run, memory))
         pairs = zip(grads, params_of(self._bucket), strict=True)
+        # the smaller matrices of which the moments are
         lows = [self._before.run(grad, run.works[param]) for grad, param in pairs]
         pack(self._low, lows, memory.far.view(self._making.sent.dtype))
 
     def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps moments, and makes directions."""
+        # without `before` directions are made of parameters' own gradients, and sent from `near`
         making, sent = self._making, memory.near
         grads: dict[str, Any] = {}
         if self._before is not SAME:
+            # `near` has what the owners made of gradients: directions go elsewhere
             near = memory.near.view(making.sent.dtype)
             sent, grads = memory.wide, {"grad": self.inner.views(near, self._low.returned)}
+
+        # where formats are alike directions are made in the place from which they are sent
         self._out = self.inner.views(sent.view(making.sent.dtype))
         self._directions = self._out
         if making.direction.dtype is not making.sent.dtype:
             self._directions = self.inner.views(memory.wide.view(making.direction.dtype))
+
+        # the inner rule writes directions where other rules write weights
         numbers = (run.buffers, run.scalars, run.controls)
         self.inner.step(*numbers, weight=self._directions, **grads)
+        # this rank's share of the sums: SharedSteps adds up what all ranks have
         if self.sums is not None:
             making.measure(self._directions, self._low.parts, self.sums)
 
     def send(self, memory: BucketMemory) -> None:
         """Makes what is sent of the directions, by the sums over all ranks."""
+        # of all matrices of the bucket: the sums of other owners' matrices are here, too
         self._notes = self._making.notes(self.sums, self._low.pieces)
         self._making.send(self._directions, self._low.parts, self._notes, self._out)
 
@@ -419,28 +443,39 @@ class TorchBucket:
 
         But for groups that are left out. update: of the matrix that ranks have made together.
         """
+        # the matrices of this rank, and views of what their states keep
         bucket, making = self._bucket, self._making
         pieces = [bucket.pieces[index] for index in bucket.indices]
         states = [_kept(run.works, piece) for piece in pieces]
+
+        # the host does not know which groups are left out: a copy of all is kept
         before: list[dict[str, torch.Tensor]] = []
         if run.controls is not None:
             before = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+
         updates: Tensors
         far = memory.far.view(making.sent.dtype)
         if update is None:
             wholes = unpacked(self._low, far)
+            # each owner makes its own matrices
             updates = making.make(wholes, bucket.pieces, bucket.indices, self._notes, states)
         else:
+            # all ranks have the update, and its owner alone steps what is kept
             updates = making.finish([update], states) if pieces else []
+
+        # groups that are left out get their copy again; without controls the loop is empty
         for piece, state, old in zip(pieces, states, before, strict=False):
             assert run.controls is not None
             is_left_out = run.controls[self._groups[piece.param], SKIP] != 0
             for name, tensor in state.items():
                 tensor.copy_(torch.where(is_left_out, old[name], tensor))
+
+        # the directions have been copied out of `far`: updates take their place
         pack(bucket, updates, far)
 
     def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps weights and masters by the updates' parts that have come back."""
+        # parts come ordered by owner, which need not be the order in which they are stepped
         back = memory.back.view(self._making.sent.dtype)
         parts = self.apply.views(back, self._bucket.returned)
         self.apply.step(run.buffers, run.scalars, run.left_out, grad=parts)
@@ -449,6 +484,7 @@ class TorchBucket:
 
 def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
     """Makes the matrices `bucket.indices` of the parts that have come."""
+    # whole matrices [rows, columns], new memory beside the message
     matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.indices]
     pairs = _boxes_beside_parts(bucket.unpacked, matrices, far)
     if pairs:
@@ -458,6 +494,7 @@ def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
 
 def renewed(bucket: Bucket, renewal: Renewal, grads: Sequence[torch.Tensor]) -> None:
     """Makes anew what is kept of the matrices `bucket.indices` whose turn it is."""
+    # all ranks know all turns, and each renews what it owns
     grads_by_param = dict(zip(params_of(bucket), grads, strict=True))
     turns = [param for param in renewal.turns if param in grads_by_param]
     renewal.renew(turns, lambda index: grads_by_param[turns[index]])
@@ -470,6 +507,7 @@ def params_of(bucket: Bucket) -> list[int]:
 
 def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
     """Writes the parts of the updates of `bucket.indices`."""
+    # every rank's part of each matrix, one rank's parts behind another's
     pairs = _boxes_beside_parts(bucket.packed, [update.contiguous() for update in updates], far)
     if pairs:
         torch._foreach_copy_([part for _, part in pairs], [box for box, _ in pairs])
@@ -481,6 +519,7 @@ def _boxes_beside_parts(
     """Returns views of the boxes in matrices, each beside that of its numbers in a message."""
     pairs = []
     for index, first, rows, columns, stride, place in boxes:
+        # both views are [rows, columns]: in the matrix rows are `stride` apart, in the message not
         box = matrices[index].view(-1)[first:].as_strided((rows, columns), (stride, 1))
         pairs.append((box, far[place : place + rows * columns].view(rows, columns)))
     return pairs
@@ -535,39 +574,52 @@ class SharedSteps:
     ) -> None:
         assert formats.matrix is not None
         self._making, self._exchange, self._device = making, exchange, device
+
         self._local = local
         self._before = formats.matrix.rule.before
         self._is_projected, self._grad_dtype = self._before is not SAME, formats.dtype("grad")
+        # the formats of the gradients' norm: without moments and master
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measure = partial(
             backend.plan, measured, making.matrix.rule.apply, groups=groups, device=device
         )
         self._measured: Any = None
+
+        # each bucket has its own steps, planned once
         plans = making.plans or backend
         sides = (groups, places, low_places, plans, device)
         self._ways = []
         for bucket, low in zip(exchange.buckets, exchange.lows, strict=True):
+            # a matrix that all ranks make together has no launches
             if making.launches is not None and bucket.owner is None:
                 low_arguments = (low, low_places) if self._is_projected else ()
                 steps = making.launches(bucket, formats, groups, places, device, *low_arguments)
             else:
                 steps = TorchBucket(bucket, low, formats, making, *sides)
             self._ways.append(BucketSteps(bucket, low, steps))
+
         by_launches = all(not isinstance(way.steps, TorchBucket) for way in self._ways)
         self.is_captured = by_launches and (not self._ways or exchange.keeps_order)
         """A CUDA graph can repeat a step: launches, and messages of NCCL if there are any."""
+        # the layout of a step's memory, which is taken in `ready`
         self._places = self._placed([way.steps for way in self._ways])
         self.many_calls = device.type == "cpu"  # elsewhere nobody has memory for copies
         self.renewal = NOTHING_NEW
         """The renewal that the next step makes."""
+        # for each rank the count of numbers that states keep for the matrices it owns
         self._lengths = [
             sum(_kept_numel(state_shapes, piece) for piece in pieces) for pieces in exchange.owned
         ]
+
+        # memory of one step: from `ready` to the end of `_go`
         self._memory: list[BucketMemory] = []
         self._rooms: list[Any] = []
         self._spread_room: torch.Tensor | None = None
+
+        # fp32 [COUNT] and bool [COUNT]: of controls an update is told SKIP alone
         self._neutral = torch.tensor(NEUTRAL, device=device)
         self._skip = torch.arange(COUNT, device=device) == SKIP
+        # fp32 [groups, numbers of a rule]: the scalars for launches
         self._rows = DeviceTable(device)
         self._lay: list[Any] | None = None
         """The addresses of tensors and memory in the last step, if it was whole."""
@@ -575,6 +627,7 @@ class SharedSteps:
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
+        # this rank's own numbers, whichever matrices they are of
         if self._measured is None:
             self._measured = self._measure(numels=[grad.numel() for grad in buffers["grad"]])
         self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
@@ -589,10 +642,12 @@ class SharedSteps:
         know of the sums over all is asked for while no long message is in front of it.
         """
         if self._is_projected:
+            # gradients go there, low ones come back, directions go there, updates come back
             return [
                 *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
                 *((3, self._make), (3, self._return), (4, self._finish)),
             ]
+        # updates of the bucket two turns before leave ahead of this one's directions
         return [
             *((0, self._direct), (2, self._return), (0, self._leave)),
             *((1, self._make), (2, self._finish)),
@@ -606,24 +661,34 @@ class SharedSteps:
         back from an owner makes room for what comes there next, where messages keep their order.
         """
         making, exchange = self._making, self._exchange
+        # bytes: near, parts; far, whole matrices; room, launches; wide, directions of another dtype
         near, far = (making.sent.dtype.itemsize * most for most in exchange.most)
         room, wide = max((bucket_steps.room for bucket_steps in steps), default=0), 0
         if self._is_projected or making.direction.dtype is not making.sent.dtype:
             wide = making.direction.dtype.itemsize * exchange.most[0]
+
+        # how many areas there are of each kind
         nears, fars, wides = 2, 2 if exchange.keeps_order else 3, 1
         if self._is_projected:
+            # buckets of five turns are on their way at once, and no two share an area
             nears = fars = wides = 5
         elif room:  # an iteration has ended when directions are made of the next ones
             room, wides = max(room, wide), 0
         # of a few buckets each has its own
         nears, fars, wides = (min(areas, max(len(steps), 1)) for areas in (nears, fars, wides))
+
+        # the areas in their order: room, then those of near, of far and of wide
         needed = [room, *[near] * nears, *[far] * fars, *[wide] * wides]
         sizes = [-(-size // ALIGNED) * ALIGNED for size in needed]
+        # bytes before each area, and the places of each kind's areas among all
         begins, areas = list(accumulate(sizes, initial=0)), range(len(sizes))
         near_areas, far_areas = areas[1 : 1 + nears], areas[1 + nears : 1 + nears + fars]
+        # without an area of their own wide directions lie in `room`
         wide_areas = areas[1 + nears + fars :] or areas[:1]
+
         places = []
         for turn, bucket_steps in enumerate(steps):
+            # updates come back into `near` of the next bucket, whose directions have left it
             ahead = 0 if self._is_projected else 1
             places.append(
                 {
@@ -634,6 +699,7 @@ class SharedSteps:
                     "room": 0,
                 }
             )
+            # launches make their tables by this, before any memory is there
             bucket_steps.lie({name: begins[area] for name, area in places[-1].items()})
         return sizes, places
 
@@ -641,14 +707,18 @@ class SharedSteps:
         """Takes the memory in which ranks exchange, before they meet: a rank without it says so."""
         making, exchange = self._making, self._exchange
         sizes, places = self._places
+        # one allocation, and views of it for each bucket
         whole = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         areas = torch.split(whole, sizes)
         self._memory = [
             BucketMemory(whole, **{name: areas[area] for name, area in place.items()})
             for place in places
         ]
+
         for way in self._ways:
             way.steps.ready()
+
+        # a matrix that all ranks make has the memory of its iteration on each of them
         together = [way.bucket for way in self._ways if way.bucket.owner is not None]
 
         def new(count: int, dtype: torch.dtype = making.sent.dtype) -> torch.Tensor:
@@ -661,6 +731,8 @@ class SharedSteps:
             )
             for shape in (bucket.pieces[0].shape for bucket in together)
         ]
+
+        # fp32: the owners' states on their way to all ranks
         if self._before.renew is None and any(self._lengths):
             numel = room_of(self._lengths, exchange.rank)
             self._spread_room = new(numel, torch.float32)
@@ -672,15 +744,21 @@ class SharedSteps:
 
         A rank that fails goes on with the exchange, as others wait for it, and raises at its end.
         """
+        # no other rank waits for these, and nothing of them is sent
         if self._local is not None:
             self._try(self._local.step, buffers, works, scalars, controls)
+
+        # fp32 [groups, COUNT]: neutral but for SKIP, as an update has no loss scale
         left_out = None
         if controls is not None:
             left_out = self._try(torch.where, self._skip, controls, self._neutral)
+        # launches read scalars on the device: those that changed are uploaded
         if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
             scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
+
         run = SharedStepRun(buffers, works, scalars, controls, left_out, self.renewal)
         if self._making.launches is not None and self._memory:
+            # launches keep their tables as long as all tensors and the memory lie where they did
             before, self._lay = self._lay, None
             lies: list[Any] = [row.tobytes() for row in run.addresses.values()]
             lies.append(self._memory[0].whole.data_ptr())
@@ -693,6 +771,7 @@ class SharedSteps:
     def renew(self, buffers: Buffers, works: Sequence[Work]) -> None:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""
         if self.renewal.turns:
+            # as a step: all ranks take memory, gradients go to owners, and these renew
             self.ready()
             self._lay = None  # launches hear of other memory than the last step's
             run = SharedStepRun(buffers, works, None, None, None, self.renewal)
@@ -701,8 +780,10 @@ class SharedSteps:
     def _go(
         self, phases: Sequence[tuple[int, Callable[[int, SharedStepRun], None]]], run: SharedStepRun
     ) -> None:
+        # last: turns after the last bucket's first phase until its last phase
         count, last = len(self._ways), max(behind for behind, _ in phases)
         try:
+            # all ranks go through the same turns and phases: no message is without its partner
             for turn in range(count + last):
                 for behind, phase in phases:
                     if 0 <= turn - behind < count:
@@ -711,6 +792,7 @@ class SharedSteps:
         except Exception as later:
             # after a fault of the device every call fails: the first error tells of the cause
             self._error = self._error or later
+        # what was taken for the step goes; an error is raised when no other rank waits for this one
         self._memory, self._rooms, self.renewal = [], [], NOTHING_NEW
         error, self._error = self._error, None
         if error is not None:
@@ -731,29 +813,36 @@ class SharedSteps:
     def _send(self, turn: int, run: SharedStepRun) -> None:
         """Gradients go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
+        # this rank's parts, from the gradients to `near`
         self._try(way.steps.send_grads, run, memory)
+        # near -> far, to each owner; nobody waits yet
         size = self._grad_dtype.itemsize
         way.on_its_way = self._exchange.there(way.bucket, memory.near, memory.far, size)
 
     def _project(self, turn: int, run: SharedStepRun) -> None:
         """Owners make another matrix of each gradient, of which each rank gets its part."""
         way, memory = self._ways[turn], self._memory[turn]
+        # the owner waits for the gradients of all ranks
         way.arrive()
         self._try(way.steps.project, run, memory)
+        # far -> near, to each rank: of the low matrices the parts that it has moments of
         size = self._making.sent.dtype.itemsize
         way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, size)
 
     def _renew(self, turn: int, run: SharedStepRun) -> None:
         """Owners make anew what is kept."""
+        # the owner waits for the gradients of all ranks; nothing goes back
         self._ways[turn].arrive()
         self._try(self._ways[turn].steps.renew, run, self._memory[turn])
 
     def _direct(self, turn: int, run: SharedStepRun) -> None:
         """Moments are stepped, and directions made."""
         way, memory = self._ways[turn], self._memory[turn]
+        # this rank waits for its parts of the low gradients
         if self._is_projected:
             way.arrive()
         self._try(way.steps.direct, run, memory)
+        # all ranks add up, also one that has failed; the cast of `send` goes by the sums
         if way.steps.sums is not None:
             self._exchange.add_up(way.steps.sums)
         self._try(way.steps.send, memory)
@@ -761,44 +850,56 @@ class SharedSteps:
     def _leave(self, turn: int, run: SharedStepRun) -> None:
         """Directions go to the owners."""
         way, memory = self._ways[turn], self._memory[turn]
+        # parts lie in `near`, but for projected ones: there `near` has the low gradients
         sent, form = memory.near, self._making.sent
         if self._is_projected:
             sent, form = memory.wide, self._making.direction
+        # near or wide -> far, to each owner; `_make` waits for it a turn later
         size = form.dtype.itemsize
         way.on_its_way = self._exchange.there(way.low, sent, memory.far, size)
 
     def _make(self, turn: int, run: SharedStepRun) -> None:
         """Owners make updates."""
         way, memory = self._ways[turn], self._memory[turn]
+        # the owner waits for the parts of all ranks
         way.arrive()
+        # a bucket of one matrix that all ranks make: its tiles go round here
         update = None if way.bucket.owner is None else self._made_together(way, memory)
         self._try(way.steps.make, run, memory, update)
 
     def _made_together(self, way: BucketSteps, memory: BucketMemory) -> torch.Tensor:
         """Makes the update of a matrix whose tiles all ranks make, before any second moment."""
+        # room: the iteration's memory; spare: what tiles are exchanged in
         exchange, owner, (room, spare) = self._exchange, way.bucket.owner, self._rooms.pop(0)
         assert owner is not None
+        # one rank has put the direction together, [rows, columns]
         if owner == exchange.rank:
             far = memory.far.view(self._making.sent.dtype)
             self._try(lambda: room.first[0].copy_(unpacked(way.bucket, far)[0]))
+        # all get it whole, and each makes its tiles of every product
         exchange.hand_out(room.first[0], owner)
+
         tiles = TiledProducts(exchange, spare, self._error)
         try:
             update: torch.Tensor = self._making.together(room, way.steps.notes, tiles)
         finally:
+            # this rank's, of before or of its tiles
             self._error = tiles.error
         return update
 
     def _return(self, turn: int, run: SharedStepRun) -> None:
         """Updates go back, into what the directions of the next bucket have left."""
         way, memory = self._ways[turn], self._memory[turn]
+        # updates come into the next bucket's `near`: its directions must have left
         if not self._is_projected and turn + 1 < len(self._ways):
             self._ways[turn + 1].arrive()
+        # far -> back, to each rank that has parts; `_finish` waits for it
         size = self._making.sent.dtype.itemsize
         way.on_its_way = self._exchange.back(way.bucket, memory.far, memory.back, size)
 
     def _finish(self, turn: int, run: SharedStepRun) -> None:
         """Weights and masters are stepped."""
+        # this rank waits for the updates of its parts, from all owners
         self._ways[turn].arrive()
         self._try(self._ways[turn].steps.finish, run, self._memory[turn])
 
@@ -807,30 +908,39 @@ class SharedSteps:
     def _tell(self, run: SharedStepRun) -> None:
         """Every rank gets what the owners have made of what states keep."""
         if self._before.renew is None:
+            # every step changes what is kept: all of it goes, in one message
             return self._spread(run.works)
+        # the owner of each parameter's matrix
         owners = {p.param: i for i, pieces in enumerate(self._exchange.owned) for p in pieces}
+        # the same parameters in the same order on all ranks
         for param in run.renewal.turns:
             work = run.works[param]
             for tensor in work.kept.values():
                 self._exchange.hand_out(tensor, owners[param])
+            # None: this rank does not know whether the owner has made it, and looks it up later
             work.is_made = work.is_made or None
 
     def _spread(self, works: Sequence[Work]) -> None:
         """Gives all ranks what owners have stepped, in one message."""
+        # None: no state keeps anything
         memory, self._spread_room = self._spread_room, None
         if memory is None:
             return
+        # for each rank what is kept for the matrices that it owns, as views of this rank's states
         states = [
             [_kept(works, piece) for piece in rank_pieces] for rank_pieces in self._exchange.owned
         ]
         tensors = [
             [tensor for state in rank_states for tensor in state.values()] for rank_states in states
         ]
+
+        # fp32: first those of rank 0's matrices, then rank 1's
         numbers = self._exchange.spread(tensors[self._exchange.rank], self._lengths, memory)
         flat = [tensor for rank_tensors in tensors for tensor in rank_tensors]
         for tensor, part in zip(
             flat, torch.split(numbers, [tensor.numel() for tensor in flat]), strict=True
         ):
+            # this rank's own come back as they were sent
             tensor.copy_(part.view(tensor.shape))
 
 
@@ -844,4 +954,5 @@ def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: Param
     shapes = state_shapes[piece.param].values()
     if piece.rows is WHOLLY:
         return sum(map(math.prod, shapes))
+    # a matrix of several in a parameter has its rows of each tensor
     return sum((piece.rows.stop - piece.rows.start) * math.prod(shape[1:]) for shape in shapes)

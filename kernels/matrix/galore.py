@@ -217,7 +217,7 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     """Makes a projection of the whole gradient."""
     how, state_projection, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
-    # bf16 gradients stay bf16 for fast products, others go on in fp32 or fp64
+    # where products need not be ieee, bf16 gradients stay bf16; others go on in fp32 or fp64
     stays = grad.dtype == torch.bfloat16 and how.precision != IEEE
     grad = scaled(grad if stays else grad.to(_wide(grad)))
     # fp64, of shape (); shared by the projection and its energy
@@ -376,7 +376,7 @@ def iterated(
     # as on the right: matrix [m, n], basis [rank, n]
     matrix, basis = (grad, start) if right else (grad.mT, start.mT)
     whole = square(grad) if whole is None else whole
-    # fp64, so that what passes add up is not rounded in between
+    # fp64 [rank, n]: each pass adds it, times the shift, to what it found
     exact, are_bases = basis.double(), []
     # fp32 [rank, n], a little of which opens directions that the basis lacks
     numbers = _random_numbers(basis.shape[1], low_rank.rank, seed, grad.device)

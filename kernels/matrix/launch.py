@@ -305,8 +305,8 @@ def launched_plan(
     """
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
-    # places: by default every matrix is a parameter of its own, from its first number on
     how = How(formats, low_rank, kernel, tiles or tiles_of(low_rank))
+    # by default every matrix is a whole parameter of its own
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
     return MatrixPlan(formats, groups, places, launches=launches)
@@ -410,7 +410,7 @@ class How:
         low_rank, strip = self.low_rank, self.tiles.strip
         is_projection = low_rank.side == LEFT
         is_rounded = low_rank.precision == BF16 or self.fused or is_projection
-        # what has no room, or does not lie as descriptors need it, goes by pointers
+        # other matrices go by pointers and masks
         if (
             not (self.tiles.ahead and is_rounded)
             or low_rank.rank % 8
@@ -456,8 +456,8 @@ class GaLoreLaunches:
         groups: Sequence[int],
         places: Sequence[Place],
     ) -> None:
-        # bytes of the workspace that a wave may take
         formats, sizes = how.formats, [shape.numel() for shape in shapes]
+        # bytes of the workspace that a wave may take
         room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
         self._waves = []
         # a wave is some of the batch's matrices, which are launched over together
@@ -484,8 +484,8 @@ class GaLoreLaunches:
         self, buffers: Buffers, works: Sequence[Work], scalars: Scalars, controls: Any
     ) -> None:
         """Takes one step of every matrix, by its projection."""
-        # the first factors have to lie without gaps, so others are copied
         scalars = self._measured.on_device(scalars)
+        # kernels take projections without gaps: others are copied
         state_projections = [work.kept[PROJECTION] for work in works]
         projections = [projection.contiguous() for projection in state_projections]
         # uint8, taken anew in each step; waves use it one after another, on one stream
@@ -606,21 +606,22 @@ class Products:
         places: Sequence[Place],
     ) -> None:
         self._shapes, self._device, self._apply, self._rule = shapes, device, apply, rule
-        # where each projected gradient begins in the workspace; matrices of a wave are alike
+        # where each projected gradient begins in the workspace, int64 [matrices], in numbers
         self._firsts, self.numel = places_of([how.low_numel(shape) for shape in shapes])
+        # the matrices are alike: the first one speaks for all
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
         tile_set, rank = how.tiles, how.low_rank.rank
         self._project_tile = first = tile_set.project if self._even[0] else tile_set.uneven_project
         self._back_tile = last = tile_set.back if self._even[1] else tile_set.uneven_back
 
-        # the tiles of each matrix: of its projected gradient, and, by strips, of itself
+        # the tiles of each matrix: of its projected gradient, and of itself, side by side in strips
         outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
-        # with few tiles of many slabs each slab has a program, so that all processors have work
         if how.kernel == BY_SHAPE:
             how = replace(how, kernel=how.by_shape(sum(tiles)))
         self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
+        # with few tiles of many slabs each slab has a program, so that all processors have work
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
@@ -679,10 +680,10 @@ class Products:
         # straight copies of all projections, then, for tf32, the turned ones
         straight = room.data_ptr() + size * numpy.cumsum([0, *self._copies[:-1]])
         turned = straight + size * (count - 1) * sum(self._copies)
-        # sums go along what lies without gaps: for one launch straight, for the other turned
+        # terms lie one behind another: for one launch straight, for the other turned
         first, last = (straight, turned) if how.low_rank.side == RIGHT else (turned, straight)
         self._rows[kernel.FIRST_FACTOR.value], self._rows[kernel.LAST_FACTOR.value] = first, last
-        # rounding is the same for all gradients: even does not matter
+        # not even: the last tiles of a projection may not be whole
         options = {"PRODUCT": self._product(how.formats.grad, False), "BLOCK": ROUNDED}
         tables = (self._table.update(self._rows), self._round_tiles.table)
         arguments, launch_options = (*tables, len(self._shapes)), {"SPAN": ONE_TILE.span}
@@ -760,7 +761,7 @@ class Products:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
-        # AMD's compiler has no such limit
+        # a limit for NVIDIA's GPUs alone
         if tile.registers is not None and torch.version.hip is None:
             options["maxnreg"] = tile.registers
         arguments = (table, self._back_tiles.table, scalars, controls, *numbers)

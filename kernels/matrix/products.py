@@ -35,7 +35,7 @@ def rounded_to_tf32(value):
             "cvt.rn.tf32.f32 $0, $1;", "=r,f", [value], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        # to 10 bits of the mantissa: half of the last place is added, less one where it is even
+        # to 10 bits of the mantissa: what is cut off carries from half a place on, at a tie to even
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
         # a NaN could be carried into another number

@@ -51,7 +51,7 @@ def call(
         # numpy, which the interpreter computes with, warns of what IEEE 754 defines
         with numpy.errstate(all="ignore"):
             function[(programs,)](*arguments, **options, enable_fp_fusion=False)
-    # Triton launches on the current device: others become it for a while
+    # Triton launches on the current device: another one is made current for the launch
     elif device.type != "cuda" or device.index == torch.cuda.current_device():
         _launch(function, programs, arguments, options, device.index)
     else:

@@ -265,7 +265,7 @@ def project_kernel(
     rows, columns = shape_of(entries, PRODUCT)
     length, terms = (columns, rows) if LEFT else (rows, columns)
 
-    # SLABS programs follow each other; apart they share a tile, and else each has its own
+    # SLABS programs follow each other; with APART they share a tile, else each has its own
     BLOCKS: tl.constexpr = (RANK + RANKS - 1) // RANKS
     part, tile = tile % SLABS, tile // SLABS
     if not APART:
@@ -280,7 +280,7 @@ def project_kernel(
     projection_ptr = entry(entries, FIRST_FACTOR).to(tl.pointer_type(PRODUCT.projection_element))
     projection_ptr += rank.to(tl.int64) * (1 if LEFT and not PRODUCT.turned else terms)
 
-    # fp32 [OUTER, RANKS]; apart the sum of one slab alone
+    # fp32 [OUTER, RANKS]; with APART the sum of one slab alone
     total = tl.zeros((OUTER, RANKS), tl.float32)
     for slab in range(1 if APART else SLABS):
         # the last slab of a matrix may be shorter
@@ -339,11 +339,11 @@ def project_kernel(
             piece_offsets, piece_inside = low_places(first, ends, stride, AT_ONCE, COLUMNS)
             piece_mask = None if PRODUCT.even else piece_inside
             places = piece_offsets
-            # directions go elsewhere than moments
+            # turned directions lie in another order than moments
             if TURNED:
                 row, column = first + tl.arange(0, AT_ONCE), tl.arange(0, COLUMNS)
                 places = column[None, :] * RANK + row[:, None]
-            # apart the sums of all slabs come from the workspace, in their order
+            # apart, the sums of all slabs come from the workspace, in their order
             piece_total = added_slabs(low_ptr, piece_offsets, piece_mask, workspace, SUMS)
             step_low(
                 chunk, piece_offsets, piece_mask, piece_total, direction_ptr + places, PRODUCT, STEP

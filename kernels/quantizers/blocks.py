@@ -51,7 +51,7 @@ def tile_as_one(
         stored = (tile.first_row // TILE) * tile.scale_stride + tile.first_column // TILE
         tl.store(tile.scale_inv_ptr + stored, scale_inv)
         remainder_ptr = remainder_pointer(chunk.column, chunk.start, FORMATS)
-        # larger pieces than before, as a cast needs fewer registers than a step
+        # then the cast: masters are read once more, in larger pieces
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)

@@ -54,7 +54,7 @@ def noted(param, amax_bits, mask, FORMATS: tl.constexpr):
 def remainder_pointer(column, start, FORMATS: tl.constexpr):
     """Returns a pointer to what lies beside a chunk's codes, where there is something."""
     FORMAT: tl.constexpr = FORMATS.remainder
-    # masters that are joined with codes are remainders themselves
+    # a joined master lies beside the codes itself; other remainders have buffers of their own
     ROW: tl.constexpr = MASTER if FORMATS.master.joined else WEIGHT_REMAINDER
     return pointer(column, ROW, start, FORMAT)
 

@@ -34,7 +34,7 @@ def begin(column, FORMATS: tl.constexpr):
 @helper
 def put(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
     value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
-    # weights without masters: what lies beside the codes is stored in the masters' place
+    # codes are masters, too: what lies beside them is the joined master
     if FORMATS.in_place:
         store_codes(pointers.weight, pointers.master, block, value * scale, words, FORMATS)
     else:

@@ -85,7 +85,7 @@ class CastPlan:
         for slots, table in self._tables.items():
             if slots[0] in buffers:
                 self._uploaded[slots] = table.update(self._rows_of(slots, buffers))
-        # a step's table has the strides too
+        # the step's table, too, has how far apart rows of scale_inv lie
         if self.in_blocks:
             strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
             row = self._steps.rows[table_rows.WEIGHT_SCALE_STRIDE.value]
@@ -122,7 +122,7 @@ class CastPlan:
             if tiles:
                 arguments = (self._steps.table(), self._tiles, scalars, controls, *sizes)
                 call(tile_kernel, tiles, arguments, options)
-        # what the step leaves to be done at all
+        # stores that leave everything: the step has found no amaxes
         if store.left is Left.ALL:
             self._pass_over_masters(only_amax=True)
 

@@ -125,7 +125,7 @@ def reciprocal_reference(scale: torch.Tensor) -> torch.Tensor:
 @helper
 def e8m0_from_amax(amax, code_max_inverse):
     """The E8M0 code, int32, of amax * code_max_inverse, rounded up to a power of two."""
-    # the fp32 pattern of the scale that would be exact
+    # int32, the fp32 pattern of what is rounded up
     bits = (amax * code_max_inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = bits >> 23
     # what is exactly a power of two stays; of the subnormal numbers 2**-127, and 0 for below it

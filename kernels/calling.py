@@ -51,6 +51,7 @@ def call(
         # numpy, which the interpreter computes with, warns of what IEEE 754 defines
         with numpy.errstate(all="ignore"):
             function[(programs,)](*arguments, **options, enable_fp_fusion=False)
+    # Triton launches on the current device: another one is made current for the launch
     elif device.type != "cuda" or device.index == torch.cuda.current_device():
         _launch(function, programs, arguments, options, device.index)
     else:
@@ -72,6 +73,7 @@ class Again:
     def __call__(self, arguments: tuple[object, ...]) -> None:
         """Launches the kernel; arguments: as those of the first call."""
         function, programs, options = self._configuration
+        # first call, or one under hooks or on another current device: the whole way
         if self._entry is None or function.pre_run_hooks or self._is_elsewhere():
             call(function, programs, arguments, options)
             if not INTERPRETED:
@@ -120,12 +122,15 @@ class Replayed:
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._key = None  # the graph stays until later: dropped here it would end the capture
             launches()
+        # something has changed: launched one by one, and remembered
         elif key != self._key:
             self._graph, self._key = None, key
             launches()
+        # no graphs here, or as many as are allowed
         elif self._graph is None and not self._left:
             launches()
         else:
+            # the same as the time before: captured now, and replayed from now on
             if self._graph is None:
                 self._left -= 1
                 self._graph = self._captured(launches)
@@ -135,6 +140,7 @@ class Replayed:
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()  # what is collected within a capture, as another graph, may end the process
         try:
+            # the stream of its own is for the capture alone; the replay goes to the current one
             with torch.cuda.stream(self._stream):
                 # torch.cuda.graph would wait for the device and give its unused memory back
                 graph.capture_begin(capture_error_mode="relaxed")
@@ -167,10 +173,12 @@ def _launch(
     if function.pre_run_hooks or torch.version.hip is not None or (not entry and key in _compiled):
         function[(programs,)](*arguments, **options, enable_fp_fusion=False)
         return
+    # compiled before for arguments of these kinds: straight to the launcher
     if entry is not None:
         kernel, constants = entry
         kernel[programs, 1, 1](*arguments, *constants)
         return
+    # first time: Triton compiles, and what it compiled is kept if no value went into it
     with _telling(device):
         kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
     is_known = isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments)

@@ -23,9 +23,11 @@ def gather_kernel(
     """Loads elements of 1, 2, 4 or 8 bytes at offsets in bytes from their tensors' addresses."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
+    # int64 [BLOCK], each element's address and its bytes
     tensor = tl.load(tensors_ptr + place, here, 0)
     address = tl.load(table_ptr + tensor, here, 0) + tl.load(offsets_ptr + place, here, 0)
     width = tl.load(widths_ptr + place, here, 0)
+    # of four loads one is unmasked for each element, the others give 0
     one = tl.load(address.to(tl.pointer_type(tl.uint8)), here & (width == 1), 0).to(tl.int64)
     two = tl.load(address.to(tl.pointer_type(tl.uint16)), here & (width == 2), 0).to(tl.int64)
     four = tl.load(address.to(tl.pointer_type(tl.uint32)), here & (width == 4), 0).to(tl.int64)
@@ -54,6 +56,7 @@ class Gather:
     ) -> None:
         device = tensors[0].device
         self._launches, self._table = launches, DeviceTable(device)
+        # for each element the tensor, its offset in bytes, and its width
         counts = [len(index) for index in indices]
         widths = numpy.repeat([tensor.element_size() for tensor in tensors], counts)
         places = numpy.concatenate(indices).astype(numpy.int64)
@@ -75,6 +78,7 @@ class Gather:
         if not self._launches:
             pairs = zip(tensors, self._indices, strict=True)
             return torch.cat([gather_reference(*pair) for pair in pairs])
+        # addresses change, the other tables stay
         sources = tensors
         if addresses is None:
             sources = [tensor.detach().reshape(-1) for tensor in tensors]  # which may be copies

@@ -60,12 +60,14 @@ class Pinning:
         """The address of so many bytes; raises HostMemoryError with the reason."""
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # the driver needs torch's context on this thread
+            # pinned for all contexts, and mapped; then the address that the card has for it
             host, mapped = ctypes.c_void_p(), ctypes.c_uint64()
             flags = ctypes.c_uint(self.PORTABLE_AND_MAPPED)
             self._call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(size), flags)
             address = int(host.value or 0)
             pair = (ctypes.byref(mapped), host, ctypes.c_uint(0))
             self._call("cuMemHostGetDevicePointer_v2", *pair)
+        # tensors have one address, so both must be the same
         if mapped.value != address:
             self._call("cuMemFreeHost", host)
             raise HostMemoryError("the card has another address for it than the host")
@@ -137,10 +139,12 @@ class HostAllocation:
     """The calls that free what could not be freed yet."""
 
     def __init__(self, size: int, device: torch.device, by: Pinning) -> None:
+        # what could not be freed within a capture is tried again
         HostAllocation._left[:] = [free for free in HostAllocation._left if not free()]
         self.size, self.used = size, 0
         self.address = by.allocate(size, device)
         HostAllocation.held += size
+        # called when neither this nor an array over it is left
         freeing = weakref.finalize(self, _free, by, self.address, size, device)
         freeing.atexit = False  # tensors may outlive the interpreter; the process ends anyway
 
@@ -201,12 +205,14 @@ class HostMemory:
         Raises HostMemoryError where it cannot be pinned.
         """
         before = self._chunk
+        # many bytes get an allocation of their own, unless the open one has room
         if size >= SMALLEST and size > (before.left if before else 0):
             self._chunk = self._new(size)
         announced = self._chunk
         try:
             yield
         finally:
+            # later tensors go on in the one from before
             if announced is not before:
                 self._chunk = before
 
@@ -218,6 +224,7 @@ class HostMemory:
         size = math.prod(shape) * dtype.itemsize
         if not size:
             return torch.empty(shape, dtype=dtype, device="cpu")
+        # a new allocation is as large as all before, within limits: few are made
         if self._chunk is None or self._chunk.left < padded(size):
             self._chunk = self._new(max(padded(size), SMALLEST, min(self._total, LARGEST)))
         return self._chunk.take(size).view(dtype).view(shape)
@@ -249,10 +256,12 @@ def free_bytes(root: Path = Path("/")) -> int | None:
     """
     sizes = []
     with suppress(OSError, ValueError, IndexError, StopIteration):
+        # the whole machine's, in KiB
         lines = (root / "proc/meminfo").read_text().splitlines()
         line = next(text for text in lines if text.startswith("MemAvailable:"))
         sizes.append(int(line.split()[1]) * 1024)
     groups = root / "sys/fs/cgroup"
+    # the container's, of cgroup v2, then v1
     for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),

@@ -38,6 +38,7 @@ def place() -> Path:
 
     There is one for each source and way to build it, torch, Python and libc.
     """
+    # all that the binary depends on goes into its name
     about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
     about += [platform.machine(), *platform.libc_ver()]
     # the builder has the compiler's flags
@@ -71,6 +72,7 @@ class Extension:
         Args:
             is_worth_building: starts the build where nobody has.
         """
+        # looks become rarer: the wait doubles
         if self.module is None and self.reason is None and time.monotonic() >= self._due:
             self._due, self._wait = time.monotonic() + self._wait, min(2 * self._wait, LONGEST_WAIT)
             try:
@@ -87,6 +89,7 @@ class Extension:
         return self.module
 
     def _look(self, is_worth_building: bool) -> None:
+        # the file counts, whoever built it; only then why this child failed
         ended = self._child is not None and self._child.poll() is not None
         output = self._hear() if ended else ""
         if self.file.exists():
@@ -104,10 +107,12 @@ class Extension:
 
     def _start(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        # one process of all builds; the lock goes on to the child
         lock = _locked(lock_of(self.file))
         if lock is None:
             return  # another process builds it
         try:
+            # what the compiler says is kept for `reason`
             self._output, path = tempfile.mkstemp()
             os.unlink(path)  # it goes with its descriptors
             self._child = _Builder(

@@ -93,6 +93,7 @@ def projected(
     left, right = (grad, projection.mT) if side == RIGHT else (projection.mT, grad)
     if precision == IEEE:
         return product(left, right)
+    # [m, SLAB] @ [SLAB, rank], or [rank, SLAB] @ [SLAB, n]; the launches' order of sums
     pairs = zip(torch.split(left, SLAB, 1), torch.split(right, SLAB), strict=True)
     return reduce(torch.add, (product(*pair, precision) for pair in pairs))
 
@@ -150,6 +151,7 @@ def renew(
 
     skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
+    # all ranks ask for the same matrices, as all have the same `is_made`
     able = _able(works, grad, [i for i, work in enumerate(works) if not work.is_made], skip)
     due = [index for index, work in enumerate(works) if work.is_made or index in able]
     error: Exception | None = None
@@ -157,6 +159,7 @@ def renew(
         # parameters that follow each other have makers that do: all ranks are at work at once
         ranks = works[due[0]].parts.ranks
         turn, due = due[:ranks], due[ranks:]
+        # every rank gives its part of each gradient; only the maker gets the whole one
         for index in turn:
             work, seed = works[index], groups[index]["seed"]
             whole = work.parts.joined(grad(index))
@@ -166,11 +169,13 @@ def renew(
                 except Exception as problem:  # the others wait for what this rank hands out
                     error = error or problem
             del whole  # before the next one comes
+        # then makers hand out what they made, in the same order on all ranks
         for work in (works[index] for index in turn):
             for tensor in work.kept.values():
                 work.parts.hand_out(tensor)
             if not work.is_made:  # a maker that failed has handed out zeros
                 work.is_made = True if work.parts is ALONE else None
+    # raised at last, when no rank waits for this one any more
     if error is not None:
         raise error
     look_up(works)
@@ -180,6 +185,7 @@ def look_up(works: Sequence[Work]) -> None:
     """Notes which projections a gradient has made: the others are zeros. The host waits, once."""
     unknown = [work for work in works if work.is_made is None]
     if unknown:
+        # one copy to the host for all matrices
         flags = torch.stack([work.kept[PROJECTION].any() for work in unknown]).tolist()
         for work, flag in zip(unknown, flags, strict=True):
             work.is_made = flag
@@ -194,6 +200,7 @@ def _able(
     """Returns the places of matrices whose gradients make a first projection."""
     if not missing:
         return set()
+    # bools on the device; all ranks of a matrix get the same ones
     says = [
         says_something(grad(index), works[index].parts, None if skip is None else skip(index))
         for index in missing
@@ -210,8 +217,10 @@ def _is_due(work: Work, gap: int, count: int) -> bool:
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
     """Makes a projection of the whole gradient."""
     how, state_projection, energy = work.how, work.kept[PROJECTION], work.kept[CAPTURED_ENERGY]
+    # where products need not be ieee, bf16 gradients stay bf16; others go on in fp32 or fp64
     stays = grad.dtype == torch.bfloat16 and how.precision != IEEE
     grad = scaled(grad if stays else grad.to(_wide(grad)))
+    # fp64, of shape (); shared by the projection and its energy
     whole = square(grad)
     before = state_projection if work.is_made else None
     projection = refreshed(grad, how, before, how.refresh == "svd", seed, whole)
@@ -278,6 +287,7 @@ def refreshed(
     is known.
     """
     passes = PASSES
+    # a first projection starts from random directions, with one pass more
     if start is None:
         passes = FIRST_PASSES
         start = sketched(low_rank, grad.shape, seed, grad.device).to(_wide(grad))
@@ -327,6 +337,7 @@ def _random_basis(wide: int, rank: int, seed: int, device: torch.device) -> torc
 def _random_numbers(wide: int, rank: int, seed: int, device: torch.device) -> torch.Tensor:
     """fp32 [rank, wide], from -1 to 1."""
     numbers = draw_numbers({"seed": seed, "step": 0})  # steps, which draw too, count from 1
+    # 32-bit words, to fp32 numbers from -1 to 1
     words = words_reference(Place(0), wide * rank, numbers, device)
     return ((words - 2**31).float() * 2.0**-31).view(wide, rank).mT.contiguous()
 
@@ -338,6 +349,7 @@ def singular(grad: torch.Tensor, low_rank: LowRank, start: torch.Tensor) -> torc
     """
     if not bool(says_something(grad)):
         return start.clone()
+    # left [m, k] and right [k, n], k the smaller dimension
     left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
     rank = low_rank.rank
     vectors: torch.Tensor = right[:rank] if low_rank.side == RIGHT else left[:, :rank]
@@ -361,20 +373,27 @@ def iterated(
     it. whole, seed: as `refreshed` has them.
     """
     right = low_rank.side == RIGHT
+    # as on the right: matrix [m, n], basis [rank, n]
     matrix, basis = (grad, start) if right else (grad.mT, start.mT)
     whole = square(grad) if whole is None else whole
+    # fp64 [rank, n]: each pass adds it, times the shift, to what it found
     exact, are_bases = basis.double(), []
+    # fp32 [rank, n], a little of which opens directions that the basis lacks
     numbers = _random_numbers(basis.shape[1], low_rank.rank, seed, grad.device)
     basis = torch.add(basis, numbers, alpha=BESIDE)
     for left in reversed(range(passes)):
+        # [rank, m], then [rank, n]: the basis times G^T G
         image = parts_product(basis, matrix.mT)
         iterate = parts_product(image, matrix)
+        # shift: as much as rounding may have changed a row of `iterate`
         longest, norm = torch.linalg.vector_norm(image, dim=1).amax(), whole.sqrt()
         shift = longest * norm * _error(matrix.shape[0])
+        # the last pass alone needs a basis to fp32's precision
         make = _cholesky_qr if left else orthonormal
         exact, is_basis = make(shift * exact + iterate)
         basis = exact.to(start.dtype)
         are_bases.append(is_basis)
+    # decided on the device: every pass had a basis, and the gradient is finite and not 0
     says = reduce(torch.Tensor.logical_and, are_bases, _is_some(norm))
     return torch.where(says, basis if right else basis.mT, start).contiguous()
 
@@ -410,6 +429,7 @@ def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
     alone it took nine times as long, 272 us for a bf16 one of 4096 x 11008 on an H200. dim: one of
     which each part has all, so that the number of parts shows in the last sum alone.
     """
+    # fp32 norms of rows or columns, their squares added up in fp64
     norms = torch.linalg.vector_norm(matrix, dim=dim, dtype=_wide(matrix))
     whole: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return whole.square()
@@ -442,10 +462,12 @@ def orthonormal(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     a basis that is one already stays as it is, signs included.
     """
     first, is_definite = _cholesky_qr(rows)
+    # [rank, rank], how far the Gram matrix is from the unit matrix
     over = first @ first.mT
     over.diagonal().sub_(1)
     # (1 + x)^(-1/2) to x^2: what is left out is about 5 / 16 x^3, UNIT / 3 where x is FAR
     factor = torch.addmm(over, over, over, beta=-1 / 2, alpha=3 / 8)
+    # Newton's step is good for a small distance only
     is_near = torch.linalg.vector_norm(over) <= FAR
     return torch.addmm(first, factor, first), is_definite & is_near
 
@@ -467,6 +489,7 @@ def captured_energy(
 
     It is NaN where the gradient says nothing. grad: as `scaled` gives it.
     """
+    # [rank, n] @ [n, m] on the right, [rank, m] @ [m, n] on the left
     basis, matrix = (projection, grad.mT) if low_rank.side == RIGHT else (projection.mT, grad)
     energy = square(parts_product(basis, matrix), 0)
     return (energy / (square(grad) if whole is None else whole)).clamp(max=1.0).float()

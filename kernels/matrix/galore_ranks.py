@@ -89,9 +89,11 @@ class ProjectionGroup:
         device: torch.device,
     ) -> None:
         self.turns, self._how, self._shapes, self._products = turns, how, shapes, None
+        # gradients, and in their place fp32 updates; projected ones; rounded projections; slabs
         firsts, count = places_of([shape.numel() for shape in shapes])
         lows, low_count = places_of([how.low_numel(shape) for shape in shapes])
         sizes = [4 * count, 4 * low_count, 0, 0]
+        # ieee products are torch's, and need neither copies nor slabs
         if how.low_rank.precision != IEEE:
             arguments = (UPDATES, GALORE_KEEP, device, shapes, [0] * len(shapes))
             self._products = Products(how, *arguments, [Place(0)] * len(shapes))
@@ -100,6 +102,7 @@ class ProjectionGroup:
             # of which the rule takes nothing; the kernel has a row to read all the same
             self._row = torch.zeros((1, GALORE_KEEP.row_length), device=device)
         self._areas, self.end = areas_of(sizes, begin)
+        # offsets in bytes from the begin of `room` on; a direction takes the place of its sums
         lowest = self._areas[1].start
         self.wholes: list[int] = (begin + 4 * firsts).tolist()
         """The offsets at which gradients begin, and in their place updates, in bytes."""
@@ -117,6 +120,7 @@ class ProjectionGroup:
 
     def project(self, room: torch.Tensor, projections: Tensors) -> None:
         """Projects the gradients."""
+        # torch, matrix by matrix: fp32 [m, n] to fp32 of the projected shape
         if self._products is None:
             form, side = self._how.formats.grad, self._how.low_rank.side
             for index, projection in enumerate(projections):
@@ -126,11 +130,13 @@ class ProjectionGroup:
             return
         self._look(self._products, room, projections)
         _, low, _, slabs = (room[area] for area in self._areas)
+        # slabs have room of their own only where they are stored apart
         workspace = slabs if slabs.numel() else low
         self._products.project(low.view(torch.float32), workspace.view(torch.float32))
 
     def project_back(self, room: torch.Tensor, projections: Tensors) -> None:
         """Makes updates of the directions."""
+        # torch, matrix by matrix: the update goes where the gradient was
         if self._products is None:
             low_rank, dtype = self._how.low_rank, _dtype(self._how.direction.weight)
             for index, projection in enumerate(projections):
@@ -139,11 +145,13 @@ class ProjectionGroup:
                 update = projected_back(low, projection, low_rank.side, IEEE)
                 _matrix(room, self.wholes[index], torch.float32, update.shape).copy_(update)
             return
+        # one launch, whose "weights" are the updates, in the gradients' place
         self._look(self._products, room, projections)
         self._products.project_back(self._row, None)
 
     def _look(self, products: Products, room: torch.Tensor, projections: Tensors) -> None:
         """Tells the launches where all lies, and rounds the projections."""
+        # int64 [matrices], addresses of gradients, in whose place updates go
         whole = room.data_ptr() + numpy.array(self.wholes)
         _, low, rounded, _ = (room[area] for area in self._areas)
         addresses = [projection.data_ptr() for projection in projections]
@@ -195,39 +203,49 @@ class GaLoreBucket:
     ) -> None:
         assert formats.matrix is not None
         self._how, self._bucket, self._low, self._device = how, bucket, low, device
+        # launches over this rank's own parts: Adam's step of low ones, the update of whole ones
         rule, parts, lows = formats.matrix.rule, _parts(bucket), _parts(low)
         arguments = (groups, low_places, device)
         self._direction = PartLaunch(how.direction, rule.inner, *lows, *arguments)
         arguments = (groups, places, device)
         self._apply = PartLaunch(apply_formats(formats), rule.apply, *parts, *arguments)
+        # bytes of a gradient's number, and of a direction's
         self._grad_size = formats.dtype("grad").itemsize
         self._size = how.direction.dtype("weight").itemsize
+        # int64 [parts]: parameters, and where parts begin there and how long they are, in bytes
         self._params, firsts, sizes = (numpy.array(numbers, dtype=numpy.int64) for numbers in parts)
         self._firsts, self._sizes = firsts * self._grad_size, sizes * self._grad_size
+        # where directions are sent from, and where projected gradients and updates come back, in
+        # bytes
         low_sizes = numpy.array(lows[2], dtype=numpy.int64)
         self._sent = self._size * (numpy.cumsum(low_sizes) - low_sizes)
         self._came = 4 * numpy.array(low.returned, dtype=numpy.int64)
         self._returned = 4 * numpy.array(bucket.returned, dtype=numpy.int64)
+        # the matrices that this rank owns, in groups of one kind, one behind another in `room`
         shapes = [torch.Size(bucket.pieces[index].shape) for index in bucket.indices]
         self._kinds, end = list[ProjectionGroup](), 0
         for turns in waves(how, shapes, math.inf):
             chosen = [shapes[turn] for turn in turns]
             self._kinds.append(ProjectionGroup(how, turns, chosen, end, device))
             end = self._kinds[-1].end
+        # bytes of `room`; the launches between two messages make a graph each
         self.room = end
         self._projecting, self._making = Replayed(device), Replayed(device)
 
     def lie(self, begins: dict[str, int]) -> None:
         """Hears where BucketMemory's pieces begin in a step's memory: tables are made by it."""
         self._begins = begins
+        # parts of gradients are sent one behind another
         targets = begins["near"] + numpy.cumsum(self._sizes) - self._sizes
         arguments = (targets // UNIT).tolist(), (self._sizes // UNIT).tolist(), self._device
         self._grads = PartCopies(*arguments)
+        # of each owned matrix, in the bucket's order, where it begins in `room`
         begins_of: dict[str, list[int]] = {}
         for name in ("wholes", "lows", "directions"):
             pairs = [p for k in self._kinds for p in zip(k.turns, getattr(k, name), strict=True)]
             begins_of[name] = [begin for _, begin in sorted(pairs)]
 
+        # all four are copies between `far` and `room`; those that leave go the other way
         def copies(boxes: Sequence[MatrixBox], name: str, size: int, leave: bool) -> BoxCopies:
             chosen = self._boxes(boxes, begins_of[name], size // UNIT)
             return BoxCopies([_turned(box) if leave else box for box in chosen], self._device)
@@ -241,8 +259,10 @@ class GaLoreBucket:
         self, boxes: Sequence[MatrixBox], begins: Sequence[int], units: int
     ) -> Iterator[Box]:
         """Makes boxes from `far` into `room`; begins: of each matrix there; units: of a number."""
+        # copies count in UNIT bytes
         far, room = (self._begins[name] // UNIT for name in ("far", "room"))
         for index, first, rows, columns, stride, place in boxes:
+            # `first` numbers of the matrix lie before the box, `place` numbers of the message
             matrix = room + begins[index] // UNIT + first * units
             wide = (columns * units, columns * units, stride * units)
             yield Box(far + place * units, matrix, rows, *wide)
@@ -258,7 +278,9 @@ class GaLoreBucket:
 
     def renew(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Puts gradients together, and makes the projections anew whose turn it is."""
+        # from `far`, where all ranks' parts have come, into whole matrices in `room`
         self._grads_come.copy(memory.whole)
+        # gradients in the order of the bucket's matrices
         pairs = (
             (turn, kind.grad(memory.room, index))
             for kind in self._kinds
@@ -268,13 +290,16 @@ class GaLoreBucket:
 
     def project(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Projects gradients, and leaves the parts of that in `far`."""
+        # a rank may own no matrix of the bucket
         if not self._kinds:
             return
+        # gradients that make projections come together ahead of that, and no graph is taken
         is_due = not set(run.renewal.turns).isdisjoint(params_of(self._bucket))
         if is_due:
             self.renew(run, memory)
         projections = self._projections(run)
 
+        # `far` into `room`, the products there, and their parts back into `far`
         def launches() -> None:
             if not is_due:
                 self._grads_come.copy(memory.whole)
@@ -286,6 +311,7 @@ class GaLoreBucket:
 
     def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
         """Steps moments by what has come, and leaves directions in `wide`."""
+        # projected parts came into `near`, directions leave from `wide`, updates come into `back`
         if run.has_moved:
             base, begins = memory.whole.data_ptr(), self._begins
             came, sent = base + begins["near"] + self._came, base + begins["wide"] + self._sent
@@ -298,10 +324,12 @@ class GaLoreBucket:
 
     def make(self, run: SharedStepRun, memory: BucketMemory, update: None) -> None:
         """Makes updates of the directions in `far`, and leaves their parts there."""
+        # a rank may own no matrix of the bucket
         if not self._kinds:
             return
         projections = self._projections(run)
 
+        # `far` into `room`, the products there, and the updates' parts back into `far`
         def launches() -> None:
             self._directions_come.copy(memory.whole)
             for kind, kind_projections in zip(self._kinds, projections, strict=True):
@@ -330,6 +358,7 @@ class GaLoreBucket:
         launches: Callable[[], None],
     ) -> None:
         """Launches; what is the same in each step goes as a graph. replayed: None: it is not."""
+        # kernels read projections without gaps; copies of others lie elsewhere in each step
         apart = [
             matrix for matrices in projections for matrix in matrices if not matrix.is_contiguous()
         ]
@@ -338,6 +367,7 @@ class GaLoreBucket:
             matrices[:] = [matrix.contiguous() for matrix in matrices]
         if replayed is None or apart or self._how.low_rank.precision == IEEE:
             return launches()
+        # all else that the launches read and write lies in the step's memory
         addresses = [matrix.data_ptr() for matrices in projections for matrix in matrices]
         replayed((stream_of(self._device), memory.whole.data_ptr(), addresses), launches)
 

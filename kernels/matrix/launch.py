@@ -219,7 +219,9 @@ PARTS = (1, 2, 3, 4, 6, 8)
 
 def tiles_of(low_rank: LowRank) -> ProjectionTiles:
     """Returns the tiles of matrices that are projected so."""
+    # ieee products take the projections as they are
     ahead = low_rank.precision != IEEE
+    # an interpreted operation takes long whatever its size: tiles are large
     if INTERPRETED:
         project, back = ProjectTile(128, 128, 128, 4, 1), BackTile(128, 64, 64, 4, 1, 2)
         whole = (WholeTile(32, 64, 4, 3), WholeTile(32, 64, 4, 3, inner=64))
@@ -228,6 +230,7 @@ def tiles_of(low_rank: LowRank) -> ProjectionTiles:
         project, back = ProjectTile(128, 32, 128, 8, 3), BackTile(64, 64, 32, 4, 2)
     elif low_rank.precision == BF16:
         project = ProjectTile(64, 64, 128, 4, 4)
+        # a strip of tiles shares the left factor where the tile has the whole rank
         back = BACK_BF16 if low_rank.rank <= BACK_BF16.inner else HIGH_BACK_BF16
     else:
         # two sums of 128 rows and more than 32 ranks spill
@@ -303,6 +306,7 @@ def launched_plan(
     assert formats.matrix is not None
     low_rank: LowRank = formats.matrix.how
     how = How(formats, low_rank, kernel, tiles or tiles_of(low_rank))
+    # by default every matrix is a whole parameter of its own
     places = places or in_order(len(shapes))
     launches = GaLoreLaunches(how, device, shapes, groups, places)
     return MatrixPlan(formats, groups, places, launches=launches)
@@ -364,7 +368,9 @@ class How:
             self.low_numel(shape),
             torch.Size(self.low_rank.projection_shape(shape)).numel(),
         )
+        # the direction is rounded already: 2 bytes a number with bf16, else 4
         direction = 0 if self.shares_low else self.direction.dtype("weight").itemsize * low
+        # bytes a number: one copy in bf16, or two in fp32, straight and turned
         copies = self.tiles.ahead * (8 if self.turns else 2)
         return 4 * low + direction + copies * projection
 
@@ -383,6 +389,7 @@ class How:
         """Checks for each launch that a matrix has whole tiles only, of rows of whole 16 bytes."""
         (outer, terms), rank = self.outer_and_terms(shape), self.low_rank.rank
         project, back, wide = self.tiles.project, self.tiles.back, shape[1] % 16
+        # the first launch cuts the gradient, the last one the matrix; both cut the rank
         first = (outer % project.outer, terms % project.inner, rank % part_of(project.ranks, rank))
         last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
@@ -403,6 +410,7 @@ class How:
         low_rank, strip = self.low_rank, self.tiles.strip
         is_projection = low_rank.side == LEFT
         is_rounded = low_rank.precision == BF16 or self.fused or is_projection
+        # other matrices go by pointers and masks
         if (
             not (self.tiles.ahead and is_rounded)
             or low_rank.rank % 8
@@ -410,8 +418,10 @@ class How:
             or not has_room(device)
         ):
             return None
+        # bytes of what an update reads, for each number of the matrix
         slots = ["master"] * apply.master.present + ["weight"] * apply.reads_weight
         param = sum(apply.dtype(slot).itemsize for slot in slots)
+        # a strip holds its right factor once, and for each stage a left factor and what is read
         if strip is not None:
             factor = operand_bytes(low_rank) * padded(low_rank.rank)
             one = strip.rows * (factor + param * strip.columns)
@@ -447,16 +457,21 @@ class GaLoreLaunches:
         places: Sequence[Place],
     ) -> None:
         formats, sizes = how.formats, [shape.numel() for shape in shapes]
+        # bytes of the workspace that a wave may take
         room = max(ROOM, PART * sum(sizes) * formats.dtype("weight").itemsize)
         self._waves = []
+        # a wave is some of the batch's matrices, which are launched over together
         for indices in waves(how, shapes, room):
             of_matrices: Any = (
                 [sequence[i] for i in indices] for sequence in (shapes, groups, places)
             )
             self._waves.append((indices, ProjectionWave(how, device, *of_matrices)))
+
+        # a plan of the whole gradients, for their norm alone
         measured = Formats(formats.grad, formats.weight, NONE, (), ())
         self._measured = TritonPlan(measured, GALORE_APPLY, sizes, groups, device)
         self._device, self._replayed = device, Replayed(device)
+        # without products by torch a step is the same launches each time
         self._by_launches = all(wave.how.grouped for _, wave in self._waves)
         self._workspace_bytes = max((wave.workspace_bytes for _, wave in self._waves), default=0)
 
@@ -470,12 +485,16 @@ class GaLoreLaunches:
     ) -> None:
         """Takes one step of every matrix, by its projection."""
         scalars = self._measured.on_device(scalars)
+        # kernels take projections without gaps: others are copied
         state_projections = [work.kept[PROJECTION] for work in works]
         projections = [projection.contiguous() for projection in state_projections]
+        # uint8, taken anew in each step; waves use it one after another, on one stream
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
+        # int64 [matrices] for each slot
         addresses = addresses_of({**buffers, PROJECTION: projections})
 
         def launches() -> None:
+            # a wave is given the rows of its own matrices
             for places, wave in self._waves:
                 rows = {slot: row[places] for slot, row in addresses.items()}
                 grads = [buffers["grad"][place] for place in places]
@@ -486,6 +505,7 @@ class GaLoreLaunches:
             return (
                 launches()
             )  # torch's products, or copies of projections, take memory of their own
+        # the graph is replayed while all addresses and the stream stay
         state: list[Any] = [row.tobytes() for row in addresses.values()]
         state += [None if tensor is None else tensor.data_ptr() for tensor in (workspace, *numbers)]
         self._replayed((stream_of(self._device), state), launches)
@@ -494,6 +514,7 @@ class GaLoreLaunches:
 def waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[int]]:
     """Returns the places of matrices that are stepped together, as many as there is room for."""
 
+    # slabs and evenness are constants of a kernel: a wave has matrices of one kind
     def kind(index: int) -> Any:
         return how.slabs(shapes[index]), how.even(shapes[index])
 
@@ -502,6 +523,7 @@ def waves(how: How, shapes: Sequence[torch.Size], room: float) -> Iterator[list[
         wave: list[int] = []
         used = 0
         for index in alike:
+            # a matrix too large for the room has a wave of its own
             needed = how.workspace_bytes(shapes[index])
             if wave and used + needed > room:
                 yield wave
@@ -536,18 +558,22 @@ def whole_launch(
     tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
 ) -> WholeLaunch:
     """Makes the launch by strips, or by blocks."""
+    # most: the programs that have room on the card at a time
     (heights, widths), most = tile.counts(shapes), tile.at_once * processors(device)
     options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    # by blocks each tile is one piece of work
     if tile.inner is not None:
         options["INNER"] = tile.inner // operand_bytes(low_rank)
         tiles = Chunks((heights * widths).tolist(), ONE_TILE, device)
         return WholeLaunch("back_blocks_kernel", tiles, min(tiles.count, most), (), options)
 
+    # int64 [matrices], how many strips each is cut into
     def strips(down: int) -> numpy.ndarray:
         counts: numpy.ndarray = -(-heights // down) * widths
         return counts
 
+    # rounds of strips, times what the longest strip takes
     def time(down: int) -> float:
         return -(-int(strips(down).sum()) // most) * (down + TURN)
 
@@ -580,34 +606,45 @@ class Products:
         places: Sequence[Place],
     ) -> None:
         self._shapes, self._device, self._apply, self._rule = shapes, device, apply, rule
+        # where each projected gradient begins in the workspace, int64 [matrices], in numbers
         self._firsts, self.numel = places_of([how.low_numel(shape) for shape in shapes])
+        # the matrices are alike: the first one speaks for all
         self._slabs, self._even = how.slabs(shapes[0]), how.even(shapes[0])
         tile_set, rank = how.tiles, how.low_rank.rank
         self._project_tile = first = tile_set.project if self._even[0] else tile_set.uneven_project
         self._back_tile = last = tile_set.back if self._even[1] else tile_set.uneven_back
+
+        # the tiles of each matrix: of its projected gradient, and of itself, side by side in strips
         outers = [-(-how.outer_and_terms(shape)[0] // first.outer) for shape in shapes]
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
         if how.kernel == BY_SHAPE:
             how = replace(how, kernel=how.by_shape(sum(tiles)))
         self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
+        # with few tiles of many slabs each slab has a program, so that all processors have work
         if self._apart:
             tiles = [count * self._slabs for count in tiles]
         self._project_tiles = Chunks(tiles, ONE_TILE, device)
+        # int32, one count a tile; zeros before and behind each launch
         arrivals = sum(tiles) // self._slabs if self._apart and how.fused else 0
         self._arrived = torch.zeros(arrivals, dtype=torch.int32, device=device)
         self._back_tiles = Chunks(backs, ONE_TILE, device)
+
+        # the last launch goes by descriptors where all matrices are of whole tiles
         tile = how.whole_tile(device, apply)
         is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
         self._whole = (
             whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
         )
+
+        # tiles of the projections, and how many numbers each copy takes
         projection_shapes = [how.low_rank.projection_shape(shape) for shape in shapes]
         rounds = [
             -(-rows // ROUNDED) * -(-columns // ROUNDED) for rows, columns in projection_shapes
         ]
         self._round_tiles = Chunks(rounds, ONE_TILE, device)
         self._copies = [-(-torch.Size(shape).numel() // UNIT) * UNIT for shape in projection_shapes]
+        # int64 [ROW_COUNT, matrices]; addresses come with each step
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
     @property
@@ -632,6 +669,7 @@ class Products:
         """
         for slot in self._apply.slots:
             self._rows[self._apply.rows[slot]] = tensors[slot]
+        # until `round` has made copies the factors are the projections themselves
         for row in (kernel.PROJECTION, kernel.FIRST_FACTOR, kernel.LAST_FACTOR):
             self._rows[row.value] = projections
         self._rows[kernel.DIRECTION.value] = self.addresses(direction)
@@ -639,10 +677,13 @@ class Products:
     def round(self, room: torch.Tensor) -> None:
         """Makes the projections as products take them, one behind another, in a room for them."""
         how, count, size = self.how, 2 if self.how.turns else 1, room.element_size()
+        # straight copies of all projections, then, for tf32, the turned ones
         straight = room.data_ptr() + size * numpy.cumsum([0, *self._copies[:-1]])
         turned = straight + size * (count - 1) * sum(self._copies)
+        # terms lie one behind another: for one launch straight, for the other turned
         first, last = (straight, turned) if how.low_rank.side == RIGHT else (turned, straight)
         self._rows[kernel.FIRST_FACTOR.value], self._rows[kernel.LAST_FACTOR.value] = first, last
+        # not even: the last tiles of a projection may not be whole
         options = {"PRODUCT": self._product(how.formats.grad, False), "BLOCK": ROUNDED}
         tables = (self._table.update(self._rows), self._round_tiles.table)
         arguments, launch_options = (*tables, len(self._shapes)), {"SPAN": ONE_TILE.span}
@@ -661,10 +702,12 @@ class Products:
         slabs: of `slabs_numel`, or `low` where that is 0.
         """
         how, tile, even = self.how, self._project_tile, self._even[0]
+        # without a plan the launch only stores sums
         step_table, step, count = None, None, 0
         if plan is not None and scalars is not None:
             step_table, count = plan.table(), scalars.shape[1]
             step = KernelSpec(plan.formats, plan.rule, controls is not None)
+            # moments have to be aligned, too
             even = even and bool(plan.rows[table_rows.ALIGNED.value].all())
         options: dict[str, object] = {
             "PRODUCT": replace(self._product(how.formats.grad, even), turned=how.turns),
@@ -680,11 +723,13 @@ class Products:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
+        # with slabs apart the sums go to the slabs' workspace
         self._rows[kernel.LOW.value] = self.addresses(slabs)
         tables = (self._table.update(self._rows), self._project_tiles.table, step_table)
         numbers = (len(self._shapes), self.numel, count)
         arguments = (*tables, scalars, controls, self._arrived, *numbers)
         call(kernel.project_kernel, self._project_tiles.count, arguments, options)
+        # behind it, on the same stream, the slabs become the projected gradients
         if self._apart and step is None:
             options = {"SLABS": self._slabs, "BLOCK": ADDED}
             programs = -(-self.numel // ADDED)
@@ -693,6 +738,7 @@ class Products:
     def project_back(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         """Projects the directions back, and updates."""
         how, whole = self.how, self._whole
+        # fused, Adam's step has rounded the directions already
         product = self._product(how.direction.weight, whole is not None or self._even[1])
         options: dict[str, object] = {
             "PRODUCT": replace(product, turned=how.turned, form_rounded=how.fused),
@@ -704,6 +750,7 @@ class Products:
         if whole is not None and product.even:  # else something is not aligned
             whole((table, scalars, controls, *numbers), options)
             return
+        # else by pointers, a strip of tiles a program
         tile = self._back_tile
         options |= {
             "SPAN": ONE_TILE.span,
@@ -714,6 +761,7 @@ class Products:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
+        # a limit for NVIDIA's GPUs alone
         if tile.registers is not None and torch.version.hip is None:
             options["maxnreg"] = tile.registers
         arguments = (table, self._back_tiles.table, scalars, controls, *numbers)
@@ -721,6 +769,7 @@ class Products:
 
     def _product(self, form: Format, even: bool) -> Product:
         """Returns a launch's product; form: of the matrix; even: whether all shapes are."""
+        # one address that is not of whole 16 bytes makes the launch go by masks
         used = [*self._apply.rows.values(), kernel.FIRST_FACTOR.value, kernel.LAST_FACTOR.value]
         aligned = not bool((numpy.bitwise_or.reduce(self._rows[used], None) & 15).any())
         low_rank, precision = self.how.low_rank, self.how.low_rank.precision
@@ -741,14 +790,17 @@ class ProjectionWave:
         places: Sequence[Place],
     ) -> None:
         self._device = device
+        # the last launch applies updates in place, by the weights' and masters' formats
         arguments = (apply_formats(how.formats), GALORE_APPLY, device, shapes, groups, places)
         self._products = Products(how, *arguments)
         self.how = how = self._products.how
         assert how.formats.matrix is not None
+        # Adam's step of the projected gradients, each at its place in the parameter's draws
         sizes = [how.low_numel(shape) for shape in shapes]
         low_places = list(map(how.formats.matrix.low_place, places, shapes))
         low = (how.direction, GALORE_DIRECTION, sizes, groups, device, None, low_places)
         self._direction = TritonPlan(*low)
+        # the workspace's four areas, one behind another
         products, wide = self._products, how.direction.dtype("weight")
         assert how.projection.dtype is not None
         self._dtypes = (torch.float32, wide, how.projection.dtype, torch.float32)
@@ -768,21 +820,25 @@ class ProjectionWave:
         controls: torch.Tensor | None,
     ) -> None:
         """Takes one step of the wave's matrices; addresses: of their tensors, by slot."""
+        # fp32 sums, directions as the last product takes them, rounded projections, fp32 slabs
         how, products = self.how, self._products
         low, direction, rounded, slabs = (
             workspace[area].view(dtype)
             for area, dtype in zip(self._areas, self._dtypes, strict=True)
         )
         direction = low if how.shares_low else direction
+        # all launches follow each other on the current stream
         products.look(addresses, addresses[PROJECTION], direction)
         if how.tiles.ahead:
             products.round(rounded)
         self._look_low(addresses, low, direction)
+        # one launch over all matrices, which may also take Adam's step; or torch, one by one
         if how.grouped:
             step = (self._direction, scalars, controls) if how.fused else ()
             products.project(low, slabs if slabs.numel() else low, *step)
         else:
             self._project_by_torch(low, grads, projections)
+        # reads the projected gradients, writes directions
         if not how.fused:
             self._direction.step(scalars, controls)
         products.project_back(scalars, controls)
@@ -790,6 +846,7 @@ class ProjectionWave:
     def _project_by_torch(
         self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
     ) -> None:
+        # where each projected gradient begins, in numbers
         firsts = (self._products.addresses(low) - low.data_ptr()) // low.element_size()
         for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
             grad = self.how.formats.grad.decode_reference(grad)
@@ -801,6 +858,7 @@ class ProjectionWave:
     ) -> None:
         """Tells Adam's step where things lie; the direction goes where the weight is."""
         plan, products = self._direction, self._products
+        # Adam's step takes a projected gradient as gradient, a direction as weight
         low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
         everything = {**addresses, **low_addresses}
         for slot, row in plan.addresses.items():
@@ -828,6 +886,7 @@ def _rows(
     rows[table_rows.WEIGHT_ROWS.value] = [shape[0] for shape in shapes]
     rows[table_rows.WEIGHT_COLUMNS.value] = [shape[1] for shape in shapes]
     rows[table_rows.GROUP.value] = groups
+    # of the random words: which parameter, and where in it the matrix begins
     rows[table_rows.NUMBER.value] = [place.number for place in places]
     rows[table_rows.FIRST_ELEMENT.value] = [place.first for place in places]
     return rows

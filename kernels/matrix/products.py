@@ -35,6 +35,7 @@ def rounded_to_tf32(value):
             "cvt.rn.tf32.f32 $0, $1;", "=r,f", [value], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
+        # to 10 bits of the mantissa: what is cut off carries from half a place on, at a tie to even
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
         # a NaN could be carried into another number
@@ -47,6 +48,7 @@ def operand(value, PRECISION: tl.constexpr):
     """fp32 values as a product takes them."""
     if PRECISION == "bf16":
         if AS_INTERPRETED:
+            # by integers, to nearest, ties to even
             value = bfloat16.encode(value, 1.0).to(tl.bfloat16, bitcast=True)
         else:
             value = value.to(tl.bfloat16)
@@ -82,6 +84,7 @@ def in_order(value):
 @helper
 def taken(tile, FORMAT: tl.constexpr, PRECISION: tl.constexpr):
     """A loaded tile as a product takes it."""
+    # bf16 tiles are what products take; others are decoded to fp32 and rounded
     if tile.dtype != tl.bfloat16:
         value = operand(FORMAT.decode(tile, 1.0), PRECISION)
         if PRECISION == "tf32" and tile.dtype.primitive_bitwidth < 32:
@@ -151,6 +154,7 @@ def operand_reference(value: torch.Tensor, precision: str) -> torch.Tensor:
         return value
     if precision == BF16:
         return value.bfloat16().float()
+    # as rounded_to_tf32
     bits = value.view(torch.int32)
     rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000
     return torch.where(value.isnan(), value, rounded.view(torch.float32))
@@ -194,6 +198,7 @@ def product(left: torch.Tensor, right: torch.Tensor, precision: str = IEEE) -> t
     if precision == IEEE or left.dtype == torch.float64:
         with fp32_products(IEEE):
             return _aligned(left) @ _aligned(right)
+    # rounded first, then multiplied with the bits of tensor cores
     if precision == BF16:
         left, right = left.bfloat16(), right.bfloat16()
     else:
@@ -214,8 +219,10 @@ def parts_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         # this way, so that with other columns beside them a column's bits stay, as far as they do
         return product(right.mT.to(left.dtype), left.mT).mT
     rows, terms = left.shape
+    # bf16 [2, rows, terms]: left rounded, and what the rounding left over
     pair = torch.empty((2, rows, terms), dtype=right.dtype, device=right.device)
     torch.sub(left, pair[0].copy_(left), out=pair[1])
+    # fp32 [2 rows, n] by one product; the halves of each number are added up
     halves = torch.mm(pair.view(2 * rows, terms), _aligned(right), out_dtype=torch.float32)
     return halves[:rows] + halves[rows:]
 

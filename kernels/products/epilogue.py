@@ -84,6 +84,7 @@ def products_with_epilogue(
     alike: dict[Any, list[Factors]] = {}
     for product in products:
         shapes = product.left.shape, product.right.shape
+        # products of one shape wait until they are many enough, then are made as one stack
         few = alike.setdefault(shapes, [])
         few.append(product)
         if (
@@ -98,11 +99,13 @@ def products_with_epilogue(
 def _make(few: Sequence[Factors], numbers: ProductCoefficients, mirrored: bool) -> None:
     """Makes products of one shape, which all have the same optional matrices."""
     left, right, added, out, scale = zip(*few, strict=True)
+    # fp32 [products, m, n]
     total, (alpha, beta, diagonal) = products_reference(_stack(left), _stack(right)), numbers
     addends = None if added[0] is None else _stack(added)
     factors = None if scale[0] is None else _stack(scale)[:, None, None]
     arguments = (alpha, out[0].dtype, addends, beta, diagonal, factors)
     results = finished_reference(total, *arguments)
+    # the numbers below the diagonal stand above it, too
     if mirrored:
         is_below = torch.ones_like(results, dtype=torch.bool).tril()
         results = torch.where(is_below, results, results.mT)
@@ -146,6 +149,7 @@ else:
 @helper
 def finished(total, alpha, added, beta, diagonal, is_diagonal, scale, ELEMENT: tl.constexpr):
     """`finished_reference` in Triton; is_diagonal: a mask, None where nothing is added there."""
+    # fp32; each operation is rounded by itself, as nothing is fused
     value = total * alpha
     if added is not None:
         value = value + widened(added) * beta

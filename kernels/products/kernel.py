@@ -113,8 +113,10 @@ def place_in(
 ):  # fmt: skip
     """Makes a run's descriptor, or RowMajorMatrices; row: of the matrices' address in the table."""
     ptr = entry(entries, row).to(tl.pointer_type(ELEMENT))
+    # in elements: from a row to the next, and from a matrix to the next
     stride, apart = entry(entries, row + 1), entry(entries, row + 2)
     if KIND.described:
+        # [count, rows, columns]: the run's matrices as one tensor, of which tiles are of one each
         count = entry(entries, COUNT).to(tl.int32)
         place = tl.make_tensor_descriptor(
             ptr, [count, rows, columns], [apart, stride, 1], [1, HEIGHT, WIDTH]
@@ -128,6 +130,7 @@ def place_in(
 def pointers_in(place, product, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """A tile's pointers, and which of them are the matrix's."""
     rows, columns = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
+    # int64 offsets, as matrices of a run may lie far apart
     ptr = place.ptr + product.to(tl.int64) * place.apart
     pointers = ptr + rows.to(tl.int64)[:, None] * place.stride + columns[None, :]
     return pointers, (rows[:, None] < place.rows) & (columns[None, :] < place.columns)
@@ -188,14 +191,17 @@ def places_of(
     PARTS: tl.constexpr,
 ):  # fmt: skip
     """Makes the Places of a run."""
+    # the products are [m, k] @ [k, n]
     m, n, k = (
         entry(entries, M).to(tl.int32),
         entry(entries, N).to(tl.int32),
         entry(entries, K).to(tl.int32),
     )
+    # operands come whole, results and what is added part by part
     left = operand_place(entries, LEFT, m, k, ROWS, INNER, KIND.left_turned, KIND)
     right = operand_place(entries, RIGHT, k, n, INNER, COLUMNS, KIND.right_turned, KIND)
     out = place_in(entries, OUT, KIND.out, m, n, ROWS, COLUMNS // PARTS, KIND)
+    # something has to stand there; it is not read
     added = out
     if KIND.added is not None:
         added = place_in(entries, ADDED, KIND.added, m, n, ROWS, COLUMNS // PARTS, KIND)
@@ -211,6 +217,7 @@ def chain_of(
     product, row, column = tile
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for inner in range(0, loop_bound(k), INNER):
+        # [ROWS, INNER] @ [INNER, COLUMNS]; terms behind k are zeros
         left = operand_tile(places.left, product, row, inner, ROWS, INNER, KIND.left_turned, KIND)
         right = operand_tile(
             places.right, product, inner, column, INNER, COLUMNS, KIND.right_turned, KIND
@@ -231,21 +238,26 @@ def finish(entries, places, tile, total, numbers, KIND: tl.constexpr):
     """Stores the results of a part of a tile; of symmetric ones also turned, those below."""
     product, row, column = tile
     alpha, beta, diagonal = numbers
+    # what the kind lacks is None, and costs nothing
     added, scale, is_diagonal = None, None, None
     if KIND.added is not None:
         added = loaded(places.added, product, row, column, total.shape[0], total.shape[1], KIND)
     if KIND.diagonal:
         is_diagonal = below(total, tile) == 0
+    # one fp32 number for the product
     if KIND.scaled:
         scales = entry(entries, SCALE).to(tl.pointer_type(tl.float32))
         scale = tl.load(scales + product * entry(entries, SCALE + 2))
+    # [rows, columns] of the part, in the dtype of the results
     value = finished(total, alpha, added, beta, diagonal, is_diagonal, scale, KIND.out)
     if KIND.mirrored:
         turned = tl.trans(value)
+        # on the diagonal the numbers below it count, also for those above it
         if not KIND.squared:
             value = tl.where((row != column) | (below(value, tile) >= 0), value, turned)
         # nothing is stored behind the end: with a branch the loops would not be one
         store(places.out, product, tl.where(row > column, column, places.end), row, turned, KIND)
+        # a part above the diagonal is dropped: a row behind the end stores nothing
         row = tl.where(row < column, places.end, row)
     store(places.out, product, row, column, value, KIND)
 
@@ -272,6 +284,7 @@ def products_kernel(
     numbers = (alpha, beta, diagonal)
     program, programs = tl.program_id(0), tl.num_programs(0)
     for run in range(loop_bound(runs)):
+        # tiles of all runs are counted on; this program's first one in the run
         entries = Column(table_ptr, runs, run)
         first, end = entry(entries, FIRST_TILE).to(tl.int32), entry(entries, END_TILE).to(tl.int32)
         first += (program + programs - first % programs) % programs
@@ -282,15 +295,19 @@ def products_kernel(
             for number in tl.range(
                 loop_bound(first), loop_bound(end), loop_bound(programs), flatten=True
             ):
+                # int32, which product of the run the tile is of, and where it begins there
                 product = tl.load(tiles_ptr + PRODUCT_OF_TILE * tiles + number)
                 row = tl.load(tiles_ptr + ROW_OF_TILE * tiles + number)
                 column = tl.load(tiles_ptr + COLUMN_OF_TILE * tiles + number)
                 tile = TilePosition(product, row, column)
+                # fp32 [ROWS, COLUMNS], the sums over K
                 total = chain_of(places, tile, k, KIND, ROWS, COLUMNS, INNER)
+                # stored at once, or the left half and then the right one
                 if PARTS == 1:
                     finish(entries, places, tile, total, numbers, KIND)
                 else:
                     WIDTH: tl.constexpr = COLUMNS // 2
+                    # [ROWS, WIDTH, 2]: the last dimension says which half
                     both = tl.permute(tl.reshape(total, (ROWS, 2, WIDTH)), (0, 2, 1))
                     first_half, second_half = tl.split(both)
                     finish(entries, places, tile, first_half, numbers, KIND)

@@ -119,8 +119,10 @@ def _stored_bytes(kind: kernel.ProductKind) -> int:
 
 def _time(runs: Sequence[ProductRun], mirrored: bool, tile: ProductTile) -> float:
     """The work of the first program, which takes the longest of each round of tiles."""
+    # tiles of each run, and the steps of K that each of them takes; the longest first
     counts = [run.count * len(_corners(run.m, run.n, mirrored, tile)[0]) for run in runs]
     steps = -numpy.sort(-numpy.repeat([run.k + OVERHEAD for run in runs], counts))
+    # how many programs a processor runs at a time
     together = min(tile.programs, -(-len(steps) // PROCESSORS))
     steps_of_first = int(steps[:: PROCESSORS * max(together, 1)].sum())
     return steps_of_first * tile.rows * tile.columns * together / tile.rate
@@ -130,12 +132,14 @@ def _corners(
     m: int, n: int, mirrored: bool, tile: ProductTile
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
     """The rows and columns at which a product's tiles begin, in their order."""
+    # all tiles, then ordered: in bands of GROUP rows of tiles, column by column
     rows, columns = numpy.divmod(
         numpy.arange(-(-m // tile.rows) * -(-n // tile.columns)), max(-(-n // tile.columns), 1)
     )
     rows, columns = rows * tile.rows, columns * tile.columns
     order = numpy.lexsort((rows, columns, rows // (GROUP * tile.rows)))
     rows, columns = rows[order], columns[order]
+    # of symmetric results only those that reach the diagonal or lie below it
     mask = columns <= rows if mirrored else slice(None)
     return rows[mask], columns[mask]
 
@@ -148,6 +152,7 @@ def tile_rows(
     for run in runs:
         rows, columns = _corners(run.m, run.n, mirrored, tile)
         places = numpy.arange(run.count)
+        # each product of the run has the same tiles: place in the run, row, column
         entries = (
             places.repeat(len(rows)),
             *(numpy.tile(starts, run.count) for starts in (rows, columns)),
@@ -193,9 +198,11 @@ class Tables:
 
         symmetry: whether results are symmetric, and right matrices the left ones, turned.
         """
+        # what a launch's kernel is compiled for: dtypes, symmetry, what is added
         first = products[0]
         dtypes = tuple(None if matrix is None else matrix.dtype for matrix in first)
         flags = (*symmetry, bool(numbers.diagonal), first.scale is not None)
+        # int64 rows as runs_of takes them: m, n, k, then address and stride of each matrix
         by_way: dict[tuple[bool, bool, bool], list[tuple[int, ...]]] = {}
         for left, right, added, out, scale in products:
             places = [_place(left), _place(right), _place(added), _place(out)]
@@ -204,12 +211,14 @@ class Tables:
             factor = 0 if scale is None else scale.data_ptr()
             row = (*out.shape, left.shape[1], *where, factor, 0)
             by_way.setdefault(way, []).append(row)
+        # each way in which matrices lie in memory has a launch of its own
         launches = []
         for way, rows in by_way.items():
             kind = _kind(dtypes, *way, *flags)
             sizes = [0 if dtype is None else dtype.itemsize for dtype in dtypes]
             runs, columns = runs_of(numpy.array(rows, numpy.int64), sizes)
             key = (kind, runs, tile, first.out.device)
+            # the table of tiles is made once for each list of runs
             if key not in self._launches:
                 self._launches[key] = _Launch(*key)
             launches.append((self._launches[key], columns))
@@ -240,24 +249,30 @@ def runs_of(
         sizes: bytes of an element of each of these; 0 where there is none.
     """
     alike = [*range(3), *range(4, products.shape[1], 2)]  # SHAPE, STRIDES
+    # the longest sums first; products of one shape and layout follow each other
     order = numpy.lexsort((*products[:, alike].T, -products[:, 2]))
     products = products[order]
+    # bytes from each matrix to that of the next product
     apart = numpy.diff(products[:, ADDRESSES], axis=0)
+    # a product can follow the one before: same shape, and steps that descriptors can take
     follows = (products[1:, alike] == products[:-1, alike]).all(1)
     is_step = (apart > 0) & (apart < STRIDE_LIMIT) & (apart % APART == 0)
     follows &= (is_step | (numpy.array(sizes) == 0)).all(1)
+    # a run goes on while all its steps are equal
     firsts = [0]
     for index in range(1, len(products)):
         longer = index - firsts[-1] > 1
         even = not longer or (apart[index - 1] == apart[firsts[-1]]).all()
         if not (follows[index - 1] and even):
             firsts.append(index)
+    # products of each run, and the first one's numbers
     counts = numpy.diff([*firsts, len(products)])
     first_products = products[firsts]
     steps = first_products[:, STRIDES].copy()  # of one product alone any step does
     several = counts > 1
     divisors = numpy.maximum(sizes, 1)
     steps[several] = apart[numpy.array(firsts)[several]] // divisors
+    # [runs, 5 matrices, (address, stride, step)], strides and steps in elements
     places = numpy.stack(
         [first_products[:, ADDRESSES], first_products[:, STRIDES], steps], 2
     ).reshape(len(first_products), -1)
@@ -284,10 +299,12 @@ class _Launch:
         tile: ProductTile | None,
         device: torch.device,
     ) -> None:
+        # cards with less shared memory take the small tiles
         tile = tile or (tile_of(runs, kind) if has_room(device) else UNEVEN)
         assert _fits(tile, kind)
         tiles, self._firsts = tile_rows(runs, kind.mirrored, tile)
         self._count = tiles.shape[1]
+        # the tiles stay on the device, the table of runs is written anew where it changes
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
         self._tiles.update(tiles)
         options: dict[str, object] = {
@@ -299,6 +316,7 @@ class _Launch:
             "num_warps": tile.warps,
             "num_stages": _stages(tile, kind) if kind.described else tile.stages,
         }
+        # as many programs as run at a time; they take tiles in turns
         programs = min(self._count, tile.programs * processors(device))
         self._again = Again(kernel.products_kernel, programs, options)
 
@@ -365,8 +383,10 @@ def _place(matrix: torch.Tensor | None) -> MatrixLayout:
         return MatrixLayout(0, 0, False, True)
     (rows, columns), (stride, along), address = matrix.shape, matrix.stride(), matrix.data_ptr()
     turned = along != 1
+    # as it lies in memory: rows without gaps
     if turned:
         rows, columns, stride = columns, rows, along
+    # descriptors need addresses and rows of whole 16 bytes, and no empty matrix
     whole = (address | stride * matrix.element_size()) % 16 == 0
     return MatrixLayout(address, stride, turned, whole and rows > 0 and 0 < columns <= stride)
 
@@ -483,6 +503,7 @@ def factors_of(
         dtype = out_dtype or (left[0].dtype if left else None)
         pairs = zip(left, right, strict=False)  # lengths are looked at below
         out = [a.new_empty(a.shape[0], b.shape[1], dtype=dtype) for a, b in pairs]
+    # from here on lists of one length; None where nothing is added
     added: Sequence[Any] = [None] * len(left) if add is None else add
     lists: dict[str, Sequence[Any]] = {"left": left, "right": right, "add": added, "out": out}
     for name, matrices in lists.items():
@@ -491,6 +512,7 @@ def factors_of(
         for index, matrix in enumerate(matrices):
             if not isinstance(matrix, torch.Tensor) and not (name == "add" and add is None):
                 raise ValueError(f"{name}[{index}] must be a matrix, got {matrix!r}")
+    # one factor a product, each a view of shape ()
     factors: Sequence[Any] = [None] * len(left)
     if scale is not None:
         if scale.dtype != torch.float32 or scale.shape != (len(left),):
@@ -519,12 +541,16 @@ def _multiply(
     if not products:
         return results
     device, (is_mirrored, is_squared) = products[0].out.device, symmetry
+    # tensor cores count subnormal numbers, and so must the twin
     if device.type != "cuda":
         check_subnormals()
+    # autograd learns that results are written in place
     torch.autograd.graph.increment_version(results)
+    # the twin; a square is symmetric by itself, other symmetric products are mirrored
     if not (device.type == "cuda" if launches is None else launches):
         products_with_epilogue(products, numbers, is_mirrored and not is_squared)
         return results
+    # within a capture tables must outlive this call, as replays read them
     if tables is None and is_capturing(device):
         raise ValueError("tables must be given within the capture of a CUDA graph, got None")
     (tables or Tables()).launch(products, symmetry, numbers, tile)
@@ -539,12 +565,14 @@ def _check(index: int, product: Factors, first: Factors) -> None:
         raise ValueError(
             f"left[{index}] and right[{index}] must be [m, k] and [k, n], got {shapes}"
         )
+    # operands are all of one dtype, results too, and what is added
     _check_dtype(f"left[{index}]", left, first.left.dtype, OPERANDS)
     _check_dtype(f"right[{index}]", right, first.left.dtype, OPERANDS)
     for name, matrix, like in (("out", out, first.out), ("add", added, first.added)):
         if matrix is None or like is None:
             continue
         _check_dtype(f"{name}[{index}]", matrix, like.dtype, OUTS)
+        # rows of results must not lie over each other
         overlaps = name == "out" and m > 1 and matrix.stride(0) < n
         if matrix.shape != (m, n) or matrix.stride(1) != 1 or overlaps:
             layout = f"{list(matrix.shape)} with strides {list(matrix.stride())}"

@@ -75,6 +75,7 @@ def product_reference(
         raise ValueError(f"total must be torch.float32 {list(shape)}, got {description}")
     else:
         out = total.clone(memory_format=torch.contiguous_format)
+    # C++ where it is built; `worth` says whether to begin building it
     worth = left.numel() * shape[1] >= WORTH_BUILDING
     extension = native.get(worth) if left.device.type == "cpu" else None
     if extension is not None:
@@ -120,17 +121,21 @@ def _block(
 ) -> torch.Tensor:
     """Makes one instruction's sums: terms are cut, added up exactly, and the sum is cut to fp32."""
     left_64, right_64, total_64 = left.double(), right.double(), total.double()
+    # int exponents of all numbers; of zeros one so low that it never counts
     left_exponents, right_exponents = (
         _exponents(left_64, operand.least),
         _exponents(right_64, operand.least),
     )
+    # [m, n], the largest exponent among the sum so far and the block's products
     top = _exponents(total_64, -126).clamp(min=LEAST)
     for k in range(left_64.shape[1]):
         top = torch.maximum(top, left_exponents[:, k, None] + right_exponents[None, k])
+    # in units of the last place that is kept, terms are cut to whole numbers
     scale = torch.ldexp(torch.ones_like(total_64), FRACTION - top)
     sums = torch.trunc(total_64 * scale)
     for k in range(left_64.shape[1]):
         sums += torch.trunc(left_64[:, k, None] * right_64[None, k] * scale)
+    # fp64 adds those up exactly, then the sum is cut, not rounded
     finite = _cut_to_fp32(sums / scale)
     if all(bool(matrix.isfinite().all()) for matrix in (left_64, right_64, total_64)):
         return finite

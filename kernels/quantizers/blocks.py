@@ -28,17 +28,22 @@ def tile_as_one(
     FORMATS: tl.constexpr = SPEC.formats
     WIDTH: tl.constexpr = FORMATS.cast.quantizer.columns
     LINES: tl.constexpr = PIECE // WIDTH
+    # int32 [LINES, WIDTH], the largest pattern of a magnitude so far
     bits = tl.zeros((LINES, WIDTH), tl.int32)
     index = tl.zeros((), tl.int32)
+    # first the step of all pieces: masters are stored, codes wait for the amax
     while index < TILE * TILE // PIECE:
         piece = piece_of(index, tile, FORMATS, PIECE)
         value, _words = step_piece(chunk, tile, piece, 1.0, SPEC, MASKED)
         bits = tl.maximum(bits, magnitude_bits(value))
         index += 1
+    # one number for the tile
     amax_bits = tl.max(tl.max(bits, 1), 0)
+    # for ranks that have other parts of the tile
     if SHARDED:
         number = (tile.first_row // TILE) * tl.cdiv(tile.across, TILE) + tile.first_column // TILE
         tl.atomic_max(tile.amax_ptr + number, amax_bits)
+    # no other rank has a part: the amax is final, and the codes can be made now
     if tile_is_whole(tile):
         # what other threads of the program have stored is there
         tl.debug_barrier()
@@ -46,6 +51,7 @@ def tile_as_one(
         stored = (tile.first_row // TILE) * tile.scale_stride + tile.first_column // TILE
         tl.store(tile.scale_inv_ptr + stored, scale_inv)
         remainder_ptr = remainder_pointer(chunk.column, chunk.start, FORMATS)
+        # then the cast: masters are read once more, in larger pieces
         index = tl.zeros((), tl.int32)
         while index < TILE * TILE // PIECE_AGAIN:
             piece = piece_of(index, tile, FORMATS, PIECE_AGAIN)

@@ -44,6 +44,7 @@ def amax_pointer(column):
 def noted(param, amax_bits, mask, FORMATS: tl.constexpr):
     """A store's: what is encoded, and the bits of amaxes raised to it."""
     value = rounded(param, FORMATS)
+    # what lies behind the tensor must not raise the amax
     if mask is not None:
         value = tl.where(mask, value, 0.0)
     return value, tl.maximum(amax_bits, magnitude_bits(value))
@@ -53,6 +54,7 @@ def noted(param, amax_bits, mask, FORMATS: tl.constexpr):
 def remainder_pointer(column, start, FORMATS: tl.constexpr):
     """Returns a pointer to what lies beside a chunk's codes, where there is something."""
     FORMAT: tl.constexpr = FORMATS.remainder
+    # a joined master lies beside the codes itself; other remainders have buffers of their own
     ROW: tl.constexpr = MASTER if FORMATS.master.joined else WEIGHT_REMAINDER
     return pointer(column, ROW, start, FORMAT)
 
@@ -88,6 +90,7 @@ def loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, mask, FORMATS: 
     """Loads the fp32 values of fp8 codes, with what lies beside them."""
     code = load_block(weight_ptr, offsets, mask)
     REMAINDER: tl.constexpr = FORMATS.remainder
+    # fp8 code and remainder together are one more precise number
     if REMAINDER.present:
         value = REMAINDER.decode(code, load_block(remainder_ptr, offsets, mask))
     else:
@@ -106,22 +109,29 @@ def values_kernel(
     SPAN: tl.constexpr,
 ):
     """Stores what codes with a scale per tensor stand for where a step's masters are."""
+    # the program's tensor, and its chunk there; BLOCK elements are worked on at a time
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
     column = Column(table_ptr, tensors, tensor)
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+
+    # codes and remainders are read, fp32 values go to the masters' place
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     weight_ptr = pointer(column, WEIGHT, start, WEIGHT_FORMAT)
     master_ptr = pointer(column, MASTER, start, MASTER_FORMAT)
     remainder_ptr = remainder_pointer(column, start, FORMATS)
+    # one factor for the whole tensor, fp32
     scale_inv = tl.load(scale_inv_pointer(column, FORMATS))
     scale_inv = FORMATS.cast.quantizer.value(scale_inv)
+
+    # whole aligned blocks go without masks
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         value = loaded_values(weight_ptr, remainder_ptr, scale_inv, offsets, None, FORMATS)
         store_block(master_ptr, offsets, value, None)
         block += 1
+    # the rest of the chunk, behind which another tensor's memory may lie
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < elements
@@ -138,11 +148,13 @@ def cast_block(
     """Casts a block of masters, whose first is `begin` in the chunk; or only raises amax_bits."""
     master_ptr, weight_ptr, remainder_ptr = pointers
     master_scale, scale = scales
+    # fp32 [BLOCK], masters decoded
     code = load_block(master_ptr, block.offsets, block.mask)
     param = FORMATS.master.decode(code, master_scale)
     if ONLY_AMAX:
         _value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
     else:
+        # whole blocks begin with a quad of elements, which shares one draw of four words
         value = rounded(param, FORMATS)
         IN_QUADS: tl.constexpr = block.mask is None
         BLOCK: tl.constexpr = block.offsets.shape[0]
@@ -170,12 +182,15 @@ def cast_kernel(
     SPAN: tl.constexpr,
 ):
     """Casts masters to weights with a scale per tensor, or only raises the tensors' amaxes."""
+    # the program's tensor, and its chunk there
     tensor, number = place_of(chunks_ptr, tensors, tl.program_id(0), SPAN)
     column = Column(table_ptr, tensors, tensor)
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(column, controls_ptr):
             return
     start, elements, unmasked = chunk_of(column, number, 0, BLOCK, ITERATIONS)
+
+    # pointers to the chunk's first element, and what its random words are made of
     MASTER_FORMAT: tl.constexpr = FORMATS.master
     WEIGHT_FORMAT: tl.constexpr = FORMATS.weight
     master_ptr = pointer(column, MASTER, start, MASTER_FORMAT)
@@ -186,10 +201,14 @@ def cast_kernel(
     draw = cast_draw(column, scalars_ptr, scalar_count, FORMATS, RULE)
     scale = 1.0
     if not ONLY_AMAX:
+        # the tensor's amax is known by now; its first chunk stores scale_inv for all
         scale, scale_inv = FORMATS.cast.quantizer.scale(column, tl.load(amax_ptr), FORMATS)
         tl.store(scale_inv_pointer(column, FORMATS), scale_inv, mask=start == 0)
+
+    # int32 [BLOCK], patterns of magnitudes: one largest number for each place in a block
     amax_bits = tl.zeros((BLOCK,), tl.int32)
     pointers, scales = (master_ptr, weight_ptr, remainder_ptr), (master_scale, scale)
+    # whole aligned blocks go without masks
     block = tl.zeros((), tl.int32)
     while block < unmasked:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -198,6 +217,7 @@ def cast_kernel(
             FORMATS, ONLY_AMAX,
         )  # fmt: skip
         block += 1
+    # the rest of the chunk
     while block * BLOCK < elements:
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         amax_bits = cast_block(
@@ -205,6 +225,7 @@ def cast_kernel(
             amax_bits, FORMATS, ONLY_AMAX,
         )  # fmt: skip
         block += 1
+    # chunks of a tensor meet in one number; patterns of magnitudes are ordered as integers
     if ONLY_AMAX:
         tl.atomic_max(amax_ptr, tl.max(amax_bits, 0))
 
@@ -226,7 +247,10 @@ def scale_invs_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(column, controls_ptr):
             return
+
+    # [BLOCK], places of scales in the tensor
     index = number * BLOCK + tl.arange(0, BLOCK)
+    # amaxes are counted row by row without gaps, rows of scale_inv lie `stride` apart
     if FORMATS.cast.quantizer.columns > 0:
         rows = entry(column, WEIGHT_ROWS)
         columns = entry(column, WEIGHT_COLUMNS)
@@ -237,6 +261,7 @@ def scale_invs_kernel(
     else:
         mask = index < 1
         place = index
+    # other ranks' amaxes have come into the buffer before
     amax_bits = tl.load(amax_pointer(column) + index, mask=mask, other=0)
     _scale, scale_inv = FORMATS.cast.quantizer.scale(column, amax_bits, FORMATS)
     tl.store(scale_inv_pointer(column, FORMATS) + place, scale_inv, mask=mask)

@@ -34,6 +34,7 @@ def begin(column, FORMATS: tl.constexpr):
 @helper
 def put(pointers, block, param, scale, amax_bits, words, FORMATS: tl.constexpr):
     value, amax_bits = noted(param, amax_bits, block.mask, FORMATS)
+    # codes are masters, too: what lies beside them is the joined master
     if FORMATS.in_place:
         store_codes(pointers.weight, pointers.master, block, value * scale, words, FORMATS)
     else:
@@ -80,13 +81,16 @@ def move_scales_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if tl.load(controls_ptr + tl.load(table_ptr + 3 * weights + weight) * CONTROLS + SKIP) != 0:
             return
+    # fp32: history [length], scale [1], this step's amax [1]
     history_ptr = tl.load(table_ptr + weight).to(tl.pointer_type(tl.float32))
     scale_ptr = tl.load(table_ptr + weights + weight).to(tl.pointer_type(tl.float32))
     amax_ptr = tl.load(table_ptr + 2 * weights + weight).to(tl.pointer_type(tl.float32))
+    # fp32 [PADDED]; the first place is this step's
     place = tl.arange(0, PADDED)
     history = tl.load(history_ptr + place, mask=place < length, other=0.0)
     latest = tl.maximum(tl.load(history_ptr), tl.load(amax_ptr), propagate_nan=tl.PropagateNan.ALL)
     history = tl.where(place == 0, latest, history)
+    # the amax that the next scale is made of
     if MOST_RECENT:
         amax = latest
     else:
@@ -95,6 +99,7 @@ def move_scales_kernel(
     # all has been read before anything is written
     tl.debug_barrier()
     tl.store(scale_ptr, scale)
+    # the history moves by one: the first goes to the last place, a new first begins at 0
     tl.store(history_ptr + place - 1, history, mask=(place >= 2) & (place < length))
     # a scalar's comparison is no mask in Triton 3.9's interpreter, a block's is
     tl.store(history_ptr + place, latest, mask=(place >= 1) & (place == length - 1))

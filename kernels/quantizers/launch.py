@@ -56,19 +56,23 @@ class CastPlan:
         self.recipe, self.extents = formats.cast.recipe, extents
         self.in_blocks = self.recipe.block is not None
         self.shared = any(extent.shared for extent in extents)
+        # beside the step's rows of the table: what each tensor holds of its weight
         rows = self._steps.rows
         rows[table_rows.WEIGHT_ROWS.value] = [extent.rows for extent in extents]
         rows[table_rows.WEIGHT_COLUMNS.value] = [extent.columns for extent in extents]
         rows[table_rows.WEIGHT_START.value] = [extent.start for extent in extents]
+        # int32 [3, tiles] by blocks, else no tiles
         self._tiles = torch.empty(3, 0, dtype=torch.int32, device=device)
         if self.in_blocks:
             self._tiles = to_device(tile_table(numels, extents), device)
+        # scales that `cast` stores in a launch of their own, because the step cannot:
         shapes: list[tuple[int, ...]] = []
         # what others make codes of, a pass over masters, or codes that were read until now
         later = self.in_blocks and formats.store.left is Left.ALL
         if self.shared or later or (formats.in_place and not self.in_blocks):
             shapes = [self.recipe.scale_shape(torch.Size(extent[:2])) for extent in extents]
         self._scale_chunks = Chunks([math.prod(shape) for shape in shapes], SCALES, device)
+        # tables of launches after the step, and what was uploaded of them
         self._tables = {slots: DeviceTable(device) for slots in (MOVED, COLUMNS)}
         self._uploaded: dict[tuple[str, ...], torch.Tensor] = {}
         self.fills = formats.cast.exact and not formats.in_place
@@ -81,6 +85,7 @@ class CastPlan:
         for slots, table in self._tables.items():
             if slots[0] in buffers:
                 self._uploaded[slots] = table.update(self._rows_of(slots, buffers))
+        # the step's table, too, has how far apart rows of scale_inv lie
         if self.in_blocks:
             strides = [scale_inv.stride(0) for scale_inv in buffers["weight_scale_inv"]]
             row = self._steps.rows[table_rows.WEIGHT_SCALE_STRIDE.value]
@@ -102,9 +107,11 @@ class CastPlan:
         """Steps as TritonPlan does; raises the buffers of amaxes, and casts what it can."""
         self._controls, scalars = controls, self._steps.on_device(scalars)
         self._step_scalars = scalars
+        # launches follow each other on the current stream: values of codes, the step, amaxes
         if self.fills:
             self._fill()
         store = self.formats.store
+        # chunk by chunk, or tile by tile
         if store.tile is None:
             self._steps.step(scalars, controls)
         else:
@@ -115,6 +122,7 @@ class CastPlan:
             if tiles:
                 arguments = (self._steps.table(), self._tiles, scalars, controls, *sizes)
                 call(tile_kernel, tiles, arguments, options)
+        # stores that leave everything: the step has found no amaxes
         if store.left is Left.ALL:
             self._pass_over_masters(only_amax=True)
 
@@ -123,9 +131,11 @@ class CastPlan:
         left = self.formats.store.left
         if left in (Left.ALL, Left.CODES) or (left is Left.SHARED and self.shared):
             self._pass_over_masters(only_amax=False)
+        # behind the codes, scale_inv of whole weights
         scales, count = self._scale_chunks, len(self.extents)
         arguments = (scales.table, self._controls, count)
         self._launch(scale_invs_kernel, scales.count, arguments, dealt_out(SCALES))
+        # behind that, codes along columns
         if COLUMNS in self._uploaded:
             self._cast_columns(self._uploaded[COLUMNS])
 
@@ -138,6 +148,7 @@ class CastPlan:
     def _fill(self) -> None:
         """Makes the values of codes, which last for a step, before it."""
         count, table, tiles = len(self.extents), self._steps.table(), self._tiles.shape[1]
+        # tile by tile, as scales are, or chunk by chunk
         if self.in_blocks and tiles:
             options: dict[str, object] = {"FORMATS": self.formats, **CAST_TILES}
             call(values_tiles_kernel, tiles, (table, self._tiles, count, tiles), options)
@@ -150,6 +161,7 @@ class CastPlan:
     def _pass_over_masters(self, only_amax: bool) -> None:
         options: dict[str, object] = {"ONLY_AMAX": only_amax, "RULE": self.rule}
         count, scalars = len(self.extents), self._step_scalars
+        # without ALL the pass takes only blocks that ranks share
         if self.in_blocks:
             options |= {"ALL": self.formats.store.left is not Left.SHARED, **CAST_TILES}
             tiles = self._tiles.shape[1]
@@ -203,7 +215,9 @@ def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarra
     for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
         if numel == 0:
             continue
+        # the weight's first and last row of which the tensor has elements
         first, last = extent.start // extent.columns, (extent.start + numel - 1) // extent.columns
+        # in tiles; a part of a row takes all tiles across
         rows = numpy.arange(first // size, last // size + 1)
         columns = numpy.arange(-(-extent.columns // size))
         row, column = (grid.ravel() for grid in numpy.meshgrid(rows, columns, indexing="ij"))

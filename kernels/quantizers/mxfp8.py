@@ -71,6 +71,7 @@ def cast_columns_kernel(
     CONTROLLED: tl.constexpr,
 ):
     """Casts a tile of a whole weight's masters, 32 rows at a time."""
+    # the weight, in the step's table and in that of its codes along columns
     program = tl.program_id(0)
     tensor = tl.load(tiles_ptr + program)
     MASTER_FORMAT: tl.constexpr = FORMATS.master
@@ -79,28 +80,36 @@ def cast_columns_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(source, controls_ptr):
             return
+    # masters [rows, columns] of a whole weight are read, codes of the same shape are written
     master_ptr = pointer(source, MASTER, 0, MASTER_FORMAT)
     master_scale = old_scale(source, MASTER_SCALE, MASTER_FORMAT)
     draw = cast_draw(source, scalars_ptr, scalar_count, FORMATS, RULE)
     codes_ptr = pointer(target, 0, 0, WEIGHT_FORMAT)
     scale_inv_ptr = entry(target, 1).to(tl.pointer_type(tl.uint8))
+    # int64, the weight's shape, and how far apart rows of scale_inv lie
     rows = entry(target, 2)
     columns = entry(target, 3)
     stride = entry(target, 4)
+    # the tile's first row, and its TILE columns
     first_row = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
     column = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE + tl.arange(0, TILE)
     band = tl.zeros((), tl.int32)
     while band < TILE // BAND:
+        # a band of 32 rows: one block in each column
         row = first_row + band * BAND + tl.arange(0, BAND)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
         offsets = row[:, None] * columns + column[None, :]
+        # fp32 [BAND, TILE], rounded masters
         code = tl.load(master_ptr + offsets, mask=mask, other=0)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
+        # [TILE], amax, scale and E8M0 code of each column
         bits = tl.max(magnitude_bits(tl.where(mask, value, 0.0)), 0)
         scale, scale_inv = scale_of_exponent(source, bits, FORMATS)
+        # the words of an element are those of its code along the row
         words = block_words(draw, 0, 0, offsets, FORMATS.weight.draws, False, 0, False)
         code = drawn_code(value * scale[None, :], words, WEIGHT_FORMAT)
         tl.store(codes_ptr + offsets, code, mask=mask)
+        # a row of scale_inv for each band
         block = first_row // BAND + band
         # not & of the two comparisons: a scalar's is no mask in Triton 3.9's interpreter
         inside = column < tl.where(first_row + band * BAND < rows, columns, 0)

@@ -60,6 +60,7 @@ class CastReferencePlan:
         """Steps as ReferencePlan does; raises the buffers of amaxes to the stored masters'."""
         self._scalars = scalars
         self._steps.step(scalars, controls)
+        # amaxes of the stored masters, in the buffers that ranks put together
         for index, extent in self._stepped():
             tensors = self._tensors(index)
             if tensors["weight"].numel():
@@ -116,14 +117,17 @@ class CastReferencePlan:
     def _store(
         self, tensors: dict[str, torch.Tensor], extent: Extent, bits: tuple[torch.Tensor, ...]
     ) -> None:
+        # scales of the amaxes of all ranks, and values in their place in the weight
         recipe, values, weight = self._recipe, self._values(tensors), tensors["weight"]
         amax = tensors["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
         scale, scale_inv = recipe.quantizer.scales_reference(
             amax, recipe, tensors.get("weight_scale")
         )
         product = multiplied(self._placed(values, extent), scale, recipe.block).flatten()
+        # of the products only those that this tensor holds
         start = extent.start if recipe.block else 0
         product = product[start : start + weight.numel()]
+        # codes with what lies beside them, or alone
         if "weight_remainder" in tensors:
             assert self.formats.cast is not None
             codes, remainder = self.formats.cast.remainder.encode_reference(product, *bits)
@@ -132,6 +136,7 @@ class CastReferencePlan:
             codes = self.formats.weight.encode_reference(product, None, *bits)
         weight.copy_(codes)
         tensors["weight_scale_inv"].copy_(scale_inv.view(tensors["weight_scale_inv"].shape))
+        # codes along columns take the same random bits
         if "weight_columns" in tensors:
             shape, form = tensors["weight_columns"].shape, self.formats.weight
             drawn = tuple(random_bits.view(shape) for random_bits in bits if form.draws)

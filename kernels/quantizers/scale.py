@@ -75,9 +75,11 @@ def amax_reference(values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
 @helper
 def scale_from_amax(amax, code_max, epsilon, otherwise, POWER_OF_TWO: tl.constexpr):
     """code_max / amax in fp32; `otherwise` where amax is 0, infinity or NaN."""
+    # amax at least epsilon; zeros, infinities and NaN have no scale of their own
     amax = tl.where(amax < epsilon, epsilon, amax)  # a NaN stays
     bits = amax.to(tl.int32, bitcast=True)
     usable = (bits > 0) & (bits < INFINITY)
+    # rounded once; an overflow becomes the largest number
     quotient = tl.math.div_rn(tl.full((), code_max, tl.float32), tl.where(usable, amax, 1.0))
     bits = tl.minimum(quotient.to(tl.int32, bitcast=True), LARGEST)
     if POWER_OF_TWO:
@@ -123,6 +125,7 @@ def reciprocal_reference(scale: torch.Tensor) -> torch.Tensor:
 @helper
 def e8m0_from_amax(amax, code_max_inverse):
     """The E8M0 code, int32, of amax * code_max_inverse, rounded up to a power of two."""
+    # int32, the fp32 pattern of what is rounded up
     bits = (amax * code_max_inverse).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = bits >> 23
     # what is exactly a power of two stays; of the subnormal numbers 2**-127, and 0 for below it
@@ -142,6 +145,7 @@ def e8m0_from_amax_reference(amax: torch.Tensor, code_max: float) -> torch.Tenso
     quotient = amax * inverse
     mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2**exponent, half to one
     up = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    # then what the formula does not give: 0, infinity, NaN
     code = (up + 127).clamp(0, 0xFE)
     code = code.masked_fill(quotient == 0, 0).masked_fill(quotient == torch.inf, 0xFE)
     return code.masked_fill(quotient.isnan(), 0xFF).to(torch.uint8)

@@ -87,9 +87,11 @@ def tile_of(column, tiles_ptr, tiles):
 
     That is negative where a shard starts later.
     """
+    # int64, the tile's first row and column in the weight
     program = tl.program_id(0)
     row = tl.load(tiles_ptr + tiles + program).to(tl.int64) * TILE
     first_column = tl.load(tiles_ptr + 2 * tiles + program).to(tl.int64) * TILE
+    # of the weight rows and columns, of the tensor where in the weight it starts and its size
     rows = entry(column, WEIGHT_ROWS)
     columns = entry(column, WEIGHT_COLUMNS)
     start = entry(column, WEIGHT_START)
@@ -98,6 +100,7 @@ def tile_of(column, tiles_ptr, tiles):
     # offsets within a tile fit 32 bits: 128 rows of fewer than 2**24 elements
     lower = tl.minimum(tl.maximum(-base, 0), LARGEST_OFFSET).to(tl.int32)
     upper = tl.minimum(tl.maximum(numel - base, 0), LARGEST_OFFSET).to(tl.int32)
+    # tiles at the weight's edges are smaller
     height = tl.minimum(rows - row, TILE).to(tl.int32)
     width = tl.minimum(columns - first_column, TILE).to(tl.int32)
     stride = entry(column, WEIGHT_SCALE_STRIDE)
@@ -121,13 +124,17 @@ def tile_is_whole(tile):
 def piece_of(number, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
     """A tile's piece with this number, of so many elements."""
     WIDTH: tl.constexpr = FORMATS.cast.quantizer.columns
+    # LINES lines of WIDTH elements; ACROSS lines beside each other fill a row of the tile
     LINES: tl.constexpr = PIECE // WIDTH
     ACROSS: tl.constexpr = TILE // WIDTH
     line = number * LINES + tl.arange(0, LINES)
+    # int32 [LINES]
     row = line // ACROSS
     first = (line % ACROSS) * WIDTH
+    # int32 [LINES, WIDTH]
     column = first[:, None] + tl.arange(0, WIDTH)[None, :]
     offsets = row[:, None] * tile.stride + column
+    # what the weight has of the tile, then what the tensor has of the weight
     mask = (row[:, None] < tile.rows) & (column < tile.columns)
     mask = mask & (offsets >= tile.lower) & (offsets < tile.upper)
     return TileLines(offsets, mask, row, first)
@@ -136,6 +143,7 @@ def piece_of(number, tile, FORMATS: tl.constexpr, PIECE: tl.constexpr):
 @helper
 def lines_are_whole(piece, tile, WIDTH: tl.constexpr):
     """Returns masks of lines: the tensor has all that the weight has of it; the weight has any."""
+    # offsets between which each line lies, up to the weight's edge
     begin = piece.row * tile.stride + piece.first
     end = piece.row * tile.stride + tl.minimum(piece.first + WIDTH, tile.columns)
     inside = (piece.row < tile.rows) & (piece.first < tile.columns)
@@ -145,6 +153,7 @@ def lines_are_whole(piece, tile, WIDTH: tl.constexpr):
 @helper
 def blocks_of(piece, tile, FORMATS: tl.constexpr):
     """int64 [lines], the places of each line's block among the weight's amaxes and in scale_inv."""
+    # a whole tile is one block, or each line is
     if FORMATS.cast.quantizer.rows > 1:
         block_row = piece.row.to(tl.int64) * 0 + tile.first_row // TILE
         block_column = tile.first_column // TILE
@@ -163,6 +172,7 @@ def piece_words(chunk, tile, piece, DRAWS: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
         words = block_words(chunk.draw, chunk.start, 0, piece.offsets, DRAWS, False, 0, False)
     else:
+        # int64 [lines], each line's first element in the tensor
         begins = chunk.start + piece.row * tile.stride + piece.first
         words = line_words(chunk.draw, begins, DRAWS, piece.offsets.shape[1])
     return words
@@ -181,11 +191,13 @@ def step_piece(chunk, tile, piece, scale_inv, SPEC: tl.constexpr, MASKED: tl.con
         # there is no scratch, which only other scales need
         pointers += (kept_moment_scale(None, chunk.column, chunk.start, 0, FORMATS, index),)
     scales = ChunkScales(scale_inv, pointers, 1.0, pointers, 1.0)
+    # the step itself: loads, the rule, and stores of all but weights
     rows = piece.row * tile.stride + piece.first
     block = Block(piece.offsets, rows, piece.mask if MASKED else None)
     values = loaded_and_updated(chunk, scales, block, SPEC)
     words = piece_words(chunk, tile, piece, FORMATS.draws, MASKED)
     stored_block(chunk, scales, block, values, 0, words, FORMATS)
+    # fp32 [lines, columns], what codes are made of; 0 outside, so that amaxes do not see it
     value = rounded(values[0], FORMATS)
     if block.mask is not None:
         value = tl.where(block.mask, value, 0.0)
@@ -198,6 +210,7 @@ def scale_invs_of(piece, tile, FORMATS: tl.constexpr, READS_CODES: tl.constexpr)
     if READS_CODES:
         _blocks, stored = blocks_of(piece, tile, FORMATS)
         _whole, inside = lines_are_whole(piece, tile, FORMATS.cast.quantizer.columns)
+        # fp32 or E8M0 codes, one a line
         code = tl.load(tile.scale_inv_ptr + stored, mask=inside, other=0)
         scale_inv = FORMATS.cast.quantizer.value(code)[:, None]
     else:
@@ -211,14 +224,17 @@ def cast_lines(
     SHARDED: tl.constexpr,
 ):  # fmt: skip
     """Encodes a piece whose lines are blocks of their own; those that others have parts of wait."""
+    # [lines], amax, scale and inverse of each line
     blocks, stored = blocks_of(piece, tile, FORMATS)
     amax_bits = tl.max(magnitude_bits(value), 1)
     scale, scale_inv = FORMATS.cast.quantizer.scale(chunk.column, amax_bits, FORMATS)
     product = value * scale[:, None]
     whole, inside = lines_are_whole(piece, tile, FORMATS.cast.quantizer.columns)
     remainder_ptr = remainder_pointer(chunk.column, chunk.start, FORMATS)
+    # ranks that have parts of a block put their amaxes together after the step
     if SHARDED:
         tl.atomic_max(tile.amax_ptr + blocks, amax_bits, mask=inside)
+    # lines that are not whole are cast later, when their amaxes are known
     mask = piece.mask & whole[:, None] if MASKED else None
     block = Block(piece.offsets, 0, mask)
     store_codes(chunk.pointers.weight, remainder_ptr, block, product, words, FORMATS)
@@ -237,6 +253,7 @@ def tile_in_lines(
     FORMATS: tl.constexpr = SPEC.formats
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
+        # a line's amax needs this piece alone: step and cast in one go
         piece = piece_of(index, tile, FORMATS, PIECE)
         scale_inv = scale_invs_of(piece, tile, FORMATS, FORMATS.in_place)
         value, words = step_piece(chunk, tile, piece, scale_inv, SPEC, MASKED)
@@ -271,10 +288,13 @@ def tile_kernel(
     """
     FORMATS: tl.constexpr = SPEC.formats
     RULE: tl.constexpr = SPEC.rule
+    # the tensor of the program's tile
     column = Column(table_ptr, tensors, tl.load(tiles_ptr + tl.program_id(0)))
     if SPEC.controlled:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(column, controls_ptr):
             return
+
+    # what the step needs: tile, scalars, controls, random words, pointers to the tile's corner
     tile, base = tile_of(column, tiles_ptr, tiles)
     scalars = scalars_of(column, scalars_ptr, scalar_count, RULE)
     draw = draw_of(column, draw_row(column, scalars_ptr, scalar_count, RULE), FORMATS.draws)
@@ -282,6 +302,7 @@ def tile_kernel(
     pointers = pointers_of(column, base, FORMATS)
     tile = with_pointers(tile, column, FORMATS)
     chunk = Chunk(column, base, tile.upper, pointers, scalars, controls, draw)
+    # whole tiles of aligned rows go without masks
     full = tile_is_whole(tile) & (tile.rows == TILE) & (tile.columns == TILE)
     aligned = entry(column, ALIGNED) != 0
     if full & aligned & (base % 16 == 0) & (tile.stride % 16 == 0):
@@ -296,12 +317,14 @@ def values_tiles_kernel(
 ):
     """Stores what a tile's codes stand for where a step's masters are."""
     column = Column(table_ptr, tensors, tl.load(tiles_ptr + tl.program_id(0)))
+    # the tile, and pointers to its corner
     tile, base = tile_of(column, tiles_ptr, tiles)
     pointers = pointers_of(column, base, FORMATS)
     remainder_ptr = remainder_pointer(column, base, FORMATS)
     tile = with_pointers(tile, column, FORMATS)
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
+        # codes times scale_inv of their lines, fp32 [lines, columns], to the masters' place
         piece = piece_of(index, tile, FORMATS, PIECE)
         scale_inv = scale_invs_of(piece, tile, FORMATS, True)
         value = loaded_values(
@@ -335,6 +358,8 @@ def cast_tiles_kernel(
     if CONTROLLED:  # noqa: SIM102 at compile time, the other at run time
         if is_left_out(column, controls_ptr):
             return
+
+    # the tile, pointers to its corner, and what its random words are made of
     tile, base = tile_of(column, tiles_ptr, tiles)
     pointers = pointers_of(column, base, FORMATS)
     tile = with_pointers(tile, column, FORMATS)
@@ -344,20 +369,25 @@ def cast_tiles_kernel(
     master_scale = old_scale(column, MASTER_SCALE, MASTER_FORMAT)
     index = tl.zeros((), tl.int32)
     while index < TILE * TILE // PIECE:
+        # where the amaxes of the piece's lines are, and which lines this tensor has whole
         piece = piece_of(index, tile, FORMATS, PIECE)
         blocks, _stored = blocks_of(piece, tile, FORMATS)
         whole, inside = lines_are_whole(piece, tile, FORMATS.cast.quantizer.columns)
+        # blocks of several rows are whole where the tile is; an expression of [lines]
         if FORMATS.cast.quantizer.rows > 1:
             whole = (piece.row >= 0) & tile_is_whole(tile)
+        # fp32 [lines, columns], rounded masters
         code = load_block(pointers.master, piece.offsets, piece.mask)
         value = rounded(MASTER_FORMAT.decode(code, master_scale), FORMATS)
         if ONLY_AMAX:
             amax_bits = tl.max(magnitude_bits(tl.where(piece.mask, value, 0.0)), 1)
             tl.atomic_max(tile.amax_ptr + blocks, amax_bits, mask=inside)
         else:
+            # amaxes of all ranks, and the scales that follow from them
             amax_bits = tl.load(tile.amax_ptr + blocks, mask=inside, other=0)
             scale, _scale_inv = FORMATS.cast.quantizer.scale(column, amax_bits, FORMATS)
             product = value * scale[:, None]
+            # what the step has cast already stays
             mask = piece.mask if ALL else piece.mask & (whole == 0)[:, None]
             block = Block(piece.offsets, 0, mask)
             words = block_words(draw, base, 0, piece.offsets, FORMATS.cast_draws, False, 0, False)

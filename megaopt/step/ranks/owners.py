@@ -132,7 +132,7 @@ def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: i
     loads, owners, equal = [0.0] * ranks, [-1] * len(costs), sum(costs) / ranks
     # the place settles ties, so that all ranks find the same
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
-    # a rank that has all of it spares the way there
+    # a rank that has all of a matrix spares the way there
     for index in order:
         owner = min(holders[index], key=lambda rank: (loads[rank], rank), default=None)
         if owner is not None and loads[owner] + costs[index] <= equal:
@@ -409,8 +409,7 @@ class Owners:
             for index, runs in local.items()
             if owners[index] == self.rank
         ]
-        # others would wait for the owner of a matrix that is more than half of all work: all make
-        # it
+        # a matrix that is more than half of all work: others would wait for its owner, so all make it
         total = sum(cost for index, cost in enumerate(costs) if index not in local)
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > total]
         large = [index for index in large if index not in local]

@@ -192,7 +192,7 @@ class Notice:
     def __init__(self, device: torch.device, message: Callable[[], str]) -> None:
         self.message = message
         with torch.inference_mode(False):
-            # pinned, so that the device's copy waits for no host
+            # pinned, so that the host does not wait for the device's copy
             pinned = device.type == "cuda"
             self._flags = torch.zeros(WORDS, dtype=torch.bool, device="cpu", pin_memory=pinned)
         self._array = self._flags.numpy()  # which is looked at without an operation of torch

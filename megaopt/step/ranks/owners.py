@@ -409,7 +409,7 @@ class Owners:
             for index, runs in local.items()
             if owners[index] == self.rank
         ]
-        # a matrix that is more than half of all work: others would wait for its owner, so all make it
+        # with more than half of all work in one matrix others would wait: all ranks make it
         total = sum(cost for index, cost in enumerate(costs) if index not in local)
         large = [i for i, cost in enumerate(costs) if shares_work and 2 * cost > total]
         large = [index for index in large if index not in local]

@@ -65,12 +65,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         replicas: Any = None,
     ) -> None:
         self.options = options
+        # by these ids it is seen when others replace matrices by flat tensors
         self._given = None if options.MATRIX is None else set()
+        # filled by `add_param_group`, which torch's constructor calls for each group
         homes, copies = Homes(options.placement), Replicas(replicas)
         self.stepper = Stepper(options, self.rule, None, homes, copies)
+        # checks over all parameters wait until all groups are there
         self._is_being_made = True
         super().__init__(entries_of("params", params), {**defaults, **options.group_keys})
         self._is_being_made = False
+        # torch has made a plain defaultdict; masters are checked against all groups at once
         self.state = States(dict)
         self.master_weights = master_weights
         self._owned.check_places()  # once: it looks at all parameters
@@ -91,6 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check(self, owned: Owned, places: Iterable[int]) -> None:
         """Raises for parameters that the optimizer cannot own, before a step changes anything."""
+        # others may have put flat tensors in the place of the matrices that were given
         if self._given is not None:
             check_not_flattened(owned.groups, self._given, self.options)
         for place in places:
@@ -104,6 +109,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _patch_step_function(self) -> None:
         """Puts torch's hooks and its range for profiles around the step where they are heard of."""
+        # torch wraps the class's step once, for all optimizers of it
         kind: Any = type(self)
         step = kind.step
         super()._patch_step_function()
@@ -160,7 +166,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 f"closure must be None or a function that gives the loss, got {shown(closure)}"
             )
+        # gradients are made in here, before anything of the step looks at them
         loss = None if closure is None else torch.enable_grad()(closure)()
+        # attributes that a GradScaler sets around the step, and deletes behind it
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         arguments = (clip_norm, clip_coefficient, grad_scale, found_inf, self.use_decoupled_grad)
         self.stepper.step(self.param_groups, self.state, Asked(*arguments), self._check)
@@ -169,6 +177,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that the step reads, as torch.optim.Optimizer.zero_grad."""
+        # torch clears .grad; decoupled gradients are cleared here
         torchs("zero_grad")(self, set_to_none)
         for param in self._owned.params if self.use_decoupled_grad else ():
             if set_to_none:
@@ -230,21 +239,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
+        # a copy is changed, and the caller's dict only at the end: an error leaves both as they
+        # were
         group, index, snapshot = new_group(param_group), len(self.param_groups), dict(param_group)
         try:
+            # keys that are no numbers of a step are taken out: where states live, who has copies
             placement = taken_from(group, self.options, f"group {index}")
             replicas = replicas_of(group, self.options, f"group {index}")
             group |= {k: v for k, v in self._group_defaults(group).items() if k not in group}
+            # torch checks the parameters, fills in defaults, and appends the group
             torchs("add_param_group")(self, group)
             self.stepper.homes.put(group["params"], placement)
             self.stepper.replicas.put(group["params"], replicas)
+            # numbers of the group, then each of its parameters
             check_new_group(group, self.options, f"group {index}")
             for place, param in enumerate(group["params"]):
                 self._check_param(param, self._owned.label(index, place))
+            # all groups together: random bits that two parameters would share
             owned = self._owned
             if not self._is_being_made:
                 owned.check_places()
+            # under capturable lr and step of all groups become tensors on the device
             numbers = owned.device_numbers(self.param_groups) if self.options.capturable else []
+            # all checks are done: the caller's own dict becomes the group
             param_group.clear()
             param_group.update(group)
             self.param_groups[index] = param_group
@@ -254,6 +271,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._given.update(map(id, param_group["params"]))
             self.stepper.writes.hint(hints_of(snapshot, self.options, f"group {index}"))
         except BaseException:
+            # after Ctrl-C, too: groups and the caller's dict are as they were
             del self.param_groups[index:]
             param_group.clear()
             param_group.update(snapshot)
@@ -278,9 +296,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
+        # checked as if they were assigned already
         owned, versions = self._owned, self.stepper.writes.versions
         arguments = (owned.rule, masters, owned.homes, owned.replicas)
         Owned(owned.groups, self.options, *arguments).check_masters()
+        # masters made here take the values of weights that were written since the last step
         is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
         written = () if is_list else versions.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
@@ -300,10 +320,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             params: parameters of this optimizer, else ValueError; None for all. Those without a
                 master, or without state yet, are left as they are.
         """
+        # a tensor would be taken for the list of its rows
         owned = self._owned
         if isinstance(params, torch.Tensor):
             refuse("params", "a list of parameters", params)
         chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
+        # parameters with a state; a master lies beside it
         for place in chosen:
             view = owned.views[place]
             if self.state.get(view.param):
@@ -338,6 +360,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError, and RuntimeError, as the first step would; then no state has changed.
         """
+        # frozen parameters of a kind that nothing steps are passed over
         places = [i for i, view in enumerate(self._owned.views) if not view.is_idle]
         self.stepper.make_states(self.param_groups, self.state, places, self._check)
 
@@ -358,11 +381,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         (step_counts="group"), for some of a group whose others have a state. Nothing has changed
         then.
         """
+        # a difference between ranks takes its step's count back, before counts begin anew
         self.stepper.hear(self.param_groups)
         owned = self._owned
         if isinstance(params, torch.Tensor):
             refuse("params", "a list of parameters", params)
         chosen = range(len(owned.params)) if params is None else [owned.index(p) for p in params]
+        # counts first, which may be refused; then moments, once copies to host memory are done
         restart(owned, self.state, chosen)
         owned.homes.wait()
         for view in map(owned.views.__getitem__, chosen):
@@ -396,10 +421,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
+        # a parameter that is in no group any more may still have a state
         owned = self._owned
         if not (isinstance(param, torch.Tensor) and param in self.state):
             owned.index(param)
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
+        # weight and master are alike now: the next step takes no write for somebody else's
         if state_name == MASTER:
             self.stepper.writes.versions.note(param, self.state)
 
@@ -425,6 +452,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError where ranks differed in the last step, which then left it out; and for a
         state that no load would take, as of a group that asks for another rule since.
         """
+        # sized: torch.distributed.checkpoint compares sizes, and loads into what is there
         self.stepper.hear(self.param_groups)
         owned, sized = self._owned.checked(), is_asked_by_torch()
         places = state_dicts.incomplete(owned, self.state) if sized else []
@@ -436,6 +464,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _packed(self, owned: Owned) -> dict[str, Any]:
         """State and groups as torch packs them; states of parameters in no group are left out."""
+        # names of another count than the parameters say nothing
         for index, group in enumerate(owned.groups):
             if not state_dicts.has_its_names(group):
                 message = (
@@ -443,6 +472,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"got {shown(group['param_names'])}: left out of the state dict"
                 )
                 self.stepper.writes.hint({"param_names": message})
+        # states of parameters that have left the groups, whose places torch could not name
         params, state = {*owned.params}, self.state
         left = [key for key in state if isinstance(key, torch.Tensor) and key not in params]
         if not left:
@@ -455,6 +485,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         self.stepper.writes.hint({"params": message})
         gone = {*left}
+        # torch packs self.state: for this call it is without them
         self.state = States(dict, {key: state[key] for key in state if key not in gone})
         try:
             packed = torchs("state_dict")(self)
@@ -486,16 +517,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if isinstance(state_dict, Mapping):
             state_dict = dict(state_dict)  # a hook may write into it
+        # as torch: a hook may return another dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         owned = self._owned
+        # everything is made beside what there is: an error changes nothing
         with torch.inference_mode(False):  # later steps write what a load makes
             loaded = state_dicts.load(state_dict, owned, self.state)
         self.stepper.writes.hint(loaded.hints)
         new = {"state": loaded.states, "param_groups": loaded.groups}
+        # the caller's masters are written in place; behind them states and groups change at once
         overwrite(loaded.masters, lambda: vars(self).update(new))
         self.stepper.given_counts.kept.clear()  # as are the moments in state dicts of before
+        # batches and versions are of tensors that are gone
         self.stepper.reset(self._owned, self.state, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -507,6 +542,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         value, so that a master that the first step makes afterwards starts from the codes, and no
         `replicas`: process groups are of a process.
         """
+        # the device may still write states in host memory
         self.stepper.homes.wait()
         versions = self.stepper.writes.versions
         return {
@@ -526,10 +562,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up what __getstate__ gave."""
         super().__setstate__(state)
+        # the stepper is made anew, as no table on the device comes back
         attributes = vars(self)
         masters, homes, written = (attributes.pop(f"_{n}") for n in ("masters", "homes", "written"))
         replicas = attributes.pop("_replicas", Replicas())  # not in pickles of before
         self.stepper = Stepper(self.options, self.rule, masters, homes, replicas)
         self.state = States(dict, self.state)
+        # unpickled states are in memory that is not pinned
         self._owned.keep_at_home(self.state)
         self.stepper.reset(self._owned, self.state, written)

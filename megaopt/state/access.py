@@ -33,6 +33,7 @@ def unscaled(
     owned.homes.wait()
     view = owned.view(param)
     param_state: State = state.get(param, {})
+    # a scale is given as it is stored
     if name.endswith(SCALE) and name in param_state:
         scale: torch.Tensor = param_state[name]
         return scale
@@ -46,6 +47,7 @@ def unscaled(
         raise ValueError(f"{label}: state {name!r} must be there, got none: {_made_by(owned)}")
     else:
         value = get_unscaled(locals_of(param_state), name, form, view)
+    # an fp32 state is given itself, in its DTensor; anything else is wrapped anew
     originals = [entry for entry in param_state.values() if local_of(entry) is value]
     tensor: torch.Tensor = originals[0] if originals else view.wrap_state({name: value})[name]
     return tensor
@@ -62,6 +64,7 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
     """See FusedOptimizer.set_scaled_state."""
     param_state, local = state.get(view.param, {}), view.local
     owned.homes.wait()
+    # a scale is set as it is, one fp32 number
     if any(same(name, key) for key in param_state if key.endswith(SCALE)):
         _store(state, view, param_state, {name: _one_number(value, name, local)})
         return
@@ -69,11 +72,14 @@ def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torc
     _check_value(value, view, name)
     check_sharding(value, view.param, name)
     value = local_of(value.detach())
+    # no master: the value goes into the weight itself
     if name == MASTER and not formats.master.present:
         _set_weight(owned, state, view, value.to(local.device, torch.float32).reshape(local.shape))
         return
+    # fp8 codes are half of the value, and are made first
     if name == MASTER and formats.master.joined and view.weight is not None:
         _set_codes(owned, view, value)
+    # the caller's master, which no state has yet, is written where it is
     if name == MASTER and param_state.get(MASTER) is None and owned.has_external_masters:
         param_state = {**param_state, MASTER: owned.external_masters()[owned.index(view.param)]}
     _store(state, view, param_state, *encoded(name, value, formats.by_slot[slot], view))
@@ -83,6 +89,7 @@ def _store(
     state: Any, view: ParamView, param_state: State, new: State, weight: torch.Tensor | None = None
 ) -> None:
     """Writes new tensors over those of a state, or adds them, and the weight: all or none."""
+    # pairs of a tensor and what it becomes; new tensors are added behind all copies
     stored, pairs = locals_of(param_state), []
     if weight is not None:
         check_writable(view.local, "the parameter")
@@ -102,6 +109,7 @@ def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) 
     """Sets a weight without a master to an fp32 value of its shard's shape."""
     if view.weight is None:
         check_writable(view.local, "the parameter")
+        # all or nothing: the state loses its master once the weight is written
         code = owned.formats(view).weight.encode_by_hand(value).clone()
         overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
         return

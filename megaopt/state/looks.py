@@ -56,9 +56,11 @@ class Looks:
             self._module = native.get(self._is_worth_building)
             if self._module is None:
                 return self._look(tensors)
+            # the extension takes None for the size of an absent tensor, and no layouts
             numels, *rest, _ = self._kind
             sizes = [None if no else numel for no, numel in zip(self._absent, numels, strict=True)]
             self._native = self._module.Kinds(sizes, *rest)
+        # int64 rows for addresses and versions are written in place
         tensor_list = tensors if type(tensors) is list else [*tensors]
         facts = self._module.look_at(self._native, tensor_list, self._addresses, self._versions)
         return None if facts is None else self._looked(*facts)
@@ -71,6 +73,7 @@ class Looks:
         if [tensor is None for tensor in tensors] != self._absent or _kind(tensors) != self._kind:
             return None
         all_tensors = _there(tensors)
+        # elements one behind the other, and bits that say what they are
         in_order = all(map(torch.Tensor.is_contiguous, all_tensors))
         in_order = in_order and not any(
             tensor.is_neg() or tensor._is_zerotensor() for tensor in all_tensors
@@ -134,11 +137,13 @@ class Marks:
 
     def are_the_same(self) -> bool:
         """Whether parameters are marked as they were."""
+        # marks that were there, then parameters that have got attributes since
         if any(self._read(attributes) != marks for attributes, marks in self._marked):
             return False
         counts = [*map(len, self._attributes)]
         if counts == self._counts:
             return True
+        # other attributes came, and no mark: the new counts are the usual ones
         self._counts = counts
         return [*map(self._read, self._attributes)] == self._marks
 
@@ -147,6 +152,7 @@ class SameStates:
     """Tells whether a state has the very entries, and these the very values, that it had."""
 
     def __init__(self, state: Mapping[Any, Any]) -> None:
+        # keys, dicts and their values, in order
         self._keys, self._entries = (*state.keys(),), (*state.values(),)
         self.has_dicts = isinstance(state, dict) and all(type(e) is dict for e in self._entries)
         """The state is a dict of dicts; otherwise it cannot be told."""
@@ -160,6 +166,7 @@ class SameStates:
         module = native.get(is_worth_building=False)
         if module is not None and isinstance(state, dict):
             return bool(module.same_states(state, self._keys, self._entries, self.values))
+        # the very objects: keys and dicts first, then all values
         is_same = same_objects(state.keys(), self._keys)
         is_same = is_same and same_objects(state.values(), self._entries)
         return is_same and same_objects(self._now(), self.values)

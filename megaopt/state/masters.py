@@ -43,6 +43,7 @@ def check_master_weights(
             "master_weight_dtype must be torch.float32, whose values need nothing beside them, "
             f"with a list of master_weights, got {options.master_weight_dtype}"
         )
+    # one entry for each parameter, or for each that has a master
     chosen = places_of(masters, views, options)
     if chosen is None:
         count = sum(_has_master(view, options) for view in views)
@@ -50,6 +51,7 @@ def check_master_weights(
             f"master_weights must have one entry for each of the {len(views)} parameters, or for "
             f"each of the {count} that are not fp32, in group order, got {len(masters)} entries"
         )
+    # each entry by itself, then all of them: no element may be in two masters
     entries = []
     for index, (master, place) in enumerate(zip(masters, chosen, strict=True)):
         where = f"master_weights[{index}] for {labels[place]}"
@@ -93,6 +95,7 @@ def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: s
     if formats.cast is not None or formats.master.joined:
         return
     weight = view.local.detach()
+    # neighbours in the order of 16-bit numbers are allowed, and NaN at NaN
     cast = formats.weight.encode_by_hand(local_of(master).to(weight.device))
     far = (_order(weight) - _order(cast)).abs() > 1
     count = int((far & ~(weight.isnan() & cast.isnan())).sum())
@@ -113,6 +116,7 @@ def _order(code: torch.Tensor) -> torch.Tensor:
 def _check_master(
     master: torch.Tensor | None, view: ParamView, where: str, options: Options
 ) -> None:
+    # the master's format for this weight; None where it is fp32 itself
     param = view.param
     dtype = options.master_format(param.dtype, True, view.code_dtype).dtype
     if dtype is None:
@@ -121,6 +125,7 @@ def _check_master(
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
         refuse(where, f"a tensor of dtype {dtype}", master)
+    # shape and layout as the parameter's, the device as the state's
     facts = {"dtype": dtype, "layout": torch.strided, "device": view.state_device(MASTER)}
     for name in ("shape", "dtype", "device", "layout"):
         fact = facts.get(name, getattr(param, name))

@@ -51,6 +51,7 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     """
     for entry in tensors:
         check_writable(entry.tensor, str(entry))
+    # device by device; empty tensors take no memory
     used = [entry for entry in tensors if entry.tensor.numel()]
     for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
         on_device = list(group)
@@ -71,20 +72,24 @@ def _end(tensor: torch.Tensor) -> int:
 
 def _clusters(tensors: Sequence[NamedTensor]) -> list[list[int]]:
     """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
+    # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
     begins = numpy.array([entry.tensor.data_ptr() for entry in tensors], dtype=numpy.int64)
     ends = numpy.array([_end(entry.tensor) for entry in tensors], dtype=numpy.int64)
     order = numpy.argsort(begins, kind="stable")
     reached = numpy.maximum.accumulate(ends[order])
     starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
+    # tensors that meet no other, and are contiguous, cannot overlap
     parts = [part.tolist() for part in numpy.split(order, starts)]
     return [part for part in parts if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
 
 
 def _check_elements(tensors: Sequence[NamedTensor]) -> None:
     """Marks every element's memory; raises where it is marked already."""
+    # a unit is the largest size of which all elements are multiples
     base = min(entry.tensor.data_ptr() for entry in tensors)
     unit = math.gcd(*(entry.tensor.element_size() for entry in tensors))
     size = (max(_end(entry.tensor) for entry in tensors) - base) // unit
+    # int64, for each unit of memory the tensor that has it, -1 for none
     owners = numpy.full(size, -1, dtype=numpy.int64)
     for index, entry in enumerate(tensors):
         units = _units(entry.tensor, base, unit)
@@ -93,6 +98,7 @@ def _check_elements(tensors: Sequence[NamedTensor]) -> None:
             raise ValueError(
                 f"{entry} must have memory of its own, got memory shared with {tensors[owner]}"
             )
+        # one tensor has a unit twice
         if len(numpy.unique(units)) != len(units):
             raise ValueError(
                 f"{entry} must have memory of its own for each element, got strides "
@@ -103,6 +109,7 @@ def _check_elements(tensors: Sequence[NamedTensor]) -> None:
 
 def _units(tensor: torch.Tensor, base: int, unit: int) -> numpy.ndarray:
     """Returns the units of memory that the elements take, counted from the base."""
+    # dimension by dimension: the beginnings of all elements, then their units
     width = tensor.element_size() // unit
     places = numpy.array([(tensor.data_ptr() - base) // unit])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

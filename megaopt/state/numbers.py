@@ -43,6 +43,7 @@ class GroupScalars:
 
         check: raises ValueError for a number that the step cannot use.
         """
+        # [] before the first check, and where a group has values that can be edited
         seen = self._seen
         if self.options.capturable or len(seen) != len(groups):
             return self._checked(groups, check)
@@ -50,6 +51,7 @@ class GroupScalars:
         for group, size, values in zip(groups, self._sizes, seen, strict=True):
             if len(group) != size:
                 return self._checked(groups, check)
+            # an int goes up at each step: it is checked by itself
             step = group.get("step")
             if type(step) is not int or not 0 <= step <= LAST_STEP:
                 return self._checked(groups, check)
@@ -69,9 +71,11 @@ class GroupScalars:
         self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
     ) -> list[Row] | None:
         """The same after a check; keeps the objects that were checked, if none can change."""
+        # only what was checked is remembered
         check()
         if self.options.capturable:
             return None
+        # the very objects: floats, ints and strings keep their value as long as they are the same
         seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
         is_fixed = all(_is_fixed(value) for values in seen for value in values)
         self._given = given_numbers(groups)

@@ -104,6 +104,7 @@ class Owned:
         """The view of one parameter, which may be in no group any more."""
         # only these are looked through: whoever asks for all parameters asks one by one
         groups = self.groups if self.options.MATRIX else ()
+        # none for a parameter that is in no group any more
         owners = (i for i, group in enumerate(groups) if any(param is p for p in group["params"]))
         return self._view(param, next(owners, None))
 
@@ -112,6 +113,7 @@ class Owned:
         group = {} if index is None else self.groups[index]
         if index is not None:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
+        # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
         view = view_of(param) if matrix is None else self._matrix_view(param, matrix)
         view.home = self.homes.of(param)
@@ -126,6 +128,7 @@ class Owned:
         """
         views = []
         for index, group in enumerate(self.groups):
+            # first as the group has it, then without the group's values
             for param in _tensors_of(group):
                 try:
                     views.append(self._view(param, index))
@@ -149,6 +152,7 @@ class Owned:
         Ranks that hold parts of the same parameters must have them alike.
         """
         options = self.options
+        # plain numbers, so that 1, 1.0 and a tensor of it compare alike by their repr
         names = (*options.names_but_step, *options.MATRIX_KEYS, *options.MATRIX_TURNS, "step")
         groups = [
             {name: _plain(group.get(name)) for name in (*dict.fromkeys(names), "param_numbers")}
@@ -166,6 +170,7 @@ class Owned:
     def _usual_view(self, param: torch.Tensor) -> ParamView:
         """A parameter's view whatever its group says."""
         rule = self.options.MATRIX
+        # vectors have no matrix rule
         if rule is None or len(whole_shape_of(param)) < 2:
             return view_of(param)
         return self._matrix_view(param, Matrix(rule))
@@ -239,6 +244,7 @@ class Owned:
 
         Raises ValueError where the list does not fit the parameters any more.
         """
+        # True and False ask for masters that are made here
         masters = self.masters
         if masters is None or isinstance(masters, bool):
             return [None] * len(self.params)
@@ -276,6 +282,7 @@ class Owned:
                 "store_param_remainders=True needs masters to keep: pass master_weights=True or "
                 "dtype=torch.float32"
             )
+        # kinds of parameters that these options cannot step
         for view, label in zip(self.views, self.labels, strict=True):
             if not view.is_idle:
                 self.check_kind(view, label)
@@ -294,12 +301,14 @@ class Owned:
         Raises HostMemoryError where it cannot be pinned.
         """
         sizes: dict[HostMemory, int] = {}
+        # bytes that each device's memory lacks, added up before anything is taken
         for place in places:
             view = self.views[place]
             if view.home is not None:
                 param_state, memory = state.get(view.param, {}), view.home.memory
                 size = host_bytes(view, param_state, self.formats(view), self.has_external_masters)
                 sizes[memory] = sizes.get(memory, 0) + size
+        # one pinned allocation a device, out of which states take their pieces
         with contextlib.ExitStack() as stack:
             for memory, size in sizes.items():
                 stack.enter_context(memory.room(size))
@@ -307,10 +316,13 @@ class Owned:
 
     def keep_at_home(self, state: Mapping[Any, Any]) -> None:
         """Puts into pinned memory what a copy of the optimizer, or pickle, made elsewhere."""
+        # of each parameter with a state in host memory
         places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
         with self.room({}, places):
             for view in map(self.views.__getitem__, places):
                 param_state = state[view.param]
+                # new tensors in pinned memory with the same bits; the caller's masters stay where
+                # they are
                 new = {
                     name: view.keep(name, local_of(value))
                     for name, value in param_state.items()
@@ -327,6 +339,7 @@ class Owned:
         """The number of each parameter, for its random bits: its group's, or that of its view."""
         for index, group in enumerate(self.groups):
             check_param_numbers(group, f"group {index}")
+        # the group's numbers, or None for each of its parameters
         param_numbers = [number for group in self.groups for number in self._given_numbers(group)]
         pairs = enumerate(zip(self.views, param_numbers, strict=True))
         return [view.number(i) if number is None else number for i, (view, number) in pairs]
@@ -348,6 +361,7 @@ class Owned:
         for number, label in zip(self.numbers, self.labels, strict=True):
             if not is_param_number(number):
                 refuse(f"{label}: megaopt_number", PARAM_NUMBER, number)
+        # of each number the local elements that draw by it: first, last, and the parameter's name
         seen: dict[int, list[tuple[int, int, str]]] = {}
         for index, (view, label) in enumerate(zip(self.views, self.labels, strict=True)):
             place, numel = self.place(index), view.local.numel()
@@ -355,6 +369,7 @@ class Owned:
                 part = (place.first, place.last(numel), label)
                 seen.setdefault(place.number, []).append(part)
         for number, parts in seen.items():
+            # by their first elements: parts that meet are neighbours then
             parts.sort()
             for (_, end, left_label), (start, _, right_label) in itertools.pairwise(parts):
                 if start <= end:
@@ -397,6 +412,7 @@ class Owned:
             where = f"group {index}"
             if self.options.capturable:
                 check_device_numbers(group, device, where)
+                # one tensor in two groups would count twice a step
                 if steps.setdefault(id(group["step"]), index) != index:
                     first = steps[id(group["step"])]
                     refuse(f"{where}: step", f"another tensor than group {first}'s", group["step"])
@@ -426,17 +442,20 @@ class Owned:
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
+        # errors of views name the parameter
         with errors_of(label):
             view = self.view(param)
         if view.is_idle:
             return
         self.check_kind(view, label)
+        # host memory that a kernel can read, where states are to be there
         reason = self.homes.why_not(param)
         if reason is not None:
             raise RuntimeError(
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
                 "state_device=None keeps states beside the weights"
             )
+        # the backend that steps this device must keep the contract there
         contract = CONTRACTS[self.options.rule_contract]
         if view.matrix is not None:  # whose contract is its rule's own
             contract = CONTRACTS["ieee"]
@@ -465,6 +484,7 @@ def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _plain(value: Any) -> object:
     """A group's value as ranks compare it: the same of 1, 1.0 and a tensor of it."""
+    # a tensor on a device is waited for
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, (list, tuple)):

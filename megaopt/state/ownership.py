@@ -55,6 +55,7 @@ class Versions:
         state: States | None = None,
     ) -> None:
         self._params, self._stepped = params, list(stepped)
+        # versions that were noted before go on, those of new tensors are taken as they are
         self._known = {} if before is None else before._noted()
         views = [view_of(param) for param in params]
         pairs = [(tensor, place) for place in self._stepped for tensor in views[place].counted]
@@ -62,9 +63,11 @@ class Versions:
         self._places = [place for _, place in pairs]
         everything = [tensor for view in views for tensor in view.counted]
         self._known = {tensor: self._known.get(tensor, tensor._version) for tensor in everything}
+        # int64, in the order of the tensors: compared, and counted up, by the extension
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
         self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
+        # where weights lay, and the master of each: both outlive the batches
         spots = {} if before is None else before._spots
         self._spots: dict[torch.Tensor, Spot | None] = {
             view.param: spots.get(view.param, _spot(view)) for view in views
@@ -83,9 +86,11 @@ class Versions:
         Another master in the state of the same parameter is the user's own, and counts as it is.
         """
         masters = ((param, master()) for param, master in self._compared.items())
+        # masters that still exist, by their ids: whose they were
         owners = {id(master): param for param, master in masters if master is not None}
         unmatched_params = set()
         for param in params:
+            # a master that came from another parameter, or that is new here, was not compared
             master = state.get(param, {}).get(MASTER)
             is_known = param in self._compared and owners.get(id(master), param) is param
             if param in self._unmatched or not (master is None or is_known):
@@ -105,6 +110,7 @@ class Versions:
 
         written: which of the counted tensors; elsewhere: whether a weight lies elsewhere.
         """
+        # counted writes, then what no counter tells
         places = {self._places[index] for index in written}
         if elsewhere:
             params = {place: self._params[place] for place in self._stepped}
@@ -115,6 +121,7 @@ class Versions:
 
     def moved_anywhere(self, params: Sequence[torch.Tensor], state: States) -> list[int]:
         """Places, among these parameters, of all that somebody has written or replaced since."""
+        # for all parameters, those without a gradient included
         noted, unmatched = self._noted(), self._all_unmatched(params, state)
         return [
             place
@@ -156,6 +163,7 @@ class Versions:
         self._spots[param] = _spot(view)
         self.match([param], state)
         for tensor in view.counted:
+            # the row that the watch compares is another place for the same number
             self._known[tensor] = tensor._version
             if tensor in self._rows:
                 self._row[self._rows[tensor]] = tensor._version
@@ -181,10 +189,13 @@ def _is_between(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> 
 
 def _neighbours(code: torch.Tensor) -> list[torch.Tensor]:
     """The fp16 numbers below and above each."""
+    # as whole numbers that are in the order of the fp16 numbers
     bits = code.view(torch.int16).int()
     order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
     infinity = 0x7C00
+    # one step down and up, no further than infinity
     moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
+    # back to sign and magnitude
     patterns = [torch.where(shift < 0, -shift | 0x8000, shift) for shift in moved]
     numbers = [pattern.to(torch.int16).view(torch.float16) for pattern in patterns]
     return [torch.where(code.isnan(), code, number) for number in numbers]
@@ -196,6 +207,7 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
     An fp32 master has one cast. A scaled fp16 master was rounded from the value that the weight was
     cast from: that value lies between the neighbours of the code, and casts keep the order.
     """
+    # low and high codes, decoded to fp32, cast to the weight's format and decoded again
     codes = _neighbours(master) if scale is not None else [master] * 2
     values = [form.master.decode_reference(code, scale) for code in codes]
     return [form.weight.decode_reference(form.weight.encode_reference(value)) for value in values]
@@ -204,6 +216,7 @@ def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats
 def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
     """The same for fp8 codes under the scales that they have now."""
     assert form.cast is not None
+    # the scale is known to SCALE_ERROR alone: codes by its least and its largest value
     recipe, scale = form.cast.recipe, 1 / view.scale_inv()
     rounding = form.cast.rounding
     rounded = rounding.decode_reference(rounding.encode_reference(value))
@@ -224,10 +237,12 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
     a weight that no value together with this code gives (0 with a negative remainder, say, which
     would be read as NaN) is known to be written.
     """
+    # joined masters: the pair must be one that a value is stored as
     weight, master, scale = view.local, state[MASTER], state.get(MASTER + SCALE)
     if formats.master.joined:
         code = weight.detach() if view.weight is None else view.codes.view(master.shape)
         return ~_belongs(code, master, formats.master)
+    # plain weights: between the two casts
     if formats.cast is None:
         values = formats.weight.decode_reference(weight.detach())
         return ~_is_between(values, *_plain_casts(master, scale, formats))
@@ -237,6 +252,7 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
 
 def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Tensor:
     """Whether a weight and the code beside it are what a value is stored as; bool."""
+    # decode the pair, encode it again: the bits of the weight must come back
     again, _ = form.encode_by_hand(form.decode_reference(weight, code))
     bits = {1: torch.uint8, 2: torch.int16}[weight.dtype.itemsize]
     same: torch.Tensor = again.view(bits) == weight.view(bits)
@@ -252,14 +268,17 @@ def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torc
     Returns:
         Whether there was any, a bool tensor of shape () on the weight's device.
     """
+    # bool, of the weight's shape; the value is fp32
     written = written_elements(view, state, formats)
     master, is_written, weight_value = state[MASTER], written.any(), view.value(formats)
+    # fp8 codes with a remainder: 0 makes the pair the code's own value
     if formats.master.joined and view.weight is not None:
         master.masked_fill_(written, 0)
     elif formats.master.joined:
         master.copy_(torch.where(written, formats.master.encode_by_hand(weight_value)[1], master))
     elif not formats.master.scaled:
         master.copy_(torch.where(written, weight_value, master))
+    # one scale for the whole master: the host waits to know if it must be found anew
     elif weight_value.numel() and bool(is_written):
         scale = state[MASTER + SCALE]
         value = torch.where(written, weight_value, formats.master.decode_reference(master, scale))
@@ -274,6 +293,7 @@ def refreshed(
 
     only_look: the master stays as it is.
     """
+    # nothing to refresh where formats ask for no master, or the state has none yet
     has_master = isinstance(state.get(MASTER), torch.Tensor)
     if not (has_master and formats.master.present):
         return False
@@ -298,10 +318,12 @@ def commit(state: Any, completed: Mapping[torch.Tensor, State]) -> None:
         state: the optimizer's.
         completed: by parameter.
     """
+    # all values first: an error leaves everything as it is
     weights = {param: view_of(param).local for param in completed}
     values = {p: widened(weights[p], locals_of(state.get(p, {}))) for p in completed}
     for param, new_state in completed.items():
         value = values[param]
+        # the weight is its own master now
         if new_state.get(MASTER) is None and value is not None:
             weights[param].copy_(value)
         state[param].update(new_state)
@@ -318,6 +340,7 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
         return None
     value, master = weight.detach(), master.to(weight.device)
     form = MASTERS[master.dtype]
+    # which 16-bit format the weight had is not known: each that fits is tried
     if form.joined:
         for joined_form in MASTERS.values():
             if joined_form.joined and joined_form.dtype == master.dtype and not joined_form.draws:
@@ -326,6 +349,7 @@ def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | No
                 value = torch.where(fits, joined_form.decode_reference(upper, master), value)
         return value
     scale = state.get(MASTER + SCALE)
+    # elements that are a cast of the master take its fp32 value
     for dtype in (torch.float16, torch.bfloat16):
         formats = Formats(WEIGHTS[dtype], WEIGHTS[dtype], form, (), ())
         fits = _is_between(weight.detach(), *_plain_casts(master, scale, formats))

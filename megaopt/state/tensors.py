@@ -39,12 +39,15 @@ def formats_of(
     masters: bool,
 ) -> Formats:
     """The formats of a parameter's buffers under these options; moments: the rule's."""
+    # cast: how fp8 codes are made of values; None for plain weights
     cast, dtype = view.cast(options.direct_cast), view.param.dtype
     master = options.master_format(dtype, masters, view.code_dtype)
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
+    # a weight without a master may be rounded in another way
     if not master.present:
         weight = options.weight_format(weight)
     moment_formats = tuple(moment_format(view, options, moment.name) for moment in moments)
+    # facts of the kernel that casts: whether values are exact, and whether rows hold whole blocks
     if cast is not None:
         exact = weight.draws or master.joined
         cast = replace(
@@ -68,6 +71,7 @@ def formats_of(
 
 def _rows_hold_blocks(view: ParamView, cast: Cast, moments: tuple[Format, ...]) -> bool:
     """Whether moments in blocks, if there are any, can be stored by tiles of the weight."""
+    # a tile's columns must hold whole blocks of every moment
     columns, blocks = cast.quantizer.columns, [form for form in moments if form.block]
     if not columns or view.extent.shared:
         return False
@@ -92,6 +96,7 @@ def complete(
     A master made here starts as the weight's own value, which every format holds exactly or, fp16
     with a scale, to its precision; that of fp8 as what the weight was made from, if that is kept.
     """
+    # moments first: zeros, or the weight's own value, each in its format
     weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state and name in formats.from_param:
@@ -101,11 +106,14 @@ def complete(
             shape = shape_of(name, formats, view)
             assert form.dtype is not None
             state[name] = view.empty_state(name, shape, form.dtype).zero_()
+        # scales of moments that have none yet
         if form.has_scale and name + SCALE not in state:
             state[name + SCALE] = _new_scale(form, view)
+    # what a matrix rule keeps: fp32 zeros on the weights' device
     for name, shape in view.kept.items():
         if state.get(name) is None:
             state[name] = torch.zeros(shape, dtype=torch.float32, device=weight.device)
+    # the caller's tensor itself; None where weights have no master; else one made of the weight
     if external is not None:
         state[MASTER] = external
     elif not formats.master.present:
@@ -142,10 +150,12 @@ def host_bytes(view: ParamView, state: State, formats: Formats, is_external: boo
     """
     if view.home is None:
         return 0
+    # of the tensors that are to be in host memory: those that `complete` will make
     names = {state_name(slot): slot for slot in formats.state_slots}
     new_names = [name for name in names if name in view.home.placement and state.get(name) is None]
     if is_external and MASTER in new_names:
         new_names.remove(MASTER)
+    # numbers and bytes of each, padded as the pinned memory cuts them
     sizes = [math.prod(shape_of(names[n], formats, view)) for n in new_names]
     dtypes = [formats.dtype(names[n]) for n in new_names]
     return sum(padded(n * dtype.itemsize) for n, dtype in zip(sizes, dtypes, strict=True))
@@ -153,6 +163,7 @@ def host_bytes(view: ParamView, state: State, formats: Formats, is_external: boo
 
 def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torch.Tensor:
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
+    # joined with the weight, in blocks of one scale each, or with one scale for all
     code, scale = state[name], state.get(name + SCALE)
     if form.joined:
         return view.joined_value(form, code)
@@ -171,14 +182,17 @@ def encoded(
     them there. Also what the weight becomes with a joined master, as only together they say the
     value; None otherwise.
     """
+    # where it is encoded: beside the weight, or where the value is
     device = value.device if view.is_apart(name) else view.local.device
     value = value.to(device, torch.float32).reshape(view.state_shape(name))
     shape = form.stored_shape(value.shape)
     code = torch.empty(shape, dtype=form.dtype, device=device)
+    # weight and code are the value together: the code is filled, the new weight returned
     if form.joined:
         return {name: code}, view.join(form, value, code)
     if not form.has_scale:
         return {name: code.copy_(form.encode_by_hand(value))}, None
+    # the scale is found by the largest number, of a block or of all
     scale = _new_scale(form, view)
     if form.block:
         encode_blocks(code, scale, value, form, view.first_of(name))
@@ -206,15 +220,18 @@ def completed_state(
 
     Raises ValueError where a tensor of it is not what the formats ask for.
     """
+    # old tensors are split as the parameter is, and the caller's master fits the weight
     names = {slot: state_name(slot) for slot in formats.state_slots}
     for name in names.values():
         check_sharding(old_state.get(name), view.param, f"{label}: state {name!r}")
     if external is not None and old_state.get(MASTER) is None:
         check_cast(view, external, formats, label)
+    # a new dict of shards: the optimizer's own state is not touched
     state = locals_of(old_state)
     # a step within inference mode makes no such tensors
     with torch.inference_mode(False), torch.no_grad():
         complete(state, view, formats, local_of(external))
+    # what was there before may be of other formats
     check_state(state, formats, view, names, label)
     return view.wrap_state(state, [*old_state.values(), external])
 

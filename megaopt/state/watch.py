@@ -138,6 +138,7 @@ class Watch:
             None if anything is not what it was but for its address. Then the batches have to be
             made anew: some addresses are noted, others are not.
         """
+        # the extension may have been built since the last step
         if self.awaits and self.module is None:
             self._ask()
         try:  # contextlib.suppress takes half a microsecond
@@ -145,6 +146,7 @@ class Watch:
             with torch._C.DisableTorchFunctionSubclass():
                 if self.module is None:
                     return self._look(param_groups, state, decoupled)
+                # what was there when the batches were made, and what is there now
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
                 sharding = (dtensor_class(), same_sharding, waited) if self._is_sharded else ()
@@ -153,6 +155,7 @@ class Watch:
             return None  # a nested tensor has no shape, a group no list of parameters
         if facts is None:
             return None
+        # None for gradients: nobody asked for the objects, `Gradients` fetches them
         moved, elsewhere, written, grads, shards = facts
         return Seen(moved, elsewhere, written, self._gradients if grads is None else grads, shards)
 
@@ -169,6 +172,7 @@ class Watch:
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Seen | None:
         """The extension's twin."""
+        # groups, parameters and states must be the very objects
         if [len(group["params"]) for group in param_groups] != self.sizes or not (
             same_objects([p for group in param_groups for p in group["params"]], self.params)
             and same_objects(state.keys(), self.keys)
@@ -176,11 +180,14 @@ class Watch:
         ):
             return None
         grads = grads_of(self.params, decoupled)
+        # other parameters have gradients now: other batches
         if [grad is None for grad in grads] != [state is None for state in self.states]:
             return None
+        # all batches are checked before any address is noted
         moved, elsewhere = [], False
         batch_slots, shards = [], []
         for guards in self.batches:
+            # one list of tensors a slot: gradients, weights, then the state's by name
             states: list[Any] = [self.states[place] for place in guards.positions]
             slots: list[list[Any]]
             slots = [[of[place] for place in guards.positions] for of in (grads, self.params)]
@@ -193,6 +200,7 @@ class Watch:
             if not fit(guards, slots):
                 return None
             batch_slots.append(slots)
+        # addresses go straight into the rows of the plans' tables
         for guards, slots in zip(self.batches, batch_slots, strict=True):
             has_moved = False
             for slot, (row, tensors) in enumerate(zip(guards.addresses, slots, strict=False)):
@@ -201,6 +209,7 @@ class Watch:
                     row[:], has_moved = now, True
                     elsewhere |= slot == WEIGHT
             moved.append(has_moved)
+        # counters that somebody else's writes have raised
         noted = enumerate(zip(self.counted, self.noted.tolist(), strict=True))
         written = [place for place, (tensor, version) in noted if tensor._version != version]
         return Seen(moved, elsewhere, written, grads, shards)
@@ -217,6 +226,7 @@ def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
     slots: as of a batch's guards; None where a gradient or state is not split as its parameter is,
     or a shard is no plain tensor.
     """
+    # which parameters are DTensors: the same places must be so in all slots
     kind = dtensor_class()
     wrapped = [isinstance(param, kind) for param in slots[WEIGHT]]
     if any([isinstance(tensor, kind) for tensor in tensors] != wrapped for tensors in slots):
@@ -225,6 +235,7 @@ def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
         return None
     shard_slots = []
     for tensors in slots:
+        # the shards; a collective may still write one
         pairs = zip(tensors, wrapped, strict=True)
         shards = [tensor._local_tensor if is_wrapped else tensor for tensor, is_wrapped in pairs]
         if not {*map(type, shards)} <= PLAIN:  # some are being made
@@ -237,8 +248,10 @@ def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
 
 def fit(guards: Guards, slots: Sequence[list[Any]]) -> bool:
     """Checks that all tensors of a batch are as its guards say."""
+    # slot by slot: classes, then shapes, then dtype, device and layout in C
     columns = zip(slots, guards.dtypes, guards.scales, guards.devices, strict=True)
     for slot, (tensors, dtype, scales, device) in enumerate(columns):
+        # classes, of which there are one or two; wrappers are allowed for weights alone
         for kind in {*map(type, tensors)}:
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 continue

@@ -57,6 +57,7 @@ class ExternalWrites:
         written yet, as those that torch.distributed.checkpoint asks for, follow their weights
         without a word.
         """
+        # "ignore" leaves masters alone, which put old values back in this step
         policy = owned.options.on_external_write
         if policy == "ignore":
             return
@@ -65,6 +66,7 @@ class ExternalWrites:
             param_state = locals_of(state.get(view.param, {}))
             if param_state.get(MASTER) is None:
                 continue
+            # a master made here that no step has counted: it follows without a word
             if id(view.param) in self.unstepped and not owned.options.capturable:
                 count: Any = param_state.get(STEP)
                 if count is None:
@@ -74,6 +76,7 @@ class ExternalWrites:
                         refreshed(view, param_state, owned.formats(view))
                     continue
             with torch.no_grad():
+                # with "error" it only looks
                 is_written = refreshed(
                     view, param_state, owned.formats(view), only_look=policy == "error"
                 )
@@ -83,6 +86,7 @@ class ExternalWrites:
                     "on_external_write='error', got elements that are no cast of their master; "
                     "refresh_masters() takes them over"
                 )
+            # under capturable the host does not wait to know
             if not ("written" in self.said or owned.options.capturable) and bool(is_written):
                 self.said.add("written")
                 warn_caller(
@@ -93,6 +97,7 @@ class ExternalWrites:
 
     def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
         """Warns once where states were deleted with their masters, and new ones are made."""
+        # those that had been compared with a master, and come without one
         lost = [param for param in params if self.versions.had_master(param)]
         if lost and "lost masters" not in self.said:
             self.said.add("lost masters")
@@ -136,6 +141,7 @@ class ExternalWrites:
 
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the line that called into this package, past torch's wrappers of step()."""
+    # up the stack to the first frame outside
     level, frame = 1, sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in (
         "megaopt",

@@ -71,6 +71,8 @@ class Batch:
         source = self.source
         self.formats: Formats = source.formats
         self.device = source.params[0].device
+        # where tensors are stepped as they are, the watch writes their addresses into the plan's
+        # table
         plain = not (source.staged or self.float8 is not None)
         rows = self.plan.addresses if plain else {}
         self.addresses = [rows[slot] for slot in source.formats.slots] if rows else []
@@ -85,6 +87,7 @@ class Batch:
 
     def guards(self) -> Guards:
         """The facts that the watch compares; fp8 weights' parameters have no memory to look at."""
+        # parameters in fp8 have no memory of their own: Float8 looks at that of their codes
         if self.float8 is not None:
             return self.float8.guards(self.source.guards())
         shape = (len(self.formats.slots), len(self.source.params))
@@ -92,6 +95,7 @@ class Batch:
 
     def host_memory_moved(self) -> bool:
         """Returns whether a state in host memory has moved: it may not be pinned there."""
+        # addresses by slot and parameter; none before the first look
         now = [[tensor.data_ptr() for tensor in self.source.tensors(slot)] for slot in self.apart]
         before, self._host_addresses = self._host_addresses, now
         return before not in ([], now)
@@ -106,15 +110,18 @@ class Batch:
             shards: what the watch saw of DTensors.
             writes_grads: the step stores gradients unscaled.
         """
+        # by slot, one tensor a parameter: of DTensors the shards
         buffers = self.source.buffers(grads, shards)
         if self.float8 is not None:
             buffers["weight"] = self.float8.codes
+        # an error may come between two calls: all that they write is copied before
         if self.plan.many_calls:
             self.undo.keep(
                 t for slot in buffers if slot != "grad" or writes_grads for t in buffers[slot]
             )
             if self.float8 is not None:
                 self.undo.keep(self.float8.written_beside())
+        # contiguous copies; torch's plans get tensors of host memory on the weights' device
         if self.copies:
             self._written_grads = buffers["grad"] if writes_grads else []
             # addresses of host memory serve kernels, and not torch
@@ -123,12 +130,15 @@ class Batch:
             self._copies = buffers
         if self.float8 is not None:
             buffers = self.float8.inputs(self.plan, buffers)
+        # the plan takes them for this step
         self.plan.look(buffers)
+        # what states keep for matrix rules may be written as well
         if self.matrices is not None:
             self.undo.keep(self.matrices.begin())
 
     def copy_results(self) -> None:
         """Copies the results back to staged tensors after a step."""
+        # unscaled gradients, then weights and states; contiguous tensors are their own copies
         copies, grads = self._copies, self._written_grads
         self._copies, self._written_grads = {}, []
         if grads:
@@ -146,6 +156,7 @@ class Batch:
 
     def take_back(self) -> None:
         """Puts everything back as it was before a step that failed; no `copy_results` follows."""
+        # first the names that the step has added to states, then the elements
         if self.matrices is not None:
             self.matrices.take_back()
         self.undo.restore()
@@ -188,10 +199,12 @@ class Batches:
         self.batches = batches
         self.meetings: dict[bool, Meeting | None] = {}
         """The meetings, if any, of steps that measure gradients (True) and of other steps."""
+        # the caller's list, and what was in it
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
         self.counted = self.counts.counted
         """The counts that go up with a step of the host, beside those of the groups."""
+        # in the groups' order: places everywhere count in this list
         params = tuple(param for group in param_groups for param in group["params"])
         self.quantized = [batch for batch in batches if batch.float8 is not None]
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
@@ -201,17 +214,21 @@ class Batches:
         """Digests of each batch where they are recorded: megaopt.step.digests.BatchDigests."""
         self.undo = Undo()
         """Copies of the counts on the device, as they were before the step on its way."""
+        # the very tensors of parameters' own counts: one that is replaced means other rows
         states = (entry for batch in batches for entry in batch.source.states)
         self._with_counts = [entry for entry in states if STEP in entry]
         self._own_counts = [entry[STEP] for entry in self._with_counts]
         self._matrix_keys = matrix_keys
+        # what chose how each parameter is stepped, to be compared before each step
         self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
         matrices = [param for param in params if len(whole_shape_of(param)) > 1]
         self._marks = Marks(matrices, matrix_marks) if matrix_marks else None
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._apart = [batch for batch in batches if batch.apart]
+        # states of parameters without a gradient are not looked at
         stepped = {position for batch in batches for position in batch.positions}
+        # the extension in C looks at all tensors in one call
         worth = is_worth_building(params)
         counted, noted = versions.counted
         self.watch = Watch(
@@ -231,6 +248,7 @@ class Batches:
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
     ) -> Seen | None:
         """Looks at the tensors of this step; None where they do not fit these batches."""
+        # None of any of these: the batches have to be made anew
         if self._chosen and chosen(param_groups, self._matrix_keys) != self._chosen:
             return None
         if self._marks is not None and not self._marks.are_the_same():
@@ -245,13 +263,16 @@ class Batches:
             now = [entry.get(STEP) for entry in self._with_counts]
             if not same_objects(now, self._own_counts):
                 return None
+        # all parameters, gradients and states; new addresses go into the plans' tables
         seen = self.watch.look(param_groups, state, decoupled)
         if seen is None:
             return None
         elsewhere = seen.elsewhere
+        # fp8 weights: the tensors behind the parameters
         for batch in self.quantized:
             assert batch.float8 is not None
             elsewhere |= batch.float8.look()
+        # a table that is stale is sent to the device before the launch
         for batch, moved in zip(self.batches, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
         moved_apart = [batch.host_memory_moved() for batch in self._apart]  # all are noted

@@ -66,20 +66,25 @@ def collect(
         ValueError: a parameter, a gradient or a state's tensor cannot be stepped.
         RuntimeError: an fp8 weight was put in the place of a parameter.
     """
+    # checks that look at no tensor's elements come first
     if owned.options.capturable:
         owned.check_one_device()
     if owned.options.MATRIX_MARKS:
         owned.check_groups()  # with what parameters say now
+    # places with a gradient, or whose state is made without one
     chosen = [i for i, g in enumerate(grads) if g is not None or _makes_state(owned, i)]
     is_any = any(grad is not None for grad in grads)
     # nothing else says that the model has other parameters than those on meta
     on_meta = [] if is_any else [i for i, view in enumerate(owned.views) if view.local.is_meta]
     owned.check_steppable([*chosen, *on_meta])
+    # now the gradients themselves, then masters and random bits
     _check_gradients(owned, grads, check)
     external = owned.external_masters()
     owned.check_places()
+    # pinned memory for all states that are to be in host memory, in one piece a device
     with owned.room(state, chosen):
         collected = _collected(owned, state, grads, external, chosen)
+    # everything that the step will write, to be sure that no element is written twice
     labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
     written = [(*labels[param], completed) for param, completed in collected.states.items()]
     check_memory(
@@ -101,17 +106,22 @@ def _collected(
     owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, chosen: Sequence[int]
 ) -> Collected:
     collected = Collected({}, {}, set())
+    # of each parameter: its formats, its state as it will be, and the batch that it goes into
     for place in chosen:
         view, grad = owned.views[place], grads[place]
         old_state = state.get(view.param, {})
         check_rule(owned, view, old_state, owned.labels[place])
+        # the gradient's dtype is part of them: another one makes another kernel
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
+        # old tensors stay, missing ones are made; nothing is taken over yet
         new_state = completed_state(view, old_state, formats, external[place], owned.labels[place])
         new_state.update(first_count(owned, old_state))
         collected.states[view.param] = new_state
+        # without a gradient there is a state, and no batch
         if grad is not None:
             if _is_staged(owned, view, grad, formats, new_state):
                 collected.staged.add(place)
+            # a rank's strides are its own matter: they must not split a batch that ranks meet for
             meets = view.matrix is not None and view.split is not None
             staged = place in collected.staged and not meets
             placement = None if view.home is None else view.home.placement
@@ -122,6 +132,7 @@ def _collected(
 
 def check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
     """Raises ValueError for a state that has moments of another rule of the optimizer."""
+    # the group may have asked for another rule since the state was made
     moments = owned.moments(view)
     foreign_moments = [name for name in owned.all_moments if name in state and name not in moments]
     if foreign_moments:
@@ -140,6 +151,7 @@ def completed_states(
     owned.check_steppable(chosen)
     completed = {}
     with owned.room(state, chosen):
+        # as in a step, for gradients in fp32
         for place in chosen:
             view, label = owned.views[place], owned.labels[place]
             old_state, formats = state.get(view.param, {}), owned.formats(view)
@@ -151,6 +163,7 @@ def completed_states(
 
 
 def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
+    # a parameter that to_float8 took out of its model is stepped by nobody
     for view, label in zip(owned.views, owned.labels, strict=True):
         if REPLACED in vars(view.param):
             raise RuntimeError(
@@ -159,6 +172,7 @@ def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
             )
     if check is not None:
         check(owned, [place for place, grad in enumerate(grads) if grad is not None])
+    # dtype, shape, device and split of each gradient against its parameter's
     for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
         if grad is not None:
             view.check_shared(label)
@@ -168,10 +182,12 @@ def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
 def _is_staged(
     owned: Owned, view: ParamView, grad: torch.Tensor, formats: Formats, state: State
 ) -> bool:
+    # fp8 weights get copies in Float8, not here
     if formats.cast is not None:
         return False
     if view.home is not None and owned.backend(view.param.device) == "reference":
         return True  # torch computes with tensors of one device
+    # kernels take addresses of contiguous tensors: one gap, and copies of all are stepped
     stored = [state[state_name(slot)] for slot in formats.state_slots]
     return not all(local_of(tensor).is_contiguous() for tensor in (view.param, grad, *stored))
 
@@ -180,6 +196,7 @@ def make_batches(
     owned: Owned, state: Mapping[Any, State], collected: Collected, versions: Versions
 ) -> Batches:
     """The batches of what was collected; the states are complete."""
+    # which row of scalars each parameter takes, then a batch for each kind
     counts = rows_of(owned, state, collected.places)
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
@@ -190,12 +207,14 @@ def make_batches(
 def _batch(
     owned: Owned, state: Mapping[Any, State], collected: Collected, kind: Kind, counts: StepRows
 ) -> Batch:
+    # the parameters of one kind, in the groups' order
     (device, formats, *_), places = kind, collected.kinds[kind]
     staged = not collected.staged.isdisjoint(places)
     views = [owned.views[place] for place in places]
     params, states = [view.param for view in views], [state[view.param] for view in views]
     source = FormatGroup(formats, places, params, states, any(v.is_sharded for v in views), staged)
     batch = _batch_of(owned, source, counts, BACKENDS[owned.backend(device)])
+    # slots in host memory, whose addresses are looked at in each step
     if views[0].home is not None:
         slots = formats.state_slots
         batch.apart = [slot for slot in slots if state_name(slot) in views[0].home.placement]
@@ -208,10 +227,12 @@ def _batch_of(owned: Owned, source: FormatGroup, counts: StepRows, backend: Any)
     if formats.matrix is not None and formats.cast is None:
         matrices = matrices_of(owned, formats, places, source.states)
         return Batch(source, matrices.plan, matrices=matrices)
+    # of each parameter: elements on this rank, row of scalars, and where random bits begin
     numels = [view.local.numel() for view in views]
     rows = [counts.row(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
     arguments: Any = (owned.rule, numels, rows, views[0].param.device)
+    # matrices in fp8: the matrix plan steps masters, the other one casts them
     if formats.matrix is not None:
         matrices = matrices_of(owned, master_formats(formats), places, source.states)
         extents = [view.extent for view in views]
@@ -222,8 +243,10 @@ def _batch_of(owned: Owned, source: FormatGroup, counts: StepRows, backend: Any)
         plan: Any = CastMatrixPlan(formats, matrices.plan, make)
         float8 = Float8(formats, places, source.params, source.states)
         return Batch(source, plan, float8, matrices)
+    # plain weights: one plan, and one launch, for all of them
     if formats.cast is None:
         return Batch(source, backend.plan(formats, *arguments, None, spots))
+    # fp8 weights: codes are stepped as they are, or through fp32 values
     planned = plan_formats(formats, views[0], backend.steps_codes)
     plan = backend.plan(planned, *arguments, [view.extent for view in views], spots)
     return Batch(source, plan, Float8(formats, places, source.params, source.states))
@@ -235,6 +258,7 @@ def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:
     Such a gradient is replaced in its attribute. Returns whether there was any.
     """
     tensors, is_any_replaced = list(params), False
+    # the attribute gets the new tensor, so that the next look finds what was stepped
     for param, grad in zip(tensors, grads_of(tensors, decoupled), strict=True):
         plain = resolved(grad)
         if plain is not grad:

@@ -79,20 +79,24 @@ class GivenCounts:
                 tensor = torch.full(shape, int(count), dtype=torch.int32, device=device)
                 self.kept.append((weakref.ref(tensor), owner))
                 return tensor
+            # weak references to numpy's arrays, as tensors that share memory are other objects
             number = numpy.full(shape, int(count), dtype=numpy.int32)
             self.kept.append((weakref.ref(number), owner))  # views of the tensor have it, too
             return torch.from_numpy(number)
 
     def follow(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
         """Sets all counts that somebody still has to the optimizer's, after a step."""
+        # who is gone has let go of its count
         entries = [(entry, entry[0]()) for entry in self.kept]
         for (_, owner), number in entries:
             if number is None:
                 continue
+            # a parameter's own count, or its group's
             if isinstance(owner, torch.Tensor):
                 count = state.get(owner, {}).get(STEP)
             else:
                 count = groups[owner][STEP] if owner < len(groups) else None
+            # in place: tensors in state dicts are views of this memory
             if count is not None:
                 number[...] = int(count)
         self.kept = [entry for entry, number in entries if number is not None]
@@ -116,13 +120,16 @@ def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
 
     With capturable=True the host waits for the counts.
     """
+    # counts of groups alone: each parameter takes its group's row
     rows, chosen = StepRows(), list(places)
     if not owned.options.counts_apart:
         return rows
     _leave_groups(owned, state, set(chosen))
+    # one row for each pair of group and count, whatever parameters have it
     of_groups = [int(group["step"]) for group in owned.groups]
     shared: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
     states = [state[owned.params[place]] for place in chosen]
+    # parameters of one row get one tensor: the same object in each state
     for place, param_state, count in zip(chosen, states, _numbers(states), strict=True):
         group = owned.group_numbers[place]
         if (group, count) not in shared:
@@ -137,14 +144,17 @@ def _new_row(
     owned: Owned, rows: StepRows, group: int, count: int, of_group: int
 ) -> tuple[int, torch.Tensor]:
     """A row's number, and the tensor of its count."""
+    # on the device the group's own tensor counts for them
     is_with_group, on_device = count == of_group, owned.options.capturable
     if is_with_group and on_device:
         return group, owned.groups[group]["step"]
     tensor = new_count(owned, count)
+    # numpy's array shares the tensor's memory: the host raises it without torch
     entry = (group, {"step": tensor if on_device else tensor.numpy()})
     if is_with_group:
         rows.with_group.append(entry)
         return group, tensor
+    # rows apart come behind those of the groups
     rows.apart.append(entry)
     return len(owned.groups) + len(rows.apart) - 1, tensor
 
@@ -154,6 +164,7 @@ def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
 
     Raises ValueError, before anything changes, where others have a state and share a group's count.
     """
+    # parameters with a state that go on, and the groups of both sorts
     chosen, numbers = set(places), owned.group_numbers
     unchosen = [i for i, p in enumerate(owned.params) if i not in chosen and state.get(p)]
     groups, shared = {numbers[i] for i in chosen}, {numbers[i] for i in unchosen}
@@ -165,13 +176,16 @@ def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
             f"{sum(numbers[i] == index for i in chosen)} of {numbers.count(index)}: give them a "
             "group of their own, or the optimizer step_counts='parameter', where it takes that"
         )
+    # tensors that others count by: these are left alone
     rest = {id(state[owned.params[i]].get(STEP)) for i in unchosen}
     rest |= {id(group["step"]) for i, group in enumerate(owned.groups) if i not in groups - shared}
+    # a count of one's own is set to 0 in place, a shared one is left for a new one
     for param_state in [state.get(owned.params[i], {}) for i in chosen]:
         if STEP in param_state and id(param_state[STEP]) in rest:
             param_state[STEP] = new_count(owned)
         elif STEP in param_state:  # which a CUDA graph may read
             param_state[STEP].zero_()
+    # groups all of whose parameters begin anew
     for index in groups - shared:
         group = owned.groups[index]
         group["step"] = group["step"].zero_() if owned.options.capturable else 0
@@ -179,6 +193,7 @@ def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
 
 def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: set[int]) -> None:
     """Gives parameters that rest a copy of their count, where the group's own tensor goes on."""
+    # the groups' tensors go up with this step, which these parameters do not take
     counts = {id(group["step"]) for group in owned.groups}
     for place, param in enumerate(owned.params):
         param_state = state.get(param, {})
@@ -188,6 +203,7 @@ def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: se
 
 
 def _numbers(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    # one copy from the device for all of them, for which the host waits
     counts = [state[STEP].reshape(()) for state in states]
     numbers: list[int] = torch.stack(counts).tolist() if counts else []
     return numbers

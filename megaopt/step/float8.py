@@ -29,8 +29,10 @@ def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Format
         view: of one of the weights.
         steps_codes: whether the backend can.
     """
+    # masters of their own are stepped, and codes made of them
     if formats.master.present and not formats.master.joined:
         return formats
+    # codes by tiles, whose amaxes other ranks have a part in; codes along columns, too
     tiles_wait = formats.store.tile is not None and view.extent.shared
     waits = tiles_wait or view.weight.columnwise is not None
     return formats if steps_codes and formats.in_place and not waits else formats.with_values()
@@ -57,6 +59,7 @@ class Float8:
         states: Sequence[State],
     ) -> None:
         self._formats, self._params, self._states = formats, params, states
+        # all weights of a batch share group, recipe and library
         views = [view_of(param) for param in params]
         self._numbers = [view.number(i) for view, i in zip(views, positions, strict=True)]
         self.group: dist.ProcessGroup | None = views[0].group
@@ -65,6 +68,7 @@ class Float8:
         """Another library moves their scales."""
         cast = formats.cast
         self._keep_scales = cast is not None and cast.quantizer.keeps_scale
+        # readers fetch the tensors behind each weight; what they gave last, and where codes lay
         self._readers: list[Callable[[], Sequence[Any]]] = []
         self._seen: list[Any] = []
         self._addresses: list[int] = []
@@ -82,9 +86,11 @@ class Float8:
         Returns whether codes lie elsewhere than at the last look.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            # the very objects, and where they lie
             now = [tensor for reader in self._readers for tensor in reader()]
             same = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
             if not self._readers or not same or _addresses(now) != self._addresses:
+                # something is another: views, codes and readers are made anew
                 views: list[Any] = [view_of(param) for param in self._params]
                 self._weights = [view.weight for view in views]
                 self.codes = [view.codes for view in views]
@@ -97,6 +103,7 @@ class Float8:
 
     def guards(self, plain: Guards) -> Guards:
         """The guards of plain weights, but the parameters have no memory to look at."""
+        # the parameters' own dtype, not that of their codes
         dtypes = list(plain.dtypes[: 2 + len(plain.names)])
         dtypes[1] = self._params[0].dtype
         return replace(plain, dtypes=dtypes, contiguous=False)
@@ -106,17 +113,22 @@ class Float8:
 
         copies: the batch's tensors; "weight_remainder" and "master" may become others.
         """
+        # the plan has fp32 values in the masters' slot; a joined master goes in as the weight's
+        # remainder
         if plan.formats is not self._formats:
             if self._formats.master.present:
                 copies["weight_remainder"] = copies["master"]
             copies["master"] = self._values(plan, copies["weight"])
+        # fp32 amaxes of all weights in one piece, each of its scales' shape, flat
         if not self._own_amaxes:
             sizes = [math.prod(w.recipe.scale_shape(w.shape)) for w in self._weights]
             device = self._params[0].device
             with torch.inference_mode(False):  # later steps write it
                 self._amaxes = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
                 self._own_amaxes = list(torch.split(self._amaxes, sizes))
+        # the step raises them from 0
         self._amaxes.zero_()
+        # what the casts read and write beside codes, all from the weights as they are now
         columns, buffers = self._attributes("columnwise"), copies.copy()
         if columns[0] is not None:
             buffers["weight_columns"] = [codes for codes, _ in columns]
@@ -130,6 +142,7 @@ class Float8:
 
     def _values(self, plan: Any, codes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns fp32 values of each weight that last for the step, or room for them; flat."""
+        # room alone: the plan dequantizes codes itself
         if plan.fills:
             sizes = [tensor.numel() for tensor in codes]
             values = torch.empty(sum(sizes), dtype=torch.float32, device=codes[0].device)
@@ -138,6 +151,7 @@ class Float8:
 
     def _value(self, param: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor:
         """The fp32 value of a weight without an fp32 master, flat."""
+        # the codes' value, or that of codes and master together
         view, form = view_of(param), self._formats.master
         if not form.present:
             return view.value(self._formats).flatten()
@@ -164,7 +178,9 @@ class Float8:
 
     def quantize(self, plan: Any) -> None:
         """Casts the weights to fp8, after a step and after ranks have put amaxes together."""
+        # by amaxes over all ranks, where ranks share the weights
         plan.cast()
+        # the other library moves its scales by the largest amax that it is told
         if self._keep_scales and self._are_foreign:
             latest = self._attributes("latest_amax")
             torch._foreach_maximum_(latest, list[Any](self._own_amaxes))
@@ -172,6 +188,7 @@ class Float8:
             plan.move_scales()
         for weight in self._weights:  # whoever keeps something made of the old codes is told
             weight.codes_changed()
+        # kernels write codes unseen by autograd: versions go up by hand
         torch.autograd.graph.increment_version([weight.owner for weight in self._weights])
 
     def why_not_captured(self) -> str | None:

@@ -16,6 +16,7 @@ from megaopt.state.watch import is_plain_class
 
 def check_written_grads(grads: Sequence[torch.Tensor | None], labels: Sequence[str]) -> None:
     """Raises ValueError where unscaled gradients could not take the place of the scaled ones."""
+    # where each gradient begins: two at one address would both be written
     owners: dict[int, str] = {}
     for grad, where in zip(grads, labels, strict=True):
         if grad is None or grad.numel() == 0:
@@ -35,11 +36,13 @@ def check_written_grads(grads: Sequence[torch.Tensor | None], labels: Sequence[s
 
 def resolved(grad: Any) -> Any:
     """A gradient that was waited for, and has no sign pending; anything else as it is."""
+    # looked up, not imported: nobody has such a gradient who has not imported it
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(grad, collectives.AsyncCollectiveTensor):
         grad = grad.wait()
     if type(grad) is not torch.Tensor or grad.layout != torch.strided:
         return grad
+    # ZeroTensors have no memory, and a pending negation is in no bit
     return grad.clone() if grad._is_zerotensor() else grad.resolve_neg()
 
 

@@ -51,9 +51,11 @@ class Matrices:
 
     def __post_init__(self) -> None:
         """Tells the plan who holds the other parts of each matrix."""
+        # shapes of what each state keeps for its rule, by name; {} for rules that keep nothing
         self._sharded = any(view.is_sharded for view in self.views)
         self._shapes = [view.kept for view in self.views]
         self._keeps_any = any(self._shapes)  # 192 matrices without took a step's host 0.2 of 0.6 ms
+        # parts that ranks do not exchange in each step come together where states are made anew
         if self.shared is None:
             for work, view in zip(self.plan.works, self.views, strict=True):
                 work.parts = parts_of(view, work.place.number)
@@ -80,15 +82,18 @@ class Matrices:
         self._had, self._tensors = [], []
         if not self._keeps_any:
             return
+        # the kept tensors of each state, to be handed to the plan in `refresh`
         tensors = []
         for shapes, state, label in zip(self._shapes, self.states, self.labels, strict=True):
             state_tensors = self._local(state, shapes)
             tensors.append(state_tensors)
             for name, tensor in state_tensors.items():
+                # fp32, of the rule's shape, on the weights' device
                 expected = (torch.float32, shapes[name], self.device)
                 is_tensor = isinstance(tensor, torch.Tensor)
                 if not is_tensor or (tensor.dtype, tuple(tensor.shape), tensor.device) != expected:
                     check_state_tensor(tensor, expected, f"{label}: state {name!r}")
+            # the caller copies what is yielded, and the names tell what to remove again
             if self.plan.many_calls:
                 self._had.append(set(state_tensors))
                 yield from state_tensors.values()
@@ -97,8 +102,10 @@ class Matrices:
     def take_back(self) -> None:
         """Removes what a failed step has made."""
         for shapes, state, had in zip(self._shapes, self.states, self._had, strict=False):
+            # names that were not there before the step
             for name in shapes.keys() - had:
                 state.pop(name, None)
+        # None: not known, so that the next step looks for itself
         for work in self.plan.works:
             work.is_made = None
 
@@ -115,6 +122,7 @@ class Matrices:
                 "and NCCL's messages can be captured"
             )
         entries = zip(self.plan.works, self._shapes, self.states, self.labels, strict=True)
+        # what is made of gradients is made for the first time outside a capture
         by_gradients = self.plan.matrix.rule.before.renew is not None
         for work, shapes, state, label in entries:
             is_complete = all(state.get(name) is not None for name in shapes)
@@ -141,22 +149,27 @@ class Matrices:
                 of a group: none of its matrices'.
             controls: the step's, which may leave it out; None: it does not.
         """
+        # the group and the count of each matrix
         chosen = [groups[number] for number in self.group_numbers]
         counted = None if counts is None else [counts[number] for number in self.group_numbers]
+        # what states keep is in the plan's hands, whether it is made anew or not
         self._provide()
         before = self.plan.matrix.rule.before
         if before.renew is None:
             return
         make: Any = before.renew
+        # places of the matrices whose turn it is, alike on all ranks
         turns = before.turns(self.plan.works, chosen, counted)
 
         def renew(places: Sequence[int], grad: Any) -> None:
+            # places in this batch; grad gives the whole gradient at an index of `places`
             numbers = [self.group_numbers[place] for place in places]
             # a number on its device that leaves the step of a matrix out where it is not 0
             skip = None if controls is None else lambda i: controls[numbers[i], SKIP]
             arguments = [self.plan.works[place] for place in places], grad
             make(*arguments, [chosen[place] for place in places], skip)
 
+        # whole gradients are with their owners only within the step: it is done there
         if self.shared is not None:
             self.shared.renewal = Renewal(turns, renew)
         else:
@@ -166,6 +179,7 @@ class Matrices:
         """Gives the plan what states keep for the rule."""
         if not self._keeps_any:
             return
+        # the tensors that `begin` found, if none was missing
         looked_at, self._tensors = self._tensors, []
         if list(map(len, looked_at)) == list(map(len, self._shapes)):  # nothing is missing
             for work, tensors in zip(self.plan.works, looked_at, strict=True):
@@ -173,6 +187,7 @@ class Matrices:
             return
         entries = zip(self.plan.works, self.views, self._shapes, self.states, strict=True)
         for work, view, shapes, state in entries:
+            # zeros: what a rule keeps before its first step
             missing = {name: shape for name, shape in shapes.items() if state.get(name) is None}
             if missing:
                 new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
@@ -187,31 +202,39 @@ def matrices_of(
     """The matrices at these places, with a plan by the optimizer's options."""
     views = [owned.views[place] for place in places]
     groups = [owned.group_numbers[place] for place in places]
+    # where random bits of each parameter begin, if any are drawn
     spots, device = [Place(owned.numbers[place]) for place in places], views[0].param.device
     is_whole = is_exchanged(views[0])  # all views of a batch are split alike
     if formats.draws or formats.block or not is_whole:
         spots = [owned.place(place) for place in places]
+    # owners step whole matrices, other plans this rank's rows
     shapes = [torch.Size(view.whole_shape) if is_whole else view.local.shape for view in views]
     backend = owned.backend(device)
     plan = owned.options.matrix_plan(backend, formats, shapes, groups, spots, device)
     labels = [owned.labels[place] for place in places]
     arguments = plan, states, device, groups, views, labels
+    # no matrix is sent in a step: the plan is all there is
     if not is_whole:
         return Matrices(*arguments)
+    # from here on for ranks that exchange: how owners make updates, and of what
     rule, making = plan.matrix.rule, plan.making or UpdateMaker(plan.matrix)
     low_spots, lows = spots, None
+    # GaLore's moments are of a smaller matrix, with places of its own
     if rule.before is not SAME:
         lows = [plan.matrix.low_shape(view.whole_shape) for view in views]
         if formats.draws or formats.block:
             pairs = zip(views, places, strict=True)
             moment = formats.moment_names[0]
             low_spots = [view.state_place(moment, owned.numbers[place]) for view, place in pairs]
+    # the matrices of each parameter: heads, or experts, may be one each
     cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
     size = torch.empty(0, dtype=making.sent.dtype).element_size()
     keeps_local = making.alone is not None
+    # found by shapes and placements alone: no message
     exchange = Owners(views, cuts, lows, size, making.shares_work, keeps_local)
     with_ranks = (groups, spots, low_spots, BACKENDS[backend], device, exchange)
     local = None
+    # matrices that this rank alone has: launches of its own, beside the buckets
     if exchange.local:
         parts = [view.local.shape for view in views]
         local = making.alone(exchange.local, parts, groups, spots, device)
@@ -243,38 +266,48 @@ class PartsOnRanks:
     """
 
     def __init__(self, view: Any, number: int) -> None:
+        # all coordinates of the mesh, by rank; parameters take turns with their makers by number
         self._mesh, dims = view.split
         ranks = self._mesh.mesh
         # in the order that ranks have in a group, whatever their places in the mesh are
         places = sorted(numpy.ndindex(*ranks.shape), key=lambda place: int(ranks[place]))
         here, maker = tuple(self._mesh.get_coordinate()), places[number % len(places)]
         self.ranks, self.is_maker = len(places), here == maker
+        # the maker's number among all ranks, for broadcasts
         self._source, self._columns = int(ranks[maker]), view.whole_shape[1]
+        # first row and the one behind the last, of each rank; [columns] are whole
         rows = [box[0] for box in view.boxes(places, view.whole_shape)]
+        # one copy of each part is sent: from the ranks with the maker's coordinates along copies
         copies = [dim for dim in range(ranks.ndim) if dim not in dims]
         rows = [
             ends if all(place[dim] == maker[dim] for dim in copies) else (0, 0)  # a copy of others'
             for ends, place in zip(rows, places, strict=True)
         ]
+        # what each rank sends to the maker; to others nothing
         numels = [(end - begin) * self._columns for begin, end in rows]
         self._received = numels if self.is_maker else [0] * self.ranks
         self._sent = [numels[places.index(here)] if place == maker else 0 for place in places]
+        # messages come by rank, rows may lie in another order
         order = sorted(range(self.ranks), key=rows.__getitem__)
         self._order = None if order == list(range(self.ranks)) else order
 
     def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
         """The largest of all ranks' magnitudes, fp32 of shape ()."""
+        # as int32, the largest of all ranks in one all-reduce
         bits = magnitude.view(torch.int32) & MAGNITUDE
         return reduced(bits, [group_of(self._mesh)]).view(torch.float32)
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """The whole matrix; one without rows where this rank is not the maker."""
+        # all numbers on the maker, none elsewhere; `part`: this rank's rows, or none where a copy
+        # is sent
         whole = part.new_empty(sum(self._received))
         message = part.reshape(-1)[: sum(self._sent)]
         # as bytes: not every library sends 16 bits
         incoming, outgoing = (
             [part.itemsize * numel for numel in numels] for numels in (self._received, self._sent)
         )
+        # bytes that come from each rank, and that go to each; every rank of the mesh calls it
         dist.all_to_all_single(
             whole.view(torch.uint8),
             message.view(torch.uint8),
@@ -282,6 +315,7 @@ class PartsOnRanks:
             outgoing,
             group=group_of(self._mesh),
         )
+        # the ranks' rows in the order that they have in the matrix
         if self._order is not None and self.is_maker:
             pieces = torch.split(whole, self._received)
             whole = torch.cat([pieces[rank] for rank in self._order])

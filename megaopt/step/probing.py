@@ -27,6 +27,7 @@ ASKS = "torch.distributed.checkpoint.state_dict"
 
 def is_asked_by_torch() -> bool:
     """Whether get_optimizer_state_dict, or the like, is among the callers."""
+    # up the stack, as there is no flag to read
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != ASKS:
         frame = frame.f_back
@@ -41,6 +42,7 @@ def loads_frozen() -> bool:
     """
     from torch.distributed.checkpoint import state_dict  # whoever asks has imported it
 
+    # a small trial: a frozen weight with a state, saved and loaded
     model = torch.nn.Linear(1, 1, bias=False, device="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.weight]["momentum_buffer"] = torch.ones((1, 1), device="cpu")
@@ -61,10 +63,12 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         state: the optimizer's.
         decoupled: whether it reads decoupled_grad.
     """
+    # lr says on all ranks alike whether they go on to the exchange
     if not all(_is_number_0(group.get("lr")) for group in owned.groups):
         return False
     if not any(view.is_sharded for view in owned.views):
         return is_asked_by_torch() and _is_asked(owned, state, decoupled)
+    # 0 on each rank that sees the question; the largest of all, mesh after mesh
     flag = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
     for mesh in _meshes(owned.views):
         flag = _largest(flag, mesh)
@@ -82,6 +86,7 @@ def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
 
     torch.distributed.checkpoint gives p.grad, whatever the optimizer reads.
     """
+    # the question gives each parameter that requires one a gradient
     grads = [param.grad for param in owned.params if param.requires_grad]
     if any(state.values()) or not grads or any(grad is None for grad in grads):
         return False
@@ -99,6 +104,7 @@ def on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]
     """Returns for each parameter whether its flag is set on any rank of its mesh; waits for it."""
     numbers = torch.tensor(flags, dtype=torch.int64, device="cpu")
     for mesh in _meshes(views):
+        # one exchange a mesh, of the flags of its own parameters
         places = [i for i, v in enumerate(views) if v.is_sharded and v.param.device_mesh == mesh]
         numbers[places] = _largest(numbers[places], mesh).cpu()
     return [bool(flag) for flag in numbers.tolist()]
@@ -110,5 +116,6 @@ def _meshes(views: Sequence[ParamView]) -> list[Any]:
 
 def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
     """The largest numbers among all ranks of a mesh, on its device."""
+    # one all-reduce for each dimension, on the device that the mesh's backend serves
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     return reduced(numbers.to(mesh.device_type), groups)

@@ -45,11 +45,13 @@ def request_of(arguments: Asked, options: Options, groups: int) -> Request:
     Raises ValueError for a clip_norm, clip_coefficient, grad_scale or found_inf of no use.
     """
     clip_norm, coefficient, grad_scale, found_inf, _ = arguments
+    # nothing asked: one object, which is known by its identity
     is_given = not (clip_norm is coefficient is grad_scale is found_inf is None)
     if options.nonfinite == "propagate" and not is_given:
         return NOTHING
     _check_clipping(clip_norm, coefficient, groups)
     _check_scaler(grad_scale, found_inf, groups)
+    # tensors stay on the device: nothing waits for them
     request = Request(
         grad_scale=_in_memory(grad_scale),
         # a GradScaler that saw no gradient sets the number 0
@@ -58,6 +60,7 @@ def request_of(arguments: Asked, options: Options, groups: int) -> Request:
         clip_norm=None if clip_norm is None else float(clip_norm),
         skip_nonfinite=arguments.skips_nonfinite(options),
     )
+    # one norm over all groups: their gradients cannot have scales of their own
     for name in ("grad_scale", "found_inf") if request.needs_norm else ():
         tensor = getattr(request, name)
         if tensor is not None and tensor.numel() > 1:
@@ -113,6 +116,7 @@ def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
     """Returns whether a value is a tensor of these dtypes, of one number or one for each group."""
+    # the chain stops before it asks a value for what it does not have
     is_there = is_dense(value) and not value.is_meta
     is_there = is_there and not hasattr(value, "full_tensor")  # a DTensor has no memory of its own
     is_there = is_there and value.dtype in dtypes

@@ -34,8 +34,10 @@ class FormatGroup:
 
     def buffers(self, grads: Grads, shards: Shards | None) -> Buffers:
         """The tensors in use now, by slot; shards: what the watch saw of DTensors."""
+        # the watch has taken them out of DTensors already
         if shards is not None:
             return dict(zip(("grad", "weight", *self.names), shards, strict=True))
+        # plain tensors, looked up anew, as states may be edited between steps
         buffers: Buffers = {
             "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
             "weight": self.params,
@@ -57,6 +59,7 @@ class FormatGroup:
 
         rows: int64, one for each slot, for the watch to note addresses in.
         """
+        # in the order of slots: gradients, weights, then what states have
         slots = self.formats.slots
         device = self.params[0].device
         state_tensors = [self.tensors(slot) for slot in self.formats.state_slots]

@@ -88,19 +88,27 @@ class Preparations:
         """
         # the first parameter's too, which may have no gradient
         devices = dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]])
+        # rows come from the host, and gradients stay as they are: launches need nothing made
         if groups is None and request.is_empty:
             prepared.update(dict.fromkeys(devices, (None, None)))
             return
+
+        # rows of scalars: those of the groups, then one for each count of its own
         behind = [group for group, _ in batches.counts.apart]
         count = len(owned.groups) + len(behind)
         for device in devices:
+            # the ranks have met by now: peers have the sums over ranks
             plans = _measured(batches, device) if request.needs_norm else []
             device_request = request.on(device, behind)
+            # scalars fp32 [count, scalars of the rule] or None, controls fp32 [count, COUNT] or
+            # None
             prepared[device] = self.on(device, owned).make(groups, count, device_request, plans)
 
     def nonfinite(self, owned: Owned, batches: Sequence[Batch], device: torch.device) -> Any:
         """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
+        # the flag stays on the device: nobody waits
         flag = torch.zeros(1, dtype=torch.int64, device=device)
+        # a look through all gradients of each device, into the bins that the norm is made of
         for batch_device in {batch.device for batch in batches}:
             plans = [batch.plan for batch in batches if batch.device == batch_device]
             device_flag = self.on(batch_device, owned).has_nonfinite(plans)
@@ -163,6 +171,7 @@ class StepRun:
         batches: Batches,
         seen: Seen,
     ) -> None:
+        # the request is this rank's until `_meet`, then that of all ranks
         self._stepper, self.groups, self.request = stepper, groups, request
         self.rows, self.batches, self.grads = rows, batches, seen.grads
         self._seen = seen  # launches read shards that may be in nobody else's hands
@@ -193,18 +202,22 @@ class StepRun:
 
     def count(self) -> None:
         """Raises the host's counts: in one call, so that Ctrl-C comes before all or behind all."""
+        # capturable: kernels count on the device
         if self.rows is None:
             return
         groups: Sequence[Group] = self.groups  # empty ones too
         counts: Sequence[Any] = self.batches.counted
+        # found_inf of one group leaves that group's counts as they are
         if self.left_out:
             groups = [group for i, group in enumerate(groups) if i not in self.left_out]
             counts = [pair for pair in counts if pair[0] not in self.left_out]
+        # groups have ints, parameters' own counts numpy's numbers, which go up in place
         steps = [group["step"] + 1 for group in groups]
         self._counted = groups, steps
         ups: Iterator[Any] = map(operator.setitem, groups, repeat("step"), steps)
         if counts:
             ups = chain(ups, map(operator.iadd, [count["step"] for _, count in counts], repeat(1)))
+        # C alone runs in here: no signal handler comes between two counts
         deque(ups, maxlen=0)
 
     @property
@@ -290,6 +303,7 @@ class Stepper:
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
+        # what the other ranks said in the last step, which the host has not read yet
         if self._meeting is not None:
             counted = [count for _, count in self._batches.counted] if self._batches else []
             self._meeting.hear([] if self.options.capturable else [*groups, *counted])
@@ -333,40 +347,58 @@ class Stepper:
         """
         if self._meeting is not None:
             self.hear(groups)
+        # all checks and all memory, before ranks meet
         run = self._begin(groups, state, arguments, check)
+        # torch.distributed.checkpoint asked for states, and has them now
         if run is None:
             return
         batches = run.batches
         try:
+            # True: the stages of a step that asks something of its gradients
             for votes, stages in self._stages[run.request is not NOTHING]:
+                # on CPUs ranks vote at the end of each list whether all came through
                 meeting = run.meeting if votes else None
                 with nullcontext() if meeting is None else meeting.whole():
+                    # the meeting, or the controls, may have told the host that there is no step
                     for stage in stages:
                         if run.is_left_out:
                             leave_out_digests(run)
                             return batches.abandon()
                         stage(run)
+            # behind the last stage: on GPUs the launches are queued, and nothing waits for them
             run.count()
         except BaseException as error:
+            # an error takes everything back; Ctrl-C finishes what launches have begun to write
             if isinstance(error, Exception) or not self._finish(run):
                 batches.take_back()
+            # Ctrl-C, and the step was finished: counts in state dicts go up as well
             elif self.given_counts.kept:
                 self.given_counts.follow(groups, state)
+            # weights may have been written and put back: torch's counters go up in any case
             batches.watch.count_up()
             raise
+
+        # the step is whole: copies of what it has written are let go
         batches.forget()
+        # counts in state dicts that somebody has kept
         if self.given_counts.kept and run.rows is not None:
             self.given_counts.follow(groups, state)
+        # autograd hears that weights were written; `Versions` takes these versions as its own
         batches.watch.count_up()
 
     def _finish(self, run: StepRun) -> bool:
         """Returns whether a step is whole after Ctrl-C; finishes one that cannot be taken back."""
+        # Ctrl-C came behind the counts
         if run.is_counted:
             return True
         batches = run.batches.batches
+        # a launch has begun to write, or the counts on the device have gone up
         is_final = run.launched or (self.options.capturable and run.prepared)
+        # what is left may be messages between ranks; plans of many calls have copies, and are taken
+        # back
         if not is_final or run.meeting or any(batch.plan.many_calls for batch in batches):
             return False
+        # the batches that are left, from the one behind the last launch
         if len(run.launched) < len(batches):
             stages = [
                 stage for _, part in self._stages[run.request is not NOTHING] for stage in part
@@ -384,42 +416,57 @@ class Stepper:
         Where this fails, other ranks are told, which would wait for this one.
         """
         captures = False
+        # once, before a first step: ranks that hold parts of matrices compare options, groups and
+        # names
         if not (self._has_agreed or self.was_stepped):
             self._agree(groups, arguments)
         try:
+            # from here on an error tells the ranks that would wait in the meeting
             request = request_of(arguments, self.options, len(groups))
+            # where a capture goes on, and before the device is known
             if self._can_capture is None or (self._can_capture and is_capturing(self._device)):
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
                 captures = check_capture(owned.device, self.options.capturable, owned.backend)
+            # a first step may be a question for states alone
             if not self.was_stepped and self._makes_states(
                 groups, state, request, arguments, check
             ):
                 return None
+            # before anything changes, and once more behind new batches
             self._check_one_device(groups, request)
+            # a row of the rule's scalars for each group, floats of the host; None under capturable
             rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
+            # the last step's batches where everything fits them
             batches, seen = self.gather(groups, state, arguments.decoupled, check, captures)
             self._check_one_device(groups, request)
             run = StepRun(self, groups, request, rows, batches, seen)
             run.is_captured = captures
+            # somebody wrote a weight, or put another tensor in its place: its master takes the new
+            # values
             if seen.written or self._is_elsewhere:
                 places = self.writes.versions.moved(seen.written, self._is_elsewhere)
                 self.writes.take_over(run.owned, state, places)
                 self.writes.versions.arrived(state)
                 self._is_elsewhere = False
+            # a row for each count that is not its group's, behind the groups' rows
             if rows is not None and batches.counts.apart:
                 rows += self._numbers.made(batches.counts.groups(groups))
+            # gradients are written only where a loss scale is taken off them
             writes = self.options.write_unscaled_grads and request.grad_scale is not None
             if writes:
                 grads = [local_of(grad) for grad in seen.grads]
                 check_written_grads(grads, run.owned.labels)
+            # plans without a table of addresses get their tensors, or contiguous copies of them
             if batches.fed:
                 batches.feed(seen, writes)
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
+            # whom the first stage of this step meets, and whether the host waits for the answer
             if request is not NOTHING or self._is_shared:
                 run.waits = arguments.waits(self.options)
                 run.meeting = self._meeting = self._meeting_for(run)
+            # ranks vote by one found_inf, not by one for each group
             if run.meeting is not None:
                 check_met(request)
         except Exception:
@@ -442,21 +489,27 @@ class Stepper:
         Whatever groups say, all ranks come here that hold parts of parameters. Raises ValueError
         where they differ, or for what one cannot step, on all of them.
         """
+        # in the order that all ranks have, whatever their groups say now
         met = self._first_met(groups)
+        # within a capture the host could not read the answer
         if not met or is_capturing(met[0].device):
             return
+        # what ranks must have alike: numbers of groups, options, each parameter's name, shape,
+        # placement
         try:
             owned = self.owned(groups)
             owned.check_groups()
             settings = owned.settings()
             alike = settings, owned.described(), arguments.clip_norm
         except Exception:
+            # this rank has nothing to compare: the others hear that it raises
             self._disagree(met)
             raise
         got = f"{len(owned.params)} parameters in groups {settings[0]}"
         meeting = agreement_of(
             met, alike, got[:LONGEST], partial(facts_of, owned, arguments.clip_norm)
         )
+        # sums of digests over all ranks of each mesh, read by the host at once
         if meeting is not None:
             meeting.compare()
         self._has_agreed = True
@@ -481,6 +534,8 @@ class Stepper:
 
         Args: as for `step`.
         """
+        # the others wait where this rank would have gone: before a first step in `_agree`, later in
+        # `_meet`
         met = [] if self._has_agreed or self.was_stepped else self._first_met(groups)
         if met:
             self._disagree(met)
@@ -489,9 +544,12 @@ class Stepper:
 
     def _withdraw(self, groups: Sequence[Group], state: States, arguments: Asked) -> None:
         """Meets the ranks in the place of `Meeting.meet`, where they go by what they know."""
+        # whom others take this rank to meet: by what all agreed on, and by parameters that are new
         views = self.owned(groups).shared_views
         exchanged, sharers = self._agreed
         new = [view for view in views if exchanged is None or not state.get(view.param)]
+        # ranks that send each other parts of matrices meet in every step, as if gradients were
+        # measured
         exchanges = bool(exchanged) or any(map(is_exchanged, new))
         measures = (
             exchanges or arguments.clip_norm is not None or arguments.skips_nonfinite(self.options)
@@ -511,14 +569,17 @@ class Stepper:
         Where this rank's parameters have become others, so have those of all ranks, or they wait
         for it as before: for this once it meets all.
         """
+        # agreed: what all ranks knew in the last step; ties: what this rank's parameters say now
         batches, (exchanged, sharers), ties = run.batches, self._agreed, self._ties
         exchanges = bool(exchanged or ties.exchanges)
         measures = exchanges or run.request.needs_norm
+        # nothing that all agreed on is missing here: the meeting may be kept
         is_usual = self._agreed is ties or (
             exchanges == ties.exchanges and {*sharers} <= {*ties.sharers}
         )
         if is_usual and measures in batches.meetings:
             return batches.meetings[measures]
+        # a new one: digests of all names and formats, and memory for the messages
         arguments = (run.owned.views, run.owned.labels, batches.batches, measures, self._meeting)
         meeting = meeting_of(*arguments, sharers, exchanges)
         if is_usual:
@@ -540,11 +601,14 @@ class Stepper:
         captures: a CUDA graph captures the step, which asks more of them.
         """
         batches, self._batches = self._batches, None  # only batches that fit may stay
+        # one pass over all tensors, mostly in C: None where something is not what it was
         seen = None if batches is None else batches.look(groups, state, decoupled)
+        # a capture is refused in there where batches would have to be made anew
         if seen is None or captures:
             self._is_on_one_device = False
             batches, seen = self._gathered(batches, seen, groups, state, decoupled, check)
         assert batches is not None
+        # kept until a step takes masters over, though this one may fail before it
         self._is_elsewhere |= seen.elsewhere
         self._batches = batches
         return batches, seen
@@ -560,12 +624,15 @@ class Stepper:
     ) -> tuple[Batches | None, Seen]:
         """The batches, made anew where they do not fit; refused where a graph captures that."""
         owned = self.owned(groups)
+        # a gradient on its way, or with a sign pending, was replaced: the batches may fit now
         if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
             for batch in batches.batches:  # the look that failed may have noted some addresses
                 batch.plan.stale = True
             self._is_elsewhere = True
             seen = batches.look(groups, state, decoupled)
+        # within a capture only the last step's batches will do
         check_captured_batches(owned.device, batches, seen is not None)
+        # everything is checked, states are completed, tables are made
         if seen is None:
             batches = self._sort(owned, state, grads_of(owned.params, decoupled), check)
             seen = batches.look(groups, state, decoupled)
@@ -575,21 +642,26 @@ class Stepper:
 
     def _sort(self, owned: Owned, state: States, grads: Grads, check: Check | None) -> Batches:
         """Checks everything, completes the states, and makes batches and stages anew."""
+        # checks alone: nothing has changed if one of these raises
         collected = collect(owned, state, grads, check)
         if not collected.kinds:
             self._warn_without_gradients(owned)
         self.writes.warn_without_masters(owned, collected.states)
         self._commit(owned, state, collected.states)  # now that nothing was refused
+        # version counters of the weights that these batches write
         self.writes.watch(owned, collected.places, state)
         batches = make_batches(owned, state, collected, self.writes.versions)
+        # digests of what a step reads and stores, where somebody records them
         if self.quantities:
             arguments = self.quantities, self.passes
             all_digests = [BatchDigests(batch, owned, *arguments) for batch in batches.batches]
             batches.digests = [digests for digests in all_digests if digests.names]
+        # whether a step meets other ranks at all, and whom
         self._is_shared = bool(self._agreed.exchanges or sharers_of(owned.views))
         self._ties = RankTies(any(map(is_exchanged, owned.views)), sharers_of(owned.usual_views))
         self._is_elsewhere, self._device = True, owned.device
         self._can_capture = can_capture(self._device)
+        # lists of stages for a step that asks nothing of its gradients, and for one that does
         self._stages = {asks: self._arranged(batches, asks) for asks in (False, True)}
         return batches
 
@@ -624,9 +696,12 @@ class Stepper:
         Returns:
             Lists of stages, and for each whether ranks vote that all of them have come through.
         """
+        # scalars and controls on the device; without them launches take the host's numbers
         is_prepared = asks or self._is_shared or self.options.capturable
         float8 = [batch.float8 for batch in batches.quantized if batch.float8 is not None]
+        # the scale of an fp8 weight goes by the amax over all ranks that hold a part of it
         is_exchanged = any(weights.group is not None for weights in float8)
+        # False stands for a stage that this step does not need
         first: list[Stage | bool] = [
             is_prepared and self._prepare,
             bool(batches.digests) and begin_digests,
@@ -639,8 +714,10 @@ class Stepper:
             any(batch.copies for batch in batches.batches) and copy_results,
             bool(batches.digests) and finish_digests,
         ]
+        # a vote comes before each exchange: rows of matrices, matrices in the launch, amaxes
         gathers = any(matrices.gathers for matrices in batches.matrices)
         votes = (gathers, gathers or bool(self._ties.exchanges), is_exchanged)
+        # stages up to the next vote share a list
         parts = [first]
         for is_voted, stages in zip(votes, (anew, then, last), strict=True):
             if is_voted:  # before an exchange, in which one that has failed would be waited for
@@ -650,6 +727,7 @@ class Stepper:
         stage_lists = [
             (self._is_shared, [stage for stage in part if callable(stage)]) for part in parts
         ]
+        # the meeting is a vote of its own
         return [(False, [self._meet]), *stage_lists] if asks or self._is_shared else stage_lists
 
     def make_states(
@@ -663,12 +741,14 @@ class Stepper:
 
     def _commit(self, owned: Owned, state: States, completed: Mapping[torch.Tensor, Any]) -> None:
         """Takes over completed states; masters that they lacked were made of their weights."""
+        # who had no master, or had a state without one
         lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
         if not owned.has_external_masters:
             params = [param for param in lacking if completed[param].get(MASTER) is not None]
             # who sets one to None asks for a new one
             lost = [param for param in params if MASTER not in state.get(param, {})]
             self.writes.warn_of_lost_masters(owned, lost)
+        # masters made here follow their weights until a first step is counted
         self.writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
         commit(state, completed)
         self.writes.versions.match(lacking, state)
@@ -687,10 +767,12 @@ class Stepper:
         """
         self.was_stepped = True
         owned = self.owned(groups)
+        # lr=0 and gradients of 0, and no state yet: on all ranks
         if request is not NOTHING or not is_probe(owned, state, arguments.decoupled):
             return False
         self._has_agreed = False  # what comes between it and the first step may differ
         self.was_stepped = self.options.MATRIX is None
+        # gradients are elsewhere than torch put them: every parameter's state is made
         if arguments.decoupled:
             self.make_states(groups, state, range(len(owned.params)), check)
         else:
@@ -701,22 +783,28 @@ class Stepper:
 
     def _meet(self, run: StepRun) -> None:
         """Makes the request that of all ranks; the host may know then that there is no step."""
+        # None: the host knows that there is no step
         request, answer = run.request, None
         if run.meeting is not None:
+            # int64 [1]: where no norm over ranks says whether there is an infinity
             look = partial(self._preparations.nonfinite, run.owned, run.batches.batches)
             # ranks that make what matrices keep anew must do so in the same step
             names = self.options.MATRIX_TURNS
             counts = (self._ties.exchanges or names) and not self.options.capturable
             turns = [group[n] for group in run.groups for n in ("step", *names)] if counts else ()
             answer = run.meeting.meet(request, run.waits, look, run.groups, run.rows, turns)
+        # nobody is met, and the host need not wait: the device reads found_inf, if there is one
         elif request.found_inf is None or not run.waits:
             answer = request
+        # a copy to the host, which waits: one flag for each group
         elif request.found_inf.numel() > 1:
             flags = request.found_inf.tolist()
             run.left_out = {group for group, flag in enumerate(flags) if flag}
             answer = None if all(flags) else request
+        # one flag, which is 0: launches need not look at it any more
         elif not bool(request.found_inf):
             answer = replace(request, found_inf=None)
+        # all ranks were met by what they have now: the next step's meeting goes by it
         self._agreed = self._ties
         run.is_left_out = answer is None
         run.request = answer or request
@@ -725,11 +813,14 @@ class Stepper:
         """Makes scalars and controls; the host may see then that there is no step."""
         batches, groups = run.batches, None
         if self.options.capturable:
+            # counts on the device go up in `make`: the groups' own, then the parameters'
             groups = [*run.groups, *batches.counts.groups(run.groups)]
             batches.keep_counts(groups)
         self._preparations.make(run.owned, groups, batches, run.request, run.prepared)
+        # the host waits for the norm's launch, and may end the step for it
         if run.rows is not None and run.request.skip_nonfinite:
             run.is_left_out = is_skipped(run.prepared, self.options.nonfinite)
+        # the graph reads these tables at each replay: they live as long as the stepper
         if run.is_captured:
             self._captured.append(batches)
 
@@ -739,11 +830,13 @@ class Stepper:
 
 def refresh(run: StepRun) -> None:
     """Makes anew what matrix rules keep, GaLore's projections, of this step's gradients."""
+    # the steps that each group has taken; under capturable None: it is nobody's turn
     counts = None
     if run.rows is not None:
         pairs = enumerate(run.groups)
         counts = [None if number in run.left_out else group["step"] for number, group in pairs]
     failed: Exception | None = None
+    # rows of DTensors may come together on their maker in here, batch after batch on all ranks
     for matrices in run.batches.matrices:  # all: other ranks may wait for this one
         controls = run.prepared.get(matrices.device, (None, None))[1]
         try:
@@ -776,10 +869,12 @@ def launch(run: StepRun) -> None:
     """Steps all batches; where one fails, those in which other ranks wait for this one as well."""
     failed: Exception | None = None
     pairs = zip(run.batches.batches, run.ready, strict=True)
+    # one launch a batch on a GPU; matrices that ranks share are exchanged in here, bucket by bucket
     for batch, rows in islice(pairs, len(run.launched), None):  # all, but after Ctrl-C
         scalars, controls = run.prepared.get(batch.device, (None, None))
         if failed is None or (batch.matrices is not None and batch.matrices.shared is not None):
             try:
+                # scalars that were made on the device take the place of the host's rows
                 numbers = rows if scalars is None else scalars
                 # in one statement: Ctrl-C between two would leave open whether it was launched
                 run.launched.append(batch.plan.step(numbers, controls))  # type: ignore[func-returns-value]  # None each
@@ -817,6 +912,7 @@ def copy_results(run: StepRun) -> None:
 
 def _measured(batches: Batches, device: torch.device) -> Sequence[Measured]:
     """The plans and peers whose gradients make the norm on a device."""
+    # this rank's own batches, and for shared parameters the peers that have added up all of it
     meeting = batches.meetings.get(True)
     if meeting is not None:
         return meeting.measured(device)
@@ -828,6 +924,7 @@ def is_skipped(prepared: Prepared, nonfinite: str) -> bool:
 
     It ends it for all groups. Raises FloatingPointError where nonfinite is "error".
     """
+    # a copy of controls, fp32 [rows, COUNT], to the host: behind the norm on the device
     skips = any(bool(controls[:, SKIP].all()) for _, controls in prepared.values())
     if skips and nonfinite == "error":
         raise FloatingPointError(

@@ -56,6 +56,7 @@ def tell_failure(key: str, error: BaseException | None) -> None:
     Args: as for `differences`; error: None where it is not known.
     """
     text = "an error" if error is None else f"{type(error).__name__}: {error}"
+    # under the key of this rank's facts, and no difference found, so that nobody waits for these
     tell(key, FAILED + text[:LONGEST])
     tell(f"{key}/found", "")
 
@@ -95,8 +96,10 @@ def passed_on(key: str, ranks: Sequence[int], message: str, patience: float) -> 
 
     Args: as for `differences`; message: their result.
     """
+    # before it reads: all ranks of the meeting leave theirs first
     tell(f"{key}/found", message)
     with contextlib.suppress(Exception):
+        # who knows no difference waits for the others' texts, and takes the first that says one
         messages = () if message else _read([f"{key}/found/{rank}" for rank in ranks], patience)
         return next((text for text in messages if text), message)
     return message
@@ -106,17 +109,23 @@ def _differences(
     key: str, ranks: Sequence[int], facts: Mapping[str, str], patience: float
 ) -> list[str]:
     """Returns the lines of `differences`: ranks tell digests, and one of each kind its facts."""
+    # each rank leaves a digest of 32 hexadecimal digits, not all its facts
     this_rank, text = dist.get_rank(), json.dumps(facts)
     tell(key, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+    # waits until all ranks have told, or patience is over; None for a rank that told nothing
     answers = _read([f"{key}/{rank}" for rank in ranks], patience)
+    # ranks that told the same are of one kind
     kinds: dict[str, list[int]] = {}
     for rank, answer in zip(ranks, answers, strict=True):
         if answer is not None:
             kinds.setdefault(answer, []).append(rank)
+    # ranks that raise an error of their own told its text instead
     lines = [
         f"{answer[1:]} on {_ranks(who)}" for answer, who in kinds.items() if answer[:1] == FAILED
     ]
     kinds = {answer: who for answer, who in kinds.items() if answer[:1] != FAILED}
+
+    # the first rank of each kind leaves its facts, as JSON; all read these, of some kinds
     firsts = [who[0] for who in kinds.values()]
     if this_rank in firsts:
         tell(f"{key}/facts", text)
@@ -125,6 +134,7 @@ def _differences(
     facts_by_rank = {
         rank: json.loads(encoded) for rank, encoded in zip(shown, texts, strict=True) if encoded
     }
+    # names in the order of the first kind; then those that other kinds have beside
     names = list(
         dict.fromkeys(name for peer_facts in facts_by_rank.values() for name in peer_facts)
     )
@@ -133,6 +143,7 @@ def _differences(
         for name in names
         if len({peer_facts.get(name) for peer_facts in facts_by_rank.values()}) > 1
     ]
+    # of each name that differs: its values, each with all ranks whose kind has it
     for name in unlike[:MOST_SHOWN]:
         values: dict[str, list[int]] = {}
         for who in kinds.values():
@@ -142,6 +153,8 @@ def _differences(
         lines.append(f"{name}: {', '.join(pairs)}")
     if len(unlike) > MOST_SHOWN:
         lines.append(f"and {len(unlike) - MOST_SHOWN} more")
+
+    # ranks that left nothing in time
     silent = [rank for rank, answer in zip(ranks, answers, strict=True) if answer is None]
     return [*lines, f"{_ranks(silent)} did not answer"] if silent and lines else lines
 
@@ -154,14 +167,17 @@ def _read(keys: Sequence[str], patience: float) -> list[str | None]:
     """Returns the text under each key, once all are there, or after so many seconds."""
     store = _store()
     with contextlib.suppress(Exception):
+        # blocks until all keys are there
         store.wait(list(keys), timedelta(seconds=patience))
         return [store.get(key).decode() for key in keys]
+    # time is over: what there is
     return [store.get(key).decode() if store.check([key]) else None for key in keys]
 
 
 def _ranks(ranks: Iterable[int]) -> str:
     """Returns numbers of ranks in words: rank 3, ranks 0 to 2, ranks 0 to 2, 5."""
     runs: list[list[int]] = []
+    # first and last rank of each run
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
@@ -190,9 +206,11 @@ class Wait:
         self._said: float | None = None
         self.step: Any = None
         """The number of steps taken before."""
+        # the thread finds it there, as long as somebody has it
         _WAITS.add(self)
 
     def __enter__(self) -> None:
+        # the thread reads one attribute: no lock is needed
         self._since = time.monotonic()
         if _Watch.thread is None or not _Watch.thread.is_alive():  # as in a process that was forked
             _Watch.start()
@@ -203,12 +221,15 @@ class Wait:
     def look(self) -> None:
         """Tells that this rank waits, if it does for long, and, once, for whom."""
         since = self._since
+        # None: this rank does not wait
         waited = 0.0 if since is None else time.monotonic() - since
         if waited < LONG / 2:
             return
+        # one key for each meeting; ranks leave the time below it, again and again while they wait
         where = f"megaopt/waits/{'-'.join(map(str, self._ranks))}"
         with contextlib.suppress(Exception):
             tell(where, str(time.time()))
+        # each wait is told of once
         if waited >= LONG and self._said != since:
             self._said = since
             step = f" in step {self.step + 1}" if type(self.step) is int else ""
@@ -229,12 +250,15 @@ class Wait:
             store = _store()
             for rank in self._others:
                 key, error = f"{where}/{rank}", f"{RAISED}/{rank}"
+                # who wrote it within the last minute still waits
                 if store.check([key]) and time.time() - float(store.get(key)) < LONG:
                     waiting.append(rank)
+                # who raised in the middle of a step may have said why
                 elif store.check([error]):
                     raised += f"; rank {rank} raised {store.get(error).decode()}"
         missing = [rank for rank in self._others if rank not in waiting]
         too = f"{_ranks(waiting)} waiting too; " if waiting else ""
+        # nobody is late: a collective itself does not end
         if not missing:
             return f"{too}all are there, so a collective hangs"
         return f"{too}not there yet: {_ranks(missing)}{raised}"
@@ -255,6 +279,7 @@ class _Watch:
 
     @staticmethod
     def run() -> None:
+        # a daemon's loop: it ends with the process
         while True:
             time.sleep(LONG / 4)
             for wait in list(_WAITS):

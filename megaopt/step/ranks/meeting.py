@@ -77,19 +77,28 @@ class Terms:
 
         patience: in seconds, for what others tell.
         """
+        # only meetings that came to pass in this step can say what differs
         difference, rank = "", dist.get_rank()
         met = [peer.kind for peer in self._peers if peer.measures]
         facts = {"who is met": repr(met), **self._facts(*self._asked)}
+        # a digest that is another on some rank, in the meetings that were held
         heard = [peer for peer in self._peers[: self.met] if peer.heard()[:FOUND_INF].any()]
+        # the ranks of one meeting read each other's facts in the store: the first difference counts
         for peer in heard:
             difference = difference or differences(peer.event, peer.ranks, facts, patience)
+
+        # the ranks of each meeting are told, as only some of them may have found it
         for peer in heard:
             difference = passed_on(peer.event, peer.ranks, difference, patience)
+
+        # the facts of both sides are known: the message names them
         if difference:
             return (
                 "ranks that hold parts of the same parameters must step the same, got "
                 f"{difference} (this is rank {rank})"
             )
+
+        # nobody told in time: the message lists all that may differ
         return (
             "ranks that hold parts of the same parameters must step the same (order, groups, "
             "names, shapes, dtypes, placements and recipes of the parameters, also where a rank's "
@@ -114,16 +123,21 @@ class Meeting:
         self, peers: Sequence[Peers], whole: Sequence[Any], terms: Terms, last: Meeting | None
     ) -> None:
         self._peers, self._whole, self._terms = peers, whole, terms
+        # a first answer is read by the host: then the batches are known to be alike on all ranks
         self._were_alike = False
         self._wait = Wait(sorted({rank for peer in peers for rank in peer.ranks}))
+        # later answers on GPUs stay on the device; the host hears of them in the step behind
         self._notice = Notice(peers[-1].device, terms.refusal)
+        # what the meeting before has not told yet, and the sizes of its amaxes
         self._unheard: list[Notice] = [] if last is None else last._unheard
         self._amax_counts: dict[Any, int] = {} if last is None else last._amax_counts
+        # one flag for `_has_failed`, made now: who is out of memory can still vote
         with torch.inference_mode(False):
             self._vote = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def measured(self, device: torch.device) -> list[Measured]:
         """The plans and peers whose gradients make the norm on a device, after the ranks met."""
+        # what each rank has whole it measures by itself; of the rest peers have the sums over ranks
         whole = [batch.plan for batch in self._whole if batch.device == device]
         return [*whole, *(p for p in self._peers if p.measures and p.device == device)]
 
@@ -162,8 +176,11 @@ class Meeting:
         self._terms.begin(request, groups)
         if groups:
             self._wait.step = groups[0].get("step")
+
+        # CPUs answer without a wait; on GPUs the host reads only where it must
         at_once = all(peer.is_read_at_once for peer in self._peers)
         reads = at_once or waits or not self._were_alike
+        # a CUDA graph cannot wait: there the device alone knows
         reads = reads and not any(is_capturing(peer.device) for peer in self._peers)
         # floats have one hash in every process
         numbers = None if rows is None else hash(tuple(rows))
@@ -180,22 +197,36 @@ class Meeting:
         numbers: Sequence[int | None],
     ) -> Request | None:
         try:
+            # all meetings take place in here, in one order on all ranks; bool [WORDS], as summed up
             heard = self._heard(request, reads, look, numbers)
+
+            # where the host does not read, found_inf has to say on the device that ranks differ
             skips = request.is_skippable or not at_once
+            # any of the words leaves the step out: a difference as well as an infinity
             skip = heard.any() if skips and not waits else None
             flag = heard[NONFINITE].long() if waits else None
+
+            # the copy to the host begins; `hear` reads it before the next step
             if not reads:
                 self._notice.post(heard)
                 self._unheard = [self._notice]
+
+            # bool() waits for the device
             refused = reads and bool(heard[:FOUND_INF].any())
             is_over = waits and bool(heard[FOUND_INF])
         except Exception:
+            # this rank alone failed: the others wait in the meetings that are left
             self._leave(waits)
             raise
+        # all ranks that read raise; those that do not read go on, and exchange amaxes with this one
         if refused:
             self._stand_in(waits)
             raise ValueError(self._terms.refusal(PATIENCE if at_once else SHORT))
+
+        # the next steps of these batches need no answer at once
         self._were_alike = self._were_alike or reads
+
+        # the host has read found_inf; an infinity among gradients is read where controls are made
         if waits:
             return None if is_over else replace(request, found_inf=flag)
         # in one form always where there is one: a graph may be captured next
@@ -208,24 +239,33 @@ class Meeting:
         # a norm over ranks says it, but to those that have copies of all parts
         knows = all(peer.measures and (peer.groups or peer.size == 1) for peer in self._peers)
         looks = request.skip_nonfinite and not knows
+        # bool [WORDS], what this rank says beside digests: its found_inf, and infinities that it
+        # saw
         device, heard = self._peers[0].device, None
         if request.found_inf is not None or looks:  # else nothing was heard before the first
             heard = torch.zeros(WORDS, dtype=torch.bool, device=device)
         if heard is not None and request.found_inf is not None:
             heard[FOUND_INF].copy_(request.found_inf.reshape(()) != 0)
+        # fills NONFINITE, the last word: this rank's gradients alone
         if heard is not None and looks:
             heard[NONFINITE:].copy_(look(device))
+
+        # each message is summed up over its ranks before the next one is written: what was heard
+        # goes on to ranks of other meetings
         for peer in self._peers:
             # ranks that share fp8 weights may have other groups beside
             alike = numbers if peer.measures else numbers[1:]
             peer.write(
                 (request.clip_norm, request.skip_nonfinite, *alike), heard, request.needs_norm
             )
+            # counted before the collective: if it fails, `_leave` must not enter it again
             self._terms.met += 1
             peer.meet()
             heard = peer.heard()
             if reads and peer.measures and bool(heard[0]):
                 break  # the next meeting might never end
+
+        # behind the last meeting: the words of all ranks, as far as chains of meetings reach
         assert heard is not None  # somebody was met
         return heard
 
@@ -235,30 +275,39 @@ class Meeting:
         waits: as for `meet`.
         """
         if not any(is_capturing(peer.device) for peer in self._peers):
+            # the store keeps the error for ranks that wait long and ask who is missing
             error = sys.exc_info()[1]
             if isinstance(error, Exception):
                 tell_raised(error, self._wait.step)
+            # none was met: this rank enters every meeting of the step, with a refusal
             self._terms.met = 0
             with self._wait:
                 self._leave(waits)
 
     def _leave(self, waits: bool) -> None:
         """Meets the ranks, wherever they wait for this one, which raises an error."""
+        # all meetings are over: the others wait in the vote of `whole`
         if self._terms.met == len(self._peers):
             self._has_failed(True)
             return
+
+        # in the others' order, each with a digest that nobody else can have
         for peer in self._peers[self._terms.met :]:
             peer.refuse()
             peer.meet()
+            # they ask the store for facts: there they find this rank's error
             if not is_capturing(peer.device):
                 tell_failure(peer.event, sys.exc_info()[1])
             if peer.measures and bool(peer.heard()[0]):
                 return  # who reads that comes no further
+
+        # who has not read goes on to the exchange of amaxes
         self._stand_in(waits)
 
     def _stand_in(self, waits: bool) -> None:
         """Exchanges amaxes with ranks that have not read, and leave the step out later on."""
         peers = self._peers[-1]
+        # zeros, fp32 and as many as in the last step: the largest of all is that of the others
         for group, count in self._amax_counts.items():
             if not waits and not peers.is_read_at_once:
                 reduced(torch.zeros(count, dtype=torch.float32, device=peers.device), [group])
@@ -272,11 +321,15 @@ class Meeting:
         """
         if any(is_capturing(peer.device) for peer in self._peers):
             return
+        # each notice is heard once, whatever it says
         unheard, self._unheard = self._unheard, []
+        # the host waits for the copy of the last step's flags, not for the step behind it
         for notice in unheard:
             with self._wait:
                 is_set = notice.is_set()
+            # the device left that step out, and the host has counted it
             if is_set:
+                # a group, or a parameter's own count
                 for count in counts:
                     count["step"] -= 1
                 raise ValueError(notice.message())
@@ -288,12 +341,16 @@ class Meeting:
         On GPUs, where that would have the host wait, nobody asks: all memory that a step takes
         there is taken before. Raises ValueError where another rank failed.
         """
+        # what ranks send each other in the block they send in one order, then all vote
         try:
             yield
         except Exception as error:
+            # the vote of this rank is 1: the others raise below, in the vote at the end of their
+            # block
             tell_raised(error, self._wait.step)
             self._has_failed(True)
             raise
+        # this rank is well, and hears here of another that is not
         if self._has_failed(False):
             raise ValueError(
                 "another rank that steps the same parameters failed in this step: none of them "
@@ -305,6 +362,8 @@ class Meeting:
         peers = [peer for peer in self._peers if peer.is_read_at_once]
         if not peers:
             return failed
+
+        # int64 [1] on the CPU; the largest of all ranks, meeting after meeting
         vote = self._vote.fill_(failed)  # a rank without memory has it already
         with self._wait:
             for peer in peers:
@@ -314,6 +373,7 @@ class Meeting:
     def gather(self, batches: Sequence[Any]) -> Gathered:
         """Takes the memory in which ranks exchange the amaxes of the batches' fp8 weights."""
         gathered = []
+        # one message for each group of fp8 weights, in the order of the meetings
         for group in [peer.groups[0] for peer in self._peers if not peer.measures]:
             # by number, not by batch: gradients of another dtype make other batches
             pairs = [pair for batch in batches if batch.group == group for pair in batch.amaxes()]
@@ -323,9 +383,11 @@ class Meeting:
 
     def exchange(self, gathered: Gathered) -> None:
         """Makes amaxes the largest of all ranks, between step and casts."""
+        # the largest of all ranks, in one all-reduce; then each amax takes its piece
         for group, amaxes, together in gathered:
             parts = torch.split(reduced(together, [group]), list(map(len, amaxes)))
             torch._foreach_copy_(amaxes, list(parts))
+        # a rank that refuses a later step stands in with as many
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
 
@@ -346,11 +408,14 @@ def agreement_of(
         got: what an error shows of it, where it is not known what others have.
         facts: finds all of it, by what an error calls it.
     """
+    # whole meshes meet, their copies too: before a first step nobody knows who is to send what
     meshes = dict.fromkeys(
         (sharer.device, sharer.split[0]) for sharer in met if sharer.split is not None
     )
     if not meshes:
         return None
+
+    # with an empty list of plans the norm's table stays 0: the words alone count
     digest = digest_of(alike)
     peers = [_peers(device, mesh, range(mesh.ndim), digest, [], True) for device, mesh in meshes]
     peers = _in_order(peers)
@@ -386,30 +451,43 @@ def meeting_of(
 
     Raises ValueError for a parameter of FSDP1's in a step that measures.
     """
+    # the norm over ranks would be wrong for FSDP1, whose flat parameters say nothing of their ranks
     if measures:
         _check_not_flattened(views, labels)
+
+    # whom to meet, and the places of the parameters that each meeting is about
     met = [*met, *sharers_of(views)]
     places_of: dict[Sharers, list[int]] = {sharer: [] for sharer in met if sharer.group or measures}
     for place, view in enumerate(views):
         sharer = Sharers(view.param.device, view.split, view.group)
         if sharer in places_of:
             places_of[sharer].append(place)
+
+    # nobody shares a parameter with this rank
     if not places_of:
         return None
+
+    # formats tell of gradients: a place without has none
     formats = {place: batch.formats for batch in batches for place in batch.positions}
     described = [_described(view, formats.get(place)) for place, view in enumerate(views)]
+    # one digest of all parameters, in the groups' order, for meetings of DTensors
     everything = digest_of([*zip(labels, described, strict=False)])
+    # meetings of DTensors, and of fp8 weights
     splits, shares = [], []
     for (device, split, group), places in places_of.items():
+        # the order of fp8 weights is by number: ranks may have them at other places
         if split is None:
             places.sort(key=lambda place: views[place].number(place))
             alike = digest_of([described[place] for place in places if place in formats])
             ranks = dist.get_process_group_ranks(group)
             shares.append(Peers(device, [group], alike, ranks=ranks))
         else:
+            # the norm's table is that of this split's batches alone
             plans = [batch.plan for batch in batches if batch.positions[0] in places]
             mesh, dims = split
             splits.append(_peers(device, mesh, dims, everything, plans, exchanges))
+
+    # smaller groups of fp8 weights come first, ties by the group's name
     splits = _in_order(splits)
     shares.sort(key=lambda peer: (peer.size, str(peer.groups[0].group_name)))
     whole = [batch for batch in batches if views[batch.positions[0]].split is None]
@@ -422,9 +500,12 @@ def _peers(
     device: torch.device, mesh: Any, dims: Sequence[int], alike: int, plans: list[Plan], all_: bool
 ) -> Peers:
     """The ranks of some dimensions of a mesh; all_: and those of the others, with their copies."""
+    # dimensions that split the parameters, and those of copies
     groups = [mesh.get_group(dim) for dim in dims]
     copies = [mesh.get_group(dim) for dim in range(mesh.ndim) if all_ and dim not in dims]
+    # rank numbers are left out of it: it must be the same on all ranks of a meeting
     kind = (device.type, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape), tuple(dims))
+    # this rank's slice of the mesh, all along each dimension that is met
     chosen = (
         slice(None) if all_ or dim in dims else index
         for dim, index in enumerate(mesh.get_coordinate())
@@ -436,6 +517,7 @@ def _peers(
 def _in_order(splits: Iterable[Peers]) -> list[Peers]:
     """Sorts peers, the most ranks first; gives each the digest of all meetings."""
     ordered = sorted(splits, key=lambda peers: (-peers.size, repr(peers.kind)))
+    # each message says which meetings its rank will have: who would wait for ever raises instead
     for peers in ordered:
         peers.meetings = digest_of([split.kind for split in ordered])
     return ordered

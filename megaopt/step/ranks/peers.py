@@ -39,6 +39,7 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 def reduced(tensor: torch.Tensor, groups: Iterable[Any], op: Any = MAX) -> torch.Tensor:
     """Makes a tensor the largest of all ranks, or the sum, in place: one group after another."""
+    # one dimension of a mesh after another: behind the last one all of its ranks have the same
     for group in groups:
         dist.all_reduce(tensor, op, group=group)
     return tensor
@@ -49,6 +50,7 @@ def hand_out(tensor: torch.Tensor, source: int, group: Any) -> None:
     message = tensor.contiguous()
     # as bytes: not every library sends 16 bits
     dist.broadcast(message.view(-1).view(torch.uint8), source, group=group)
+    # a tensor with gaps takes what has come
     if message is not tensor:
         tensor.copy_(message)
 
@@ -85,10 +87,14 @@ class Peers:
         self.alike, self.kind = alike, kind
         self.meetings = 0
         """A digest of the kinds of all meetings, where ranks have all in common."""
+        # the number of ranks that add up: a sum of alike words is a word times it
         self.size = prod(map(dist.get_world_size, self.all_groups))
         self.measures = plans is not None
         """They meet in steps that measure their gradients, and in no others."""
         self._stream = stream_of(device)
+
+        # int64: the norm's bins, [BANKS, ROWS, 2] flat, where the ranks measure; WORDS that are
+        # summed up; and WORDS as they must come out
         # it stays where it is, for CUDA graphs
         with torch.inference_mode(False):
             bins = new_bins(device)[: None if self.measures else 0]
@@ -98,6 +104,7 @@ class Peers:
             self._words = self._message[-WORDS:]
             self.bins = memory[: -2 * WORDS].view(bins.shape)
             """The squares of all ranks' gradients, once they have met in a step that measures."""
+        # the host's side of it, of which one copy goes to the device
         self._host = numpy.zeros(len(memory), dtype=numpy.int64)
         self._upload = Upload(memory)
         self._captured: list[torch.Tensor] = []  # what CUDA graphs copy from
@@ -127,9 +134,15 @@ class Peers:
             heard: in the meeting before, to be passed on; None: nothing.
             measures: whether the step asks for the norm.
         """
+        # the table is 0 and the words stand, before anything is added on the device
         self._write(digest_of((self.alike, request)))
+        # bool as 0 or 1: a digest with 1 added differs here, too, so that a difference heard before
+        # goes on to these ranks
         if heard is not None:
             self._words.add_(heard.to(self.device))
+
+        # behind the words in the queue: gradients' squares, which one all-reduce then sums up with
+        # them
         for plan in (self.plans or ()) if measures else ():
             plan.accumulate(self.bins)
 
@@ -139,10 +152,12 @@ class Peers:
 
     def _write(self, digest: int) -> None:
         """Clears the table and writes the words, in one copy."""
+        # views of the host's memory; all before them stays 0, and clears the table
         words = self._host[-2 * WORDS : -WORDS]
         words[:2] = self.meetings, digest
         # numpy's product is modulo 2**64, as the sum is
         self._host[-WORDS:] = words * self.size
+        # a graph copies from the same pinned memory at each replay: it must be this capture's own
         if is_capturing(self.device):
             pinned = pinned_copy(self._host, self.device)
             self._captured.append(pinned)
@@ -154,7 +169,9 @@ class Peers:
 
     def meet(self) -> None:
         """Adds up the messages of all ranks."""
+        # table and words together, in one all-reduce for each dimension of the mesh
         reduced(self._message, self.groups, SUM)
+        # copies of the same parts have the same squares: only words are added up over them
         reduced(self._words, self._copies, SUM)
 
     def heard(self) -> torch.Tensor:
@@ -175,14 +192,17 @@ class Notice:
     def __init__(self, device: torch.device, message: Callable[[], str]) -> None:
         self.message = message
         with torch.inference_mode(False):
+            # pinned, so that the host does not wait for the device's copy
             pinned = device.type == "cuda"
             self._flags = torch.zeros(WORDS, dtype=torch.bool, device="cpu", pin_memory=pinned)
         self._array = self._flags.numpy()  # which is looked at without an operation of torch
+        # behind the last copy; None before the first, and on CPUs
         self._sent: CopyEvent | None = None
         self._stream = 0
 
     def post(self, flags: torch.Tensor) -> None:
         """Sends flags, bool [WORDS], on their way to the host."""
+        # on the current stream, behind the meeting that made the flags
         self._flags.copy_(flags, non_blocking=True)
         # nobody can wait for a captured event: the flags are those of a replay some time ago
         if flags.is_cuda and not is_capturing(flags.device):
@@ -195,4 +215,5 @@ class Notice:
         """Whether ranks differ, once it is known here."""
         if self._sent is not None:
             self._sent.wait()
+        # the digests alone: found_inf and infinities are no error
         return True in self._array[:FOUND_INF].tolist()

@@ -105,7 +105,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         # fp32 values of master and moments, each as many as the shard has elements
         tensors = {}
         for key, name in self._names_of(shard).items():
-            # Lion's and Muon's parameters lack Adam's second moment
+            # a key of which this state has no moment, as the second of Muon's: zeros
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
@@ -216,7 +216,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
         finally:
             self._is_sharing = False
-        # entries of each bucket: Megatron asserts that there is one
+        # a bucket of which this rank has only padding has no entry: it gets one of zeros
         for index, buffer in enumerate(self.buffers):
             for buckets in state[index].values():
                 for entries, bucket in zip(buckets, buffer.buckets, strict=True):
@@ -280,7 +280,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
-        # rank 0 alone has the gathered tensors; the others None
+        # None on ranks that get none of the gathered tensors
         if self._keeps_padding and state is not None:
             for index, buffer in enumerate(self.buffers):
                 for tensors in state[index].values():
@@ -333,7 +333,7 @@ class Spread:
     def __init__(self, view: Any, state: dict[str, Any]) -> None:
         # low: the moment's shape; whole: the weight's
         low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
-        # places: int64 [numel + 1], elements of the weight; firsts: how many of the moment lie before each
+        # places: int64 [numel + 1], elements of the weight; firsts: moment's numbers before each
         places = view.first_element + torch.arange(view.local.numel() + 1)
         firsts = places * math.prod(low) // math.prod(whole)
         # is_low: bool [numel], elements that stand for a number of the moment

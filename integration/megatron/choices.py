@@ -129,7 +129,7 @@ class Choices:
                 among = " or ".join(map(repr, values))
                 refuse(name, f"{among} with galore", getattr(self, name))
 
-        # moments of a low rank are stored in one pass, in which no scale for the tensor is known
+        # neither moment may have a scale for the whole tensor
         options = self._options()
         for moment in MOMENTS:
             if options.moment_format(moment.name).has_scale:
@@ -248,7 +248,7 @@ class Choices:
 
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
-        # each raises for fields of the config that no optimizer of ours goes with
+        # fields of the config that every optimizer of ours needs, or goes without
         check_required(config)
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")

@@ -90,7 +90,7 @@ class Sharded(Gradients):
         for model, shard in self.shards.items():
             if view_of(shard).weight is not None or model in self._outside:
                 continue  # it has no memory of its own, or no place in the buffer
-            # the buffer was moved back: a shard with other memory is a view no more, and becomes one
+            # a shard that came back in memory of its own becomes a view of the buffer again
             place = self._place_of(model)
             if shard.data_ptr() != place.data_ptr():
                 place.copy_(shard)
@@ -122,7 +122,7 @@ class MainShards(Sharded):
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
-        # MXFP8 weights: Megatron casts them after the gather, of bf16 values in the parameter buffer
+        # MXFP8 weights: Megatron casts them after the gather, from bf16 values in the buffer
         both = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
         for models, mains in both:
             outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
@@ -175,7 +175,7 @@ class MainShards(Sharded):
         # one launch copies all: fp32 main shards to bf16 places
         if moved:
             torch._foreach_copy_([self._place_of(m) for m in moved], list(moved.values()))
-        # Megatron's function does this at its end, in releases that have it
+        # not in all releases
         for chunk in self.model_chunks:
             reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
             if reset is not None:
@@ -241,7 +241,7 @@ class MatrixShards(MainShards):
         for buffer in self.buffers:
             for model in buffer.params:
                 shard: Any = self._shard_of(model)
-                # of each rank the first element of the parameter that it has, and the one behind its last
+                # by rank: the first element of the parameter there, the one behind the last
                 ends = ends_of(model, buffer)
                 shard.megaopt_first_element = ends[mesh.get_local_rank()][0]
                 shard.megaopt_whole_shape = (*model.shape,)
@@ -356,7 +356,7 @@ class Chained(ChainedOptimizer):
             after an overflow, the latter also if config.log_num_zeros_in_grad is not set.
         """
         self.grad_norms_by_group: dict[str, Any] = {}
-        # unscales, and asks all ranks whether a gradient is not finite
+        # with a loss scale: unscales gradients, and looks over all ranks for one that is not finite
         if self.prepare_grads():
             return False, None, None
         # the norm of all gradients, summed up over ranks
@@ -366,7 +366,7 @@ class Chained(ChainedOptimizer):
         # a coefficient is noted for the step; gradients stay as they are
         for optimizer in self.chained_optimizers:
             optimizer.clip(grad_norm, self.grad_norms_by_group)
-        # last: a skipped step has been counted as every other
+        # a norm above the config's threshold leaves the step out
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         is_skipped = any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros

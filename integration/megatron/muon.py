@@ -155,7 +155,7 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     if recipe.is_layer_wise:
         reason = "the layer-wise optimizer makes the fp32 masters of bf16 weights alone"
         fields.append(("bf16", True, reason))
-    # shards of the distributed optimizer cut matrices, and Adam's parameters among them
+    # the same optimizer steps the other parameters of the shards, by AdamW alone
     if is_cut(config, recipe, model_chunks):
         fields.append(IN_SHARDS)
     check_fields(config, fields, condition)
@@ -262,7 +262,7 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
     if not sharing:
         return {}
 
-    # duplicated: these ranks send each other their parts, and each makes the whole update
+    # duplicated: these ranks bring their parts together, for the update of the whole matrix
     if recipe.tp_mode == DUPLICATED:
         kind = params[0].device.type
         return {key: DeviceMesh.from_group(group, kind) for key, group in sharing.items()}
@@ -351,7 +351,7 @@ def adam_beside(choices: Choices) -> Callable[..., Any]:
 
     The former is the layer-wise optimizer's way for them where DDP has a layout of whole matrices.
     """
-    # two of ours: with the distributed optimizer's shards, and on whole weights
+    # ours for the distributed optimizer's shards, and Megatron's own for whole weights
     sharded = made_of_shards(choices)
     make = getattr(sharded, MEGATRONS)
 
@@ -426,7 +426,6 @@ def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
         return [(factory, EMERGING, _emerging(choices, adams))]
     module = importlib.import_module(MODULE_OF_16)
     replacement, original = _of_16(module, choices, adams), getattr(module, OF_16)
-    # every module that imported the function by name holds it
     # Megatron's training has it by name
     modules = [holder for holder in sys.modules.values() if isinstance(holder, ModuleType)]
     holders = [holder for holder in modules if vars(holder).get(OF_16) is original]

@@ -45,7 +45,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             if target.exists():
                 shutil.copymode(target, temporary)
             yield file
-            # bytes are on the disk before the name moves: a crash leaves the old file or the new one
+            # on the disk before the name moves: a crash leaves the old file or the new one
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)

@@ -133,12 +133,14 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
 
     group: the group as the user made it, without what the optimizer's defaults add.
     """
+    # keys of this optimizer, and of any
     names = options.names_but_step
     keys = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
     hints = {}
     for name, value in group.items():
         if name in keys or hasattr(options, str(name)):
             continue
+        # idle: values of another optimizer's key that ask for nothing; meant: a key misspelt
         idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), keys), ""
         if idle is None and meant is not None and meant not in group:
             reason = f"did you mean {meant!r}?"
@@ -167,6 +169,7 @@ def _is_slip(name: str, key: str) -> bool:
     short names are one edit apart: there a letter may be missing, doubled, or a last s.
     """
     name, key = (word.lower().replace("-", "").replace("_", "") for word in (name, key))
+    # behind the common beginning: one letter more, or one other letter, and the rest alike
     longer, shorter = (name, key) if len(name) >= len(key) else (key, name)
     at = len(os.path.commonprefix([longer, shorter]))
     is_one_off = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]

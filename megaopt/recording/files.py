@@ -716,7 +716,7 @@ class Recording:
         samples_by_key: dict[Key, tuple[int, numpy.ndarray[Any, Any]]] = {}
         for rank in self.ranks:
             for value, held, bits in rank.samples(step):
-                # held: a bit for each sampled element that the rank has; ranks fill each other's gaps
+                # held: a bit for each sampled element that the rank has; others have the rest
                 key = value.name, value.quantity
                 held_before, bits_before = samples_by_key.get(key, (0, numpy.zeros_like(bits)))
                 where = f"samples of {value.quantity} of {value.name} on rank {rank.number}"

@@ -75,7 +75,7 @@ def to_float8(
             weights[layer.weight] = _float8_of(layer.weight, recipe)
     for name, layer in layers.items():
         old, layer.weight = layer.weight, weights[layer.weight]
-        # an optimizer that holds the old weight finds the mark, and says so
+        # an optimizer that holds the old weight finds the mark at its next step, and raises
         setattr(old, REPLACED, f"{name}.weight".removeprefix("."))
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear

@@ -48,7 +48,7 @@ def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         other products, with other bits, where values needs none; these here are the same for a
         frozen weight and under torch.no_grad.
     """
-    # autocast does not see this function's operands: cast as it would
+    # autocast does not know this function: operands are cast here, as F.linear's would be
     kind, dtype = input.device.type, weight.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)

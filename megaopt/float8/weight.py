@@ -87,7 +87,7 @@ class Float8Weight(Tensor):
         return weight
 
     def _check(self) -> None:
-        # by tensor the dtype and shape that the recipe wants; None: the tensor may not be there
+        # by tensor the dtype and shape that the recipe wants; None: the tensor has to be None
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
             "data8": (recipe.dtype, tuple(self.shape)),
@@ -138,7 +138,7 @@ class Float8Weight(Tensor):
                 allowed = "torch.bfloat16, torch.float16 or torch.float32"
                 raise ValueError(f"{name} must be {allowed}, got {value_dtype}")
 
-        # delayed scaling: fp32 scale, and history of amaxes [amax_history_len], the newest first
+        # delayed scaling: fp32 scale, and history [amax_history_len], first the latest amax
         values = values.detach()
         scale = history = None
         if recipe.quantizer.keeps_scale:
@@ -147,7 +147,7 @@ class Float8Weight(Tensor):
             encoded = values.float() if recipe.direct else values.to(dtype).float()
             scale = scale_from_amax_reference(amax_reference(encoded, recipe), recipe.code_max)
 
-        # codes uint8-sized in the recipe's dtype, and the factors that bring them back
+        # codes in the recipe's fp8 dtype, of the values' shape, and factors that bring them back
         quantized = quantize_reference(values, recipe, dtype, scale)
         if history is not None:
             history[:1] = quantized.amax

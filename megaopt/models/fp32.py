@@ -172,7 +172,7 @@ def _renamed(state_dict: Mapping[str, Any], model_dict: Mapping[str, Any]) -> di
     free = {model_name for model_name in model_dict if model_name not in state_dict}
     new_dict = {}
     for name, value in state_dict.items():
-        # a name that the model has counts for itself; one name of the model takes one value
+        # a name that the model has counts for itself; others go to names that nobody gave
         meant = names.get(plain.get(name, name))
         new_dict[meant if name not in model_dict and meant in free else name] = value
     return new_dict
@@ -263,7 +263,7 @@ def set_value(
     formats = owned.formats(view)
     # joined masters, and none, set the weight themselves
     if formats.master.present and not formats.master.joined:
-        # fp32 on the weight's device, rounded to nearest as the step rounds
+        # fp32 on the weight's device; weights become casts to nearest
         shard = local_of(value).to(view.local.device, torch.float32)
         if view.weight is not None:
             view.weight.quantize_(shard)

@@ -368,13 +368,13 @@ class SideStream:
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        # the side stream waits for all work that the current stream has so far: the gradient is made
+        # the side stream waits for all that the current stream has so far, the gradient among it
         side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side):
                 yield
         finally:
-            # the allocator gives the gradient's memory to others once the side stream is past this point
+            # the allocator keeps the gradient's memory until the side stream is past this point
             grad.record_stream(side)
             self._await()
 

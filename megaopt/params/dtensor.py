@@ -250,7 +250,7 @@ class DTensorView(ParamView):
                 f"{where}: placements must be Shard and Replicate, got {tuple(param.placements)}; "
                 "a Partial is the weight only when the ranks' are added up"
             )
-        # moments and masters: blocks have to be whole on each rank, scales of tensors have to be none
+        # moments and masters: whole blocks on each rank, and no scale for the whole tensor
         formats = {
             **{f"{name}_dtype": options.moment_format(name) for name in moments},
             "master_weight_dtype": options.master_format(param.dtype, masters),

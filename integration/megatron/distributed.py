@@ -175,7 +175,7 @@ class MainShards(Sharded):
         # one launch copies all: fp32 main shards to bf16 places
         if moved:
             torch._foreach_copy_([self._place_of(m) for m in moved], list(moved.values()))
-        # not in all releases
+        # not a method of all releases' chunks
         for chunk in self.model_chunks:
             reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
             if reset is not None:

@@ -130,7 +130,6 @@ class Float8Weight(Tensor):
             ValueError: another dtype, other than two dimensions with block scaling, or an unknown
                 name.
         """
-        # recipe and dtypes, before anything is made
         recipe = named_recipe(recipe)
         dtype = values.dtype if dtype is None else dtype
         for name, value_dtype in (("values.dtype", values.dtype), ("dtype", dtype)):
@@ -154,7 +153,7 @@ class Float8Weight(Tensor):
         weight = cls(
             quantized.codes, quantized.scale_inv, scale, history, recipe, dtype, requires_grad
         )
-        # kept for the optimizer's master
+        # the optimizer's master starts from these
         weight._initial.append(values)
         return weight
 

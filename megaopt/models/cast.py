@@ -237,7 +237,6 @@ def _check_masters(
         raise ValueError(
             f"dtype must be {form.requires_weight} for masters stored as {form.name}, got {dtype}"
         )
-    # existing masters are looked at one by one
     for param in params:
         view, label = owned.view(param), owned.labels[owned.index(param)]
         check_master(state.get(param, {}), form, view, label)

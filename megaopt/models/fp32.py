@@ -56,7 +56,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
     moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
 
-    # states in host memory may still be on their way
+    # a step may still write masters that are in host memory
     external = owned.external_masters()
     owned.homes.wait()
     values: dict[int, torch.Tensor] = {}
@@ -159,7 +159,6 @@ def set_fp32_model_state_dict(
 
     # buffers, and parameters of others
     model.load_state_dict(rest, strict=False)
-    # weights and masters
     for place, value in values.items():
         set_value(optimizer, owned, owned.views[place], value)
 

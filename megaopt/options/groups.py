@@ -38,6 +38,7 @@ def entries_of(name: str, values: Any) -> Any:
         iterator = iter(values)
     except TypeError:
         raise TypeError(f"{requirement}, got {shown(values)}") from None
+    # copies of groups: torch writes into them
     entries = [dict(entry) if isinstance(entry, dict) else entry for entry in iterator]
     for index, entry in enumerate(entries):
         if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):
@@ -133,7 +134,7 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
 
     group: the group as the user made it, without what the optimizer's defaults add.
     """
-    # keys of this optimizer, and of any
+    # keys of this optimizer, and those that a group of any may have
     names = options.names_but_step
     keys = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
     hints = {}

@@ -293,7 +293,7 @@ class Audit:
         Another optimizer's state is left out, and so are tensors of another shape or dtype, as
         after a weight was pruned, or the model cast.
         """
-        # no step before, or another parameter under this name
+        # the step before is not known, or another parameter has the name now
         last, owner = self._last.get(name), self._owners[name]
         if last is None or self._last_step != step - 1 or self._came_anew(step, name):
             return {}
@@ -361,7 +361,7 @@ class Audit:
         merged = {**law.options, **owner.optimizer["options"], **self._group(step, owner)}
         options = {key: number(option) for key, option in merged.items()}
         has_all_old = self._line(step, owner).get("has_all_old")
-        # no old moments: the state is made in this step, if nothing else explains it
+        # no old moments where they would be known: the state is made in this step
         is_new = not any(OLD + moment in samples for moment in law.moments()) and (
             has_all_old or self._last_step == step - 1 or step == self._first[owner.key]
         )

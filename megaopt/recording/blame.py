@@ -159,7 +159,7 @@ def _batch(pair: Pair, step: int) -> Blame | None:
 
 def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
     """Checks the batches of all ranks together; ranks of one model may count once or each."""
-    # tensor-parallel ranks see one batch: sums with each rank's, and with equal lists counted once
+    # ranks of one model may see one batch: a sum of every rank's, and one of equal lists once
     wholes = [
         {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})} for batches in (a, b)
     ]

@@ -173,7 +173,7 @@ class Comparison:
         if self.blame and (self.repeats_part is None or self.blame.step < self.repeats_part):
             return True
 
-        # or B is farther from all of A's runs than they are from each other, more often than not
+        # or B is farther from all of A's runs than they are from each other, in most rows
         return 2 * sum(row.change > row.repeats for row in self.noise) > len(self.noise)
 
     @property
@@ -233,7 +233,7 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
-        # NamedTuples become lists by asdict: their fields get names again
+        # JSON writes NamedTuples as lists: their fields get names here
         content["blame"] = None if self.blame is None else self.blame._asdict()
         for name in ("elements", "farthest"):
             value = getattr(self, name)

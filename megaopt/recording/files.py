@@ -261,7 +261,6 @@ class Rank:
         for line in lines:
             check(line, LINE, f"lines of {str(manifest)!r}")
 
-        # the run's line is the first
         whole = bool(lines) and lines[0]["is"] == "run"
         require(whole, f"{str(manifest)!r}", "begun by the line of the run", lines[:1])
         self.run: dict[str, Any] = {"environment": {}, **without_none(lines[0])}
@@ -292,7 +291,6 @@ class Rank:
             self.scalars[line["step"]][line["source"]] = line
         # lines may have been written since the first look at the file
         grows = scalars.stat().st_size != len(written)
-        # rows.bin, samples.bin
         self._rows, self._samples = (
             self._blocks_of(steps, path, content, grows)
             for path, content in zip(map(folder.joinpath, BLOCKS), blocks, strict=True)

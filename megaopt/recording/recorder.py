@@ -232,7 +232,7 @@ class Recorder:
     def close(self) -> None:
         """Takes all hooks away, writes what is open, and closes the files."""
         self._at_exit.cancel()
-        # hooks first: no more steps come in
+        # hooks first: from here on no step comes in
         while self._undo:
             self._undo.pop()()
         for model in list(self._hooks):
@@ -603,7 +603,7 @@ class Recorder:
 
     def _close_step(self, step: Step, source: RecordedOptimizer) -> None:
         """Notes what a step has left; it is written now, or after the model's weights."""
-        # what the next step compares with
+        # the next step finds what was written since then
         if self._level >= STEP:
             source.note(step.number)
             if self._is_sampled(step.number):

@@ -41,7 +41,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             raise OSError(errno.EINVAL, "not a regular file")
         # x: nobody else's file of this name is overwritten
         with temporary.open("x+b") as file:
-            # mode of the older file
             if target.exists():
                 shutil.copymode(target, temporary)
             yield file

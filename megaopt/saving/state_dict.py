@@ -103,7 +103,7 @@ def mark(
     versions: of the weights, as the last step left them. counts: those in state dicts. sized:
     contracts are tensors, whose sizes torch compares before it loads.
     """
-    # states may still be on their way between host memory and the card
+    # a step may still write states that are in host memory
     owned.homes.wait()
     # the same places in all of these: keys of the state dict, params, views, labels
     keys = [key for group in packed["param_groups"] for key in group["params"]]
@@ -276,7 +276,7 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     Raises ValueError as FusedOptimizer.load_state_dict. state: the optimizer's.
     """
     owned.homes.wait()
-    # containers and keys are checked first: behind this all is where it is looked for
+    # containers and keys first: what follows finds each in its place
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
     options = owned.options
     # contract may be bytes in a tensor, from sized_contract

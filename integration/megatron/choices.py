@@ -129,7 +129,7 @@ class Choices:
                 among = " or ".join(map(repr, values))
                 refuse(name, f"{among} with galore", getattr(self, name))
 
-        # neither moment may have a scale for the whole tensor
+        # neither moment may be in a format with scales
         options = self._options()
         for moment in MOMENTS:
             if options.moment_format(moment.name).has_scale:

@@ -95,21 +95,28 @@ def get_megatron_optimizer(
         RuntimeError: it is another release.
         ValueError: an argument, a field of config or the kind of a parameter cannot be used.
     """
+    # what was given of megaopt's own options, by the names of Choices
     arguments = locals()
     options = {
         field.name: arguments[field.name] for field in fields(Choices) if field.name in arguments
     }
+
     _check_version(any_version)
     check_arguments(config, model_chunks)
     one_of("config.optimizer", config.optimizer, ("adam", "lion", "sgd", *MUON))
+
+    # Muon has a function of its own, which Megatron's reaches only in releases after 0.16
     if config.optimizer in MUON:
         with plugged_in(any_version=any_version, **options):
             muon: Any = importlib.import_module("megaopt.integration.megatron.muon")
             return muon.get_muon_optimizer(config, model_chunks, *args, **kwargs)
+
+    # Lion and SGD: Megatron hears of Adam, and Choices.make_adam makes what config names
     adam_config = config
     if config.optimizer != "adam":
         # of its own paths to them none is the distributed optimizer's
         options["original_config"] = config
+        # a copy: the caller's config stays
         adam_config = copy.copy(config)
         adam_config.optimizer = "adam"
     with plugged_in(any_version=any_version, **options):
@@ -140,6 +147,7 @@ def plugged_in(*, any_version: bool = False, **options: Any) -> Iterator[None]:
     # by name: it imports Megatron, which this module does not
     names = ("megaopt.integration.megatron.distributed", "megaopt.integration.megatron.muon")
     plugs: Any = [importlib.import_module(name) for name in names]
+    # each name gets its old value back at the end, the last replaced first
     with contextlib.ExitStack() as stack:
         for module, name, value in [
             entry for plug in plugs for entry in plug.replacements(choices)

@@ -51,10 +51,12 @@ class Shards(FusedOptimizer):
         Megatron first hands over what `state_dict` gave, then fills the tensors.
         """
         state_dict = cleaned(state_dict)
+        # Megatron first hands over the very tensors of the state: groups alone are new then
         new_states, old_states = state_dict["state"], super().state_dict()["state"]
         if not _is_the_same(new_states, old_states):
             super().load_state_dict(state_dict)
             return
+        # loaded without states, which come back as the same objects
         tensor_states = dict(self.state)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.state.update(tensor_states)
@@ -97,7 +99,9 @@ class MainShardsAdapter(torch.optim.Optimizer):
     """
 
     def __init__(self, fused: Shards, pairs: Sequence[Pairs]) -> None:
+        # torch's constructor wants a parameter; groups and state are replaced below
         super().__init__([{"params": []}], fused.defaults)
+        # Megatron's groups have main shards, the fused optimizer's the weights, in one order
         self.fused = fused
         self.param_groups = fused.param_groups
         self._lists = [group["params"] for group in self.param_groups]
@@ -105,6 +109,8 @@ class MainShardsAdapter(torch.optim.Optimizer):
             {**group, "params": [weight for _, weight in group_pairs]}
             for group, group_pairs in zip(self.param_groups, pairs, strict=True)
         ]
+
+        # one list of masters in group order: the main shards, None for fp32 weights
         together = [pair for group_pairs in pairs for pair in group_pairs]
         fused.master_weights = [self.master_of(main, weight) for main, weight in together]
         self._weights = dict(together)
@@ -133,11 +139,13 @@ class MainShardsAdapter(torch.optim.Optimizer):
 
         Raises ValueError where a group has another list of parameters than it was made with.
         """
+        # other ranks may wait in this step: they are told before the error goes up
         try:
             self._hand_over()
         except Exception:
             self.fused.withdraw()
             raise
+        # Megatron's groups show the count that the step has moved
         loss = self.fused.step(closure)
         for group, fused_group in zip(self.param_groups, self.fused.param_groups, strict=True):
             group["step"] = fused_group["step"]
@@ -145,12 +153,14 @@ class MainShardsAdapter(torch.optim.Optimizer):
 
     def _hand_over(self) -> None:
         """Gives the hyper-parameters, which Megatron's scheduler writes into our groups."""
+        # a replaced list would be stepped by nobody
         lists = [group.get("params") for group in self.param_groups]
         if len(lists) != len(self._lists):
             refuse("param_groups", f"the {len(self._lists)} groups {MADE}", f"{len(lists)} groups")
         for index, (now, original) in enumerate(zip(lists, self._lists, strict=True)):
             if now is not original:
                 refuse(f"group {index}: params", f"the list of parameters {MADE}", now)
+        # everything but parameters: lr and weight decay above all
         for group, fused_group in zip(self.param_groups, self.fused.param_groups, strict=True):
             fused_group.update({name: value for name, value in group.items() if name != "params"})
 
@@ -169,8 +179,10 @@ class MainShardsAdapter(torch.optim.Optimizer):
         Masters that no state has yet become what such weights are; the load brings their own.
         """
         for main, weight in self._weights.items():
+            # main shards beside fp8 weights stay as they are
             is_new = self.master_of(main, weight) is not None and not self.fused.state.get(weight)
             if is_new and view_of(weight).weight is None:
+                # where the cast of the master is the weight already, it keeps its other bits
                 local = local_of(weight)
                 if not torch.equal(main.to(local.dtype), local):
                     main.copy_(local)
@@ -182,6 +194,7 @@ class MainShardsAdapter(torch.optim.Optimizer):
         state_dict = cleaned(state_dict)
         if state_dict["state"]:
             self.initialize_states()
+        # main shards are no part of the states: each state gets the one it has now
         held = self.fused.state_dict()["state"]
         for place, state in state_dict["state"].items():
             state[MASTER] = held.get(place, {}).get(MASTER)

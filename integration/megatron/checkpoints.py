@@ -48,6 +48,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Muon's one moment stands in the place of Adam's first, which its other parameters have.
         """
         names = dict.fromkeys((MOMENTUM, *self.optimizer_state_keys))
+        # moments that this shard's rule keeps, in the order of Megatron's keys
         moments = [name for name in names if name in self.fused.state[shard]]
         return dict(zip_longest(self._keys, (MASTER, *moments)))
 
@@ -58,6 +59,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """
         if self.is_stub_optimizer:
             return {}
+        # groups without their parameters, with plain numbers: files are read where no card is
         packed = self.optimizer.state_dict()
         groups = [
             {name: value for name, value in group.items() if name != "params"}
@@ -100,8 +102,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         shard = self.shards[model_param]
         if MASTER not in self.fused.state.get(shard, {}):  # nothing yet, or moments that were given
             self.fused.initialize_states()
+        # fp32 values of master and moments, each as many as the shard has elements
         tensors = {}
         for key, name in self._names_of(shard).items():
+            # a key of which this state has no moment, as the second of Muon's: zeros
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
@@ -115,10 +119,12 @@ class CheckpointedOptimizer(DistributedOptimizer):
         Of what was decoded: all of it would take much of the card. And of what is saved from
         pinned memory: the process that writes an asynchronous save would take it out of there.
         """
+        # memory of the state or of the shard: no decoded copy
         state = self.fused.state[shard].values()
         held = [shard, *(value for value in state if isinstance(value, torch.Tensor))]
         memory = tensor.untyped_storage().data_ptr()
         is_held = any(value.untyped_storage().data_ptr() == memory for value in held)
+        # pinned host memory, which the writer's process could not have
         is_apart = self.fused.options.placement and tensor.device.type == "cpu"
         return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
@@ -136,6 +142,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 values of a state tensor, as many as the shard has."""
         value: torch.Tensor = self.fused.get_unscaled_state(shard, name)
+        # a moment of fewer numbers (GaLore) is spread over as many as the shard has
         spread = self._spread(shard, name)
         return value if spread is None else spread.write(value, name == self._keys[1])
 
@@ -209,6 +216,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
             state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
         finally:
             self._is_sharing = False
+        # a bucket of which this rank has only padding has no entry: it gets one of zeros
         for index, buffer in enumerate(self.buffers):
             for buckets in state[index].values():
                 for entries, bucket in zip(buckets, buffer.buckets, strict=True):
@@ -219,6 +227,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def _padding(self, bucket: Any) -> dict[str, Any]:
         """An entry for this rank's part of a bucket, up to the end that is saved."""
         group = self.data_parallel_group
+        # the bucket's share of this rank, cut at the end of what is no padding
         size = bucket.grad_data.numel() // group.size()
         end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
         zeros = torch.zeros(end, dtype=torch.float32, device=bucket.grad_data.device)
@@ -243,6 +252,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
     def _read_along(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Past the end of what is saved: another rank's first element, to be read and forgotten."""
+        # an entry without elements: every rank has to read something of each bucket
         if entry["param"].data.numel():
             return entry
         replica = (self.distributed_optimizer_instance_id, 0, self.data_parallel_group.rank())
@@ -270,6 +280,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's."""
         state = super().get_parameter_state_dp_zero(*args, **kwargs)
+        # None on ranks that get none of the gathered tensors
         if self._keeps_padding and state is not None:
             for index, buffer in enumerate(self.buffers):
                 for tensors in state[index].values():
@@ -296,6 +307,7 @@ def align_steps(groups: Sequence[dict[str, Any]]) -> None:
 
     A group that is empty on one rank is loaded on others, where it is not.
     """
+    # 0 is of groups that were never stepped
     steps = {int(group["step"]) for group in groups} - {0}
     if len(steps) == 1:
         (step,) = steps
@@ -319,10 +331,14 @@ class Spread:
     """
 
     def __init__(self, view: Any, state: dict[str, Any]) -> None:
+        # low: the moment's shape; whole: the weight's
         low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
+        # places: int64 [numel + 1], elements of the weight; firsts: moment's numbers before each
         places = view.first_element + torch.arange(view.local.numel() + 1)
         firsts = places * math.prod(low) // math.prod(whole)
+        # is_low: bool [numel], elements that stand for a number of the moment
         self._is_low, rest_counts = firsts.diff() > 0, places - firsts
+        # what is kept (projection, captured energy) takes the elements that stand for no moment
         self._tensors = [state[name] for name in view.kept]
         most = sum(tensor.numel() for tensor in self._tensors)
         self._begin, self._end = (min(int(rest_counts[i]), most) for i in (0, -1))
@@ -348,6 +364,7 @@ class Spread:
 
     def bring_together(self, group: Any) -> None:
         """Puts together what is kept of the parts that ranks have read."""
+        # each rank has its own part of the numbers, all others are 0: the sum has all parts
         numbers = self._numbers().view(torch.int32)  # a sum of these with zeros keeps every bit
         numbers[: self._begin], numbers[self._end :] = 0, 0
         dist.all_reduce(numbers, group=group)
@@ -385,6 +402,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def padded(compact: torch.Tensor, buffer: Any) -> torch.Tensor:
     """A buffer's elements at their places in it, of all its buckets one after another."""
+    # compact: the unpadded elements of all buckets, one behind another, without gaps
     whole = compact.new_zeros(buffer.numel)
     start = 0
     for bucket in buffer.buckets:

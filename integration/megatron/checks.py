@@ -105,12 +105,14 @@ IN_SHARDS = (
 
 def check_matrices(chunk: Any, rule: str) -> None:
     """Raises ValueError where DDP's settings, or parameters, do not go with a rule for matrices."""
+    # matrices have to be whole, in one instance of the optimizer
     ddp = chunk.ddp_config
     if ddp.use_megatron_fsdp:
         refuse("use_megatron_fsdp", f"False with {rule}, which needs whole matrices", True)
     instances = ddp.num_distributed_optimizer_instances
     if instances != 1:
         refuse("num_distributed_optimizer_instances", f"1 with {rule}", instances)
+    # one tensor for several experts is a stack of matrices
     for path, module in chunk.named_modules():
         names = [name for name, param in module.named_parameters(recurse=False) if param.dim() == 2]
         experts = getattr(module, "num_local_experts", 1)
@@ -130,6 +132,7 @@ def check_matrices(chunk: Any, rule: str) -> None:
 
 def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
     """Raises ValueError where the host reads what a captured step computes."""
+    # numbers of the config that the host reads within the step
     unread = "the host reads it within the step, which a CUDA graph cannot"
     fields = [
         ("fp16", False, f"{unread}: whether gradients overflowed"),
@@ -138,6 +141,7 @@ def check_graph(config: Any, model_chunks: Sequence[Any]) -> None:
         ("grad_norm_skip_threshold", math.inf, unread),
     ]
     check_fields(config, fields, "optimizer_cuda_graph=True")
+    # without this function Megatron reads the norm on the host
     norms = importlib.import_module("megatron.core.optimizer.clip_grads")  # only where it is used
     if getattr(norms, "multi_tensor_scale_tensor_impl", None) is None:
         raise ValueError(

@@ -116,6 +116,8 @@ class Choices:
         """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
         if not isinstance(arguments, Mapping) or not {"rank"} <= arguments.keys() <= set(GALORE):
             refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", arguments)
+
+        # options of Adam's that GaLoreAdamW has not, or has not with Megatron
         allowed: dict[str, tuple[object, ...]] = {
             "mode": ("main_shards",),
             "contract": ("ieee",),
@@ -126,6 +128,8 @@ class Choices:
             if getattr(self, name) not in values:
                 among = " or ".join(map(repr, values))
                 refuse(name, f"{among} with galore", getattr(self, name))
+
+        # neither moment may be in a format with scales
         options = self._options()
         for moment in MOMENTS:
             if options.moment_format(moment.name).has_scale:
@@ -167,12 +171,15 @@ class Choices:
         capturable with config.optimizer_cuda_graph.
         """
         owns_masters = self.mode == "precision_aware"
+        # what was chosen counts before what Megatron passes
         remainders, rounds = self.store_param_remainders, self.round_scaled_grads
         if remainders is None:
             remainders = store_param_remainders and owns_masters
+        # what all fused optimizers take; moments and their options follow for each kind
         options: dict[str, Any] = {
             "lr": kwargs["lr"],
             "weight_decay": kwargs["weight_decay"],
+            # in main_shards the masters are Megatron's, and come as a list later
             "master_weights": owns_masters,
             "master_weight_dtype": _given(self.master_weight_dtype, master_weight_dtype),
             "store_param_remainders": remainders,
@@ -185,6 +192,8 @@ class Choices:
             "backend": self.backend,
             **self.state_device(),
         }
+
+        # the one moment of Lion and SGD is of exp_avg's dtype
         first = _given(self.exp_avg_dtype, exp_avg_dtype)
         if self.original_config is not None and self.original_config.optimizer == "lion":
             betas = self.original_config.lion_beta1, self.original_config.lion_beta2
@@ -192,6 +201,7 @@ class Choices:
         if self.original_config is not None and self.original_config.optimizer == "sgd":
             momentum = self.original_config.sgd_momentum
             return ShardSGD(params, momentum=momentum, momentum_buffer_dtype=first, **options)
+
         options |= {
             "betas": kwargs["betas"],
             "eps": kwargs["eps"],
@@ -238,22 +248,27 @@ class Choices:
 
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
+        # fields of the config that every optimizer of ours needs, or goes without
         check_required(config)
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
         check_release(config, self.original_config)
         if self.offloads:
             check_offload(config)
+
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
         if asks and config.main_params_dtype != torch.float32:
             raise ValueError(
                 "config.main_params_dtype must be torch.float32 with mode='main_shards', where "
                 f"Megatron keeps fp32 masters, got {config.main_params_dtype}"
             )
+        # the host may read nothing within a captured step
         if getattr(config, "optimizer_cuda_graph", False):
             check_graph(config, model_chunks)
         if self.galore is not None:
             check_fields(config, [*WITH_MATRICES, IN_SHARDS], "galore")
+
+        # then DDP's settings, and every parameter
         options, moments = self._options(), tuple(moment.name for moment in MOMENTS)
         for chunk in model_chunks:
             if chunk.ddp_config.use_megatron_fsdp:

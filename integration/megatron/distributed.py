@@ -32,10 +32,12 @@ class Sharded(Gradients):
     """The common part of both modes."""
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Megatron's own makes main shards and maps of buffers from the groups
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
         self._outside = {}
         self.shards, self.fused = {}, None
         self._start()
+        # a rank may have no parameter to step: then there is no fused optimizer
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
             self._take_shards()
@@ -52,6 +54,7 @@ class Sharded(Gradients):
         self.fused.initialize_states()
 
     def _take_shards(self) -> None:
+        # pairs of lists, one list a group: model parameters, and this rank's flat parts of them
         both = [
             (self.model_fp32_groups, self.shard_fp32_groups),
             (self.model_float16_groups, self.shard_float16_groups),
@@ -87,6 +90,7 @@ class Sharded(Gradients):
         for model, shard in self.shards.items():
             if view_of(shard).weight is not None or model in self._outside:
                 continue  # it has no memory of its own, or no place in the buffer
+            # a shard that came back in memory of its own becomes a view of the buffer again
             place = self._place_of(model)
             if shard.data_ptr() != place.data_ptr():
                 place.copy_(shard)
@@ -94,6 +98,7 @@ class Sharded(Gradients):
 
     def _place_of(self, model: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of a parameter in the buffer that is gathered."""
+        # the range counts from the bucket's first element, over all data-parallel ranks
         part = self._get_model_param_range_map(model)["gbuf_world_in_bucket"]
         index, _, bucket = self.model_param_gbuf_map[model]
         whole: torch.Tensor = self.buffers[index].buckets[bucket].param_data
@@ -117,10 +122,12 @@ class MainShards(Sharded):
     def _take_shards(self) -> None:
         super()._take_shards()
         self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
+        # MXFP8 weights: Megatron casts them after the gather, from bf16 values in the buffer
         both = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
         for models, mains in both:
             outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
             for model, main in outside.items():
+                # stepped in the buffer where the step may write there, else as the fp32 main shard
                 self.shards[model] = self._place_of(model) if self._is_in_place(model) else main
             self._outside.update(outside)
 
@@ -129,13 +136,17 @@ class MainShards(Sharded):
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
         """Returns the main shards of each group of Megatron's, each with what is stepped."""
+        # Megatron's order within a group: fp32 parameters first, then those of 16 bits
         both = zip(self.model_fp32_groups, self.model_float16_groups, strict=True)
         models = [[*fp32, *cast] for fp32, cast in both]
+
+        # a main shard each (fp32), beside what the step writes as the weight
         groups = zip(self.fused.param_groups, models, strict=True)
         pairs = [
             [*zip(group["params"], (self.shards[model] for model in group_models), strict=True)]
             for group, group_models in groups
         ]
+        # fp8 weights of which this rank has no part: the ranks find scales together
         pairs[0] += [(_nothing_of(shard), shard) for shard in absent_shards(self)]
         return pairs
 
@@ -156,11 +167,15 @@ class MainShards(Sharded):
         Of MXFP8 parameters, which Megatron casts from there, but for those that the step has
         written there. It has written all other weights.
         """
+        # after a step those in place have their values in the buffer already
         moved = dict(self._outside)
         if self._is_stepping:
             moved = {m: main for m, main in moved.items() if self.shards[m] is main}
+
+        # one launch copies all: fp32 main shards to bf16 places
         if moved:
             torch._foreach_copy_([self._place_of(m) for m in moved], list(moved.values()))
+        # not a method of all releases' chunks
         for chunk in self.model_chunks:
             reset = getattr(chunk, "reset_param_sync_dispatch_state", None)
             if reset is not None:
@@ -173,6 +188,7 @@ class MainShards(Sharded):
         gathered here where the next forward pass does not: scale_inv is of the new codes, other
         ranks' parts would be as they were loaded.
         """
+        # every rank comes here: casts of fp8 weights meet for their scales
         if any(weights_of(self)):  # also where this rank has no part of them
             self._copy_main_params_to_model_params()
             if not self.ddp_config.overlap_param_gather:
@@ -190,16 +206,20 @@ class MatrixShards(MainShards):
     """
 
     def __init__(self, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # Megatron's init drops parameters of which it gives this rank nothing: the lists before it
         groups = [] if optimizer is None else optimizer.param_groups
         self._models = [list(group["params"]) for group in groups]
         self._absent: dict[Any, Any] = {}
         super().__init__(optimizer, config, *args, **kwargs)
+
+        # empty shards have empty gradients, of the dtype that the others' have
         for model, shard in self._absent.items():
             kind = torch.float32 if self._has_copies() else model.main_grad.dtype
             shard.decoupled_grad = model.main_grad.new_empty(0, dtype=kind)
 
     def _pairs(self) -> list[list[tuple[Any, Any]]]:
         """Returns main shards and weights of all parameters of each group, in Megatron's order."""
+        # by the shard's id the main shard that Megatron has for it
         mains = {id(shard): main for group_pairs in super()._pairs() for main, shard in group_pairs}
         pairs: list[list[tuple[Any, Any]]] = []
         for models in self._models:
@@ -215,15 +235,18 @@ class MatrixShards(MainShards):
 
     def _say_what_shards_are(self) -> None:
         """Tells also which rank has what of a matrix, and which parameters are Adam's."""
+        # the data-parallel ranks, along one dimension
         numbers, kind = numbers_of(self.buffers), self.buffers[0].grad_data.device.type
         mesh = DeviceMesh.from_group(self.data_parallel_group, kind)
         for buffer in self.buffers:
             for model in buffer.params:
                 shard: Any = self._shard_of(model)
+                # by rank: the first element of the parameter there, the one behind the last
                 ends = ends_of(model, buffer)
                 shard.megaopt_first_element = ends[mesh.get_local_rank()][0]
                 shard.megaopt_whole_shape = (*model.shape,)
                 shard.megaopt_number = numbers[model]
+                # muon reads these of the shard, which has no rows and columns to tell them
                 setattr(shard, PARTS, FlatParts(mesh, ends))
                 setattr(shard, SPLIT_SIZES, getattr(model, SPLIT_SIZES, None))
                 setattr(shard, EMBEDDING, getattr(model, EMBEDDING, None))
@@ -240,8 +263,10 @@ def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
 def ends_of(param: torch.Tensor, buffer: Any) -> list[tuple[int, int]]:
     """Returns each data-parallel rank's first element of a parameter, and its end."""
     start, end, index = buffer.param_index_map[param]
+    # a bucket is cut into equal shares, one a rank, at elements of the whole buffer
     bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
     size = bucket.grad_data.numel() // ranks
+    # places of the cuts, from the parameter's first element on, at most its size
     places = [bucket.offset + rank * size for rank in range(ranks + 1)]
     return [*pairwise(min(max(place, start), end) - start for place in places)]
 
@@ -268,11 +293,13 @@ class PrecisionAware(Sharded):
         Megatron's own does nothing in this mode, so that weights loaded alone would be overwritten
         by old masters.
         """
+        # values of a state dict by model parameter, in the place of the weights
         named = {}
         if state_dict is not None:
             named = self._build_model_param_to_state_dict_param_map(state_dict)
         self.fused.initialize_states()
         for model, shard in self.shards.items():
+            # masters of the state: fp32 values of the shard's range of the flat parameter
             part = self._get_model_param_range_map(model)["param"]
             value = named.get(model, model).detach().reshape(-1)[part.start : part.end]
             self.fused.set_scaled_state(shard, MASTER, value)
@@ -312,6 +339,7 @@ class Chained(ChainedOptimizer):
 
     def __init__(self, chained_optimizers: list[Any]) -> None:
         super().__init__(chained_optimizers)
+        # 16-bit gradients go to the norm as they are only where those of all optimizers do
         # one list for the norm's kernel, which has one dtype
         allowed = l2_norm_impl is not local_multi_tensor_l2_norm and all(
             optimizer.has_16_bit_norm for optimizer in chained_optimizers
@@ -328,13 +356,17 @@ class Chained(ChainedOptimizer):
             after an overflow, the latter also if config.log_num_zeros_in_grad is not set.
         """
         self.grad_norms_by_group: dict[str, Any] = {}
+        # with a loss scale: unscales gradients, and looks over all ranks for one that is not finite
         if self.prepare_grads():
             return False, None, None
+        # the norm of all gradients, summed up over ranks
         grad_norm = self.get_grad_norm()
         if len(norm_groups()) > 1 and self.config.clip_grad > 0.0:
             self._compute_grad_norms_by_group()  # ranks ask each other, once
+        # a coefficient is noted for the step; gradients stay as they are
         for optimizer in self.chained_optimizers:
             optimizer.clip(grad_norm, self.grad_norms_by_group)
+        # a norm above the config's threshold leaves the step out
         zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
         is_skipped = any(optimizer.skips(grad_norm) for optimizer in self.chained_optimizers)
         return not is_skipped and self.step_with_ready_grads(), grad_norm, zeros
@@ -378,6 +410,7 @@ def made_of_shards(choices: Choices) -> Any:
     make = megatrons_own()  # within another's block its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
+        # the choices as this model needs them: with fp8 parameters in mode main_shards
         model_choices = replace(
             choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload
         )
@@ -385,6 +418,7 @@ def made_of_shards(choices: Choices) -> Any:
         if model_choices.offloads:  # Megatron itself would make an optimizer a device
             config = copy.copy(config)
             config.optimizer_cpu_offload = False
+        # Megatron's function looks these names up when it makes the optimizer
         factory.Adam = model_choices.make_adam
         factory.DistributedOptimizer = owner_of(model_choices)
         return make(config, model_chunks, *args, **kwargs)

@@ -39,6 +39,7 @@ def is_mxfp8(param: torch.Tensor) -> bool:
 
 def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:
     """This rank's parts of fp8 parameters, by parameter."""
+    # order: the weight's number, alike on all ranks, by which they meet for scales
     group, shards = optimizer.data_parallel_group, {}
     for index, param in weights_of(optimizer):
         if param in optimizer.model_param_gbuf_map:
@@ -49,6 +50,7 @@ def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:
 
 def absent_shards(optimizer: Any) -> list[Float8Shard]:
     """Empty shards of the fp8 parameters of which this rank has nothing, with empty gradients."""
+    # with an empty gradient: the step takes part in the scales of every weight
     group, shards = optimizer.data_parallel_group, []
     for index, param in weights_of(optimizer):
         if param not in optimizer.model_param_gbuf_map:

@@ -64,6 +64,7 @@ class Clipping(base.MegatronOptimizer):
         """
         if not self.shards or self.config.clip_grad <= 0.0:  # without buffers no device
             return
+        # norms by group: the step knows one coefficient, so gradients are multiplied here
         if self._clips_in_place:
             norms: dict[str | None, Norm] = {None: grad_norm}
             norms.update((norms_by_group or {}).items())
@@ -73,15 +74,18 @@ class Clipping(base.MegatronOptimizer):
                 if coefficient is not None:
                     shard.decoupled_grad.mul_(coefficient)
         else:
+            # fp32 of one element, on the device where the norm is there
             self.optimizer.clip_coefficient = self._coefficient(grad_norm)
 
     def _coefficient(self, norm: Norm) -> torch.Tensor | None:
         """The factor of gradients of this norm, fp32 of one element; None: they stay."""
+        # a norm on the device stays there: nobody waits
         coefficient = self.config.clip_grad / (norm + 1.0e-6)
         if isinstance(coefficient, torch.Tensor):
             return coefficient.clamp(max=1.0)
         if not coefficient < 1.0:  # of a NaN Megatron makes nothing, on the host
             return None
+        # a number: the step takes a tensor all the same
         device = next(iter(self.shards.values())).decoupled_grad.device
         return torch.full((1,), coefficient, dtype=torch.float32, device=device)
 
@@ -103,23 +107,29 @@ class Clipping(base.MegatronOptimizer):
     @contextlib.contextmanager
     def clipped_grads(self) -> Iterator[None]:
         """Puts copies of clipped gradients where Megatron's code looks for them, within it."""
+        # another block around this one has put them there
         if self.is_stub_optimizer or self._has_clipped_grads:
             yield
             return
+
+        # fp32 copies, multiplied by the coefficient as the step would
         params, shards = self.get_parameters(), self._flat_shards()
         grads = [shard.decoupled_grad for shard in shards]
         coefficient = self.optimizer.clip_coefficient
         clipped = [
             local_of(grad).float() * (1 if coefficient is None else coefficient) for grad in grads
         ]
+        # rounded to the gradient's dtype, where the step rounds so
         if self.fused.options.round_scaled_grads:
             pairs = zip(clipped, grads, strict=True)
             clipped = [value.to(grad.dtype).float() for value, grad in pairs]
+        # Megatron's code reads them as gradients of its own parameters
         self._set_grads(params, clipped)
         self._has_clipped_grads = True
         try:
             yield
         finally:
+            # gradients of the shards come back: Megatron's code may have dropped them
             self._has_clipped_grads = False
             self._set_grads(params, [None] * len(params))
             for shard, grad in zip(shards, grads, strict=True):
@@ -170,9 +180,12 @@ class Gradients(Clipping, CheckpointedOptimizer):
         if self._is_bound():
             return
         for model, shard in self.shards.items():
+            # main_grad: DDP's buffer, in the weight's shape; this rank's range of it
             part = self._get_model_param_range_map(model)["param"]
             grad = model.main_grad.view(-1)[part.start : part.end]
+            # fp32 copies where a loss scale, or clipping in place, would round 16-bit gradients
             shard.decoupled_grad = grad.float() if self._has_copies() else grad
+        # where the buffers are, to notice when DDP moves them
         self._bound_to = self._buffers_now()
         self._norm_grads = {
             group: [shard.decoupled_grad for shard in shards]
@@ -181,6 +194,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
     def _is_bound(self) -> bool:
         """Returns whether all gradients are views of the buffers as they are now."""
+        # one shard stands for all: they are bound and dropped together
         shard = next(iter(self.shards.values()), None)
         if shard is None:  # nor are there buffers where all parameters are frozen
             return True
@@ -219,14 +233,17 @@ class Gradients(Clipping, CheckpointedOptimizer):
 
         Megatron decides, asked once with stand-ins for the gradients.
         """
+        # stand-ins: tensors that Megatron filters as if they were gradients
         params = self.get_parameters()
         stand_ins = [param.detach() for param in params]
         self._set_grads(params, stand_ins)
         with warnings.catch_warnings():  # shards of fp32 weights are not leaves
             warnings.simplefilter("ignore", UserWarning)
+            # releases after 0.16 ask by group
             ask = getattr(super(), "get_grads_for_grad_norm", None)
             counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
         self._set_grads(params, [None] * len(params))
+        # the shards whose stand-ins Megatron has kept
         counted_ids = {id(grad) for grad in counted}
         pairs = zip(self._flat_shards(), stand_ins, strict=True)
         return [shard for shard, stand_in in pairs if id(stand_in) in counted_ids]
@@ -237,8 +254,10 @@ class Gradients(Clipping, CheckpointedOptimizer):
         It takes four numbers at a time where they are aligned, as copies are, one at a time
         elsewhere: two orders.
         """
+        # unscaled gradients are fp32 copies
         if self.grad_scaler:
             return False
+        # binds gradients, so that their addresses are known
         self._copy_model_grads_to_main_grads()
         return all(
             grad.dtype != torch.float32

@@ -83,8 +83,12 @@ def recipe_of(config: Any) -> Recipe:
     steps = config.muon_num_ns_steps
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
         refuse("config.muon_num_ns_steps", f"a whole number from 1 to {MOST_STEPS}", steps)
+
+    # names of these fields differ between releases
     nesterov = "muon_nesterov" if hasattr(config, "muon_nesterov") else "muon_use_nesterov"
     coefficients = getattr(config, "muon_coefficient_type", "quintic")  # not in 0.16
+
+    # fields whose values FusedMuon has no more of than these; some are not in all releases
     allowed = {
         nesterov: (True, False),
         "muon_scale_mode": tuple(SCALES),
@@ -98,6 +102,8 @@ def recipe_of(config: Any) -> Recipe:
             one_of(f"config.{name}", getattr(config, name), values)
     one_of("config.muon_coefficient_type", coefficients, COEFFICIENTS)
     own_layer_wise = getattr(config, "use_layer_wise_distributed_optimizer", False)
+
+    # the same numbers under FusedMuon's names
     options = {
         "lr": config.lr,
         "weight_decay": config.weight_decay,
@@ -130,6 +136,7 @@ def _adjust(mode: str, extra: float) -> str:
 
 def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Choices) -> None:
     """Raises ValueError where Megatron's settings, its parameters or choices are not supported."""
+    # the choices that only Adam alone has
     one_of("contract", choices.contract, CONTRACTS)
     one_of("mode", choices.mode, ("main_shards",))
     chosen = ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
@@ -138,6 +145,8 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     condition = f"config.optimizer={config.optimizer!r}"
     if choices.galore is not None:
         refuse("galore", f"None with {condition}", choices.galore)
+
+    # fields of the config that matrices, or their owners, exclude
     fields: list[tuple[str, object, str]] = [
         ("fp16", False, "as in Megatron"),
         ("loss_scale", None, "Megatron unscales no gradients of Muon's"),
@@ -146,6 +155,7 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
     if recipe.is_layer_wise:
         reason = "the layer-wise optimizer makes the fp32 masters of bf16 weights alone"
         fields.append(("bf16", True, reason))
+    # the same optimizer steps the other parameters of the shards, by AdamW alone
     if is_cut(config, recipe, model_chunks):
         fields.append(IN_SHARDS)
     check_fields(config, fields, condition)
@@ -155,6 +165,7 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
 
 def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
     check_matrices(chunk, "Muon")
+    # (DDP's, the config's): whether gradients are reduced into shards
     shares = chunk.ddp_config.use_distributed_optimizer, config.use_distributed_optimizer
     is_alike = shares[0] == shares[1] and not (shares[0] and recipe.is_layer_wise)
     if not has_whole_layout(chunk, recipe) and not is_alike:
@@ -164,6 +175,8 @@ def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
             "full_param_layout of LayerWiseDistributedOptimizer given to DistributedDataParallel, "
             f"True there), got {shares[1]} and {shares[0]}"
         )
+
+    # Megatron of these releases would step such a matrix by Muon all the same
     for name, param in chunk.named_parameters():
         if getattr(param, "use_muon", None) is False and param.requires_grad and param.dim() == 2:
             raise ValueError(
@@ -178,12 +191,14 @@ def mark_qkv(recipe: Recipe, chunks: Sequence[Any]) -> None:
     Not by Megatron's own function, which goes by the config of the whole model (in 0.16 without the
     gate): layers may have others. Raises ValueError where the parts are not known.
     """
+    # QKV weights, fp32 or 16 bits, [rows of all query groups of this rank, hidden]
     named = [
         (name, param, chunk.get_submodule(name.removesuffix(QKV)))
         for chunk in chunks
         for name, param in chunk.named_parameters()
         if name.endswith(QKV) and param.dim() == 2 and param.requires_grad
     ]
+    # all sizes are known before the first mark is set
     sizes = [_qkv_sizes(*arguments) if recipe.splits_qkv else None for arguments in named]
     for (_, param, _), param_sizes in zip(named, sizes, strict=True):
         setattr(param, SPLIT_SIZES, param_sizes)
@@ -198,9 +213,12 @@ def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...
             "Megatron's SelfAttention"
         )
     config = attention.config
+    # within a query group: heads of q, as many rows of gate where there is one, one head of k, of v
     heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
     has_gate = getattr(config, "attention_output_gate", False)
     sizes = (*[heads // groups * size] * (1 + has_gate), size, size)
+
+    # this tensor-parallel rank has some of the query groups, whole
     local = attention.num_query_groups_per_partition
     if param.shape[0] != local * sum(sizes):
         raise ValueError(
@@ -234,16 +252,22 @@ def meshes_of(recipe: Recipe, choices: Choices, chunks: Sequence[Any], groups: A
     """
     groups = groups or ProcessGroupCollection.use_mpu_process_groups()
     params = [param for chunk in chunks for param in chunk.parameters()]
+    # process groups by whether a parameter is an expert's (True) or dense (False)
     names = {False: "tp"}
+    # experts have tensor parallelism of their own
     if not all(getattr(param, "allreduce", True) for param in params):
         names[True] = "expt_tp"
     sharing = {key: getattr(groups, name) for key, name in names.items()}
     sharing = {key: group for key, group in sharing.items() if get_pg_size(group) > 1}
     if not sharing:
         return {}
+
+    # duplicated: these ranks bring their parts together, for the update of the whole matrix
     if recipe.tp_mode == DUPLICATED:
         kind = params[0].device.type
         return {key: DeviceMesh.from_group(group, kind) for key, group in sharing.items()}
+
+    # blockwise: no rank sends anything, at the price of another update
     sizes = [get_pg_size(group) for group in sharing.values()]
     warnings.warn(
         "config.muon_tp_mode='blockwise' makes each tensor-parallel rank's part of a matrix "
@@ -291,6 +315,7 @@ def make_muon(
         copies: the ranks that divide the work on whole weights.
         has_all: the groups have all parameters, of which Adam's are marked.
     """
+    # True: all are matrices; None: shapes and marks of the parameters decide
     for group in groups:
         group["use_muon"] = None if has_all else True
     muon = ShardMuon(
@@ -326,12 +351,15 @@ def adam_beside(choices: Choices) -> Callable[..., Any]:
 
     The former is the layer-wise optimizer's way for them where DDP has a layout of whole matrices.
     """
+    # ours for the distributed optimizer's shards, and Megatron's own for whole weights
     sharded = made_of_shards(choices)
     make = getattr(sharded, MEGATRONS)
 
     def made(config: Any, *args: Any, **kwargs: Any) -> Any:
+        # a layer-wise optimizer asks for it with a config of the distributed optimizer
         if config.use_distributed_optimizer:
             return sharded(config, *args, **kwargs)
+        # whole weights: Megatron's own function makes groups, of our Adam
         factory.Adam = choices.make_adam
         return make(config, *args, **kwargs)
 
@@ -353,6 +381,7 @@ def make_of_shards(
     config: Any, recipe: Recipe, choices: Choices, model_chunks: list[Any], **arguments: Any
 ) -> Any:
     """Megatron's optimizer of the distributed optimizer's shards, all stepped by one FusedMuon."""
+    # parts of tensor-parallel parts: two kinds of cuts through one matrix
     if meshes_of(recipe, choices, model_chunks, arguments["pg_collection"]):
         raise ValueError(
             f"config.muon_tp_mode must be {BLOCKWISE!r} beside use_distributed_optimizer=True with "
@@ -361,9 +390,11 @@ def make_of_shards(
             "use_distributed_optimizer=False, go with it"
         )
 
+    # all parameters, Adam's too, are of one FusedMuon: ranks bring shards of matrices together
     def make_adam(params: list[dict[str, Any]], **kwargs: Any) -> ShardMuon:
         return make_muon(params, recipe, choices, {}, {}, has_all=True)
 
+    # Megatron takes its own path for Adam with the distributed optimizer, on a copy of the config
     adam_config = copy.copy(config)
     adam_config.optimizer = "adam"
     with rebound(standing_in(megatrons_own(), make_adam, MatrixShards)):
@@ -378,6 +409,7 @@ def get_muon_optimizer(
     pg_collection: Any = None,
 ) -> Any:
     """Megatron's optimizer where its config names Muon; within `replacements`."""
+    # releases after 0.16 call the replaced function below this one; 0.16 has a function for Muon
     if hasattr(factory, EMERGING):
         make = factory.get_megatron_optimizer
     else:
@@ -388,6 +420,7 @@ def get_muon_optimizer(
 
 def replacements(choices: Choices) -> list[tuple[Any, str, Any]]:
     """Modules, names in them, and what these are to be while Megatron makes an optimizer."""
+    # Adam's parameters beside Muon's: under ieee where Muon's contract is "eo"
     adams = replace(choices, contract=choices.adam_contract)
     if hasattr(factory, EMERGING):
         return [(factory, EMERGING, _emerging(choices, adams))]
@@ -414,20 +447,27 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
         config_overrides: Any = None,
         pg_collection: Any = None,
     ) -> Any:
+        # other emerging optimizers stay Megatron's
         if config.optimizer not in MUON:
             return megatrons(config, model_chunks, config_overrides, pg_collection)
+        # the config is checked before the first mark is set on a parameter
         recipe = recipe_of(config)
         check(config, recipe, model_chunks, choices)
         mark_qkv(recipe, model_chunks)
+        # the ordinary distributed optimizer cuts matrices
         if is_cut(config, recipe, model_chunks):
             arguments = {"config_overrides": config_overrides, "pg_collection": pg_collection}
             return make_of_shards(config, recipe, choices, model_chunks, **arguments)
+
+        # whole matrices: which ranks share parts, and which have copies and divide the work
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
         copies = copies_of(recipe, choices, model_chunks)
 
+        # Megatron's create function returns an optimizer and what makes its states
         def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
             return make_muon(groups, recipe, choices, meshes, copies), _nothing
 
+        # names in Megatron's module, while it makes groups and chains their optimizers
         names = [
             *common_names(adams),
             (factory, "HAVE_EMERGING_OPTIMIZERS", True),
@@ -455,12 +495,14 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
         layer_wise_distributed_optimizer: bool = False,
         pg_collection: Any = None,
     ) -> Any:
+        # layer-wise by its name in config, or by the argument of release 0.16
         recipe = recipe_of(config)
         recipe = replace(
             recipe, is_layer_wise=recipe.is_layer_wise or layer_wise_distributed_optimizer
         )
         check(config, recipe, model_chunks, choices)
         mark_qkv(recipe, model_chunks)
+        # the ordinary distributed optimizer cuts matrices
         if is_cut(config, recipe, model_chunks):
             arguments = {
                 "config_overrides": config_overrides,
@@ -468,6 +510,8 @@ def _of_16(module: Any, choices: Choices, adams: Choices) -> Callable[..., Any]:
                 "pg_collection": pg_collection,
             }
             return make_of_shards(config, recipe, choices, model_chunks, **arguments)
+
+        # whole matrices: which ranks share parts, and which have copies and divide the work
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
         copies = copies_of(recipe, choices, model_chunks)
 

@@ -32,11 +32,14 @@ Meshes = dict[bool, DeviceMesh]
 
 def as_part(local: torch.Tensor, meshes: Meshes) -> torch.Tensor:
     """A weight of Megatron's, or the part of a matrix that it is, as a DTensor in its memory."""
+    # cut along rows (0) or columns (1), with a mesh of the ranks that have the other parts
     mesh = meshes.get(getattr(local, "expert_tp", False))
     dim = getattr(local, "partition_dim", -1)
     if mesh is None or dim not in (0, 1):
         return local
+    # a view of the weight's memory; run_check would have ranks ask each other
     part = DTensor.from_local(local.detach(), mesh, [Shard(dim)], run_check=False)
+    # marks that the optimizer and the norm look for
     for name in (SPLIT_SIZES, "use_muon", "grad_norm_group"):
         if hasattr(local, name):
             setattr(part, name, getattr(local, name))
@@ -66,10 +69,12 @@ class WholeAdapter(MainShardsAdapter):
         torch's AdamW has a step in each state. Emerging-Optimizers' Muon has none; it becomes that
         of the other optimizers of the chain.
         """
+        # one count for all groups: the largest that a state has
         groups, states = state_dict["param_groups"], state_dict["state"].values()
         steps = {int(state["step"]) for state in states if "step" in state}
         if steps:
             groups = [{**group, "step": max(steps)} for group in groups]
+        # parts of shared matrices become DTensors again
         weights = [weight for group in self.fused.param_groups for weight in group["params"]]
         parts = {
             place: {name: view_of(weights[place]).wrap(value) for name, value in state.items()}
@@ -89,10 +94,13 @@ class Whole(Clipping):
     """The norm is Megatron's, of its fp32 copies of gradients."""
 
     def __init__(self, optimizer: Any, config: Any, *args: Any) -> None:
+        # Megatron's class puts fp32 copies (mains) of 16-bit weights into the groups
         super().__init__(optimizer, config, *args)
         self.shards, self.fused = {}, optimizer
         if self.is_stub_optimizer:
             return
+
+        # by group: mains, models in their places, weights as they are stepped
         models_by_main = {id(main): model for model, main in self._pairs()}
         groups = [group["params"] for group in optimizer.param_groups]
         models = [[models_by_main.get(id(main), main) for main in mains] for mains in groups]
@@ -100,6 +108,8 @@ class Whole(Clipping):
         weights = [[as_part(model, meshes) for model in group_models] for group_models in models]
         pairs = [[*zip(*columns, strict=True)] for columns in zip(groups, weights, strict=True)]
         self.optimizer = WholeAdapter(optimizer, pairs)
+
+        # ranks with copies of a weight divide the work on it
         copies = getattr(optimizer, "copies", {})
         for weight in itertools.chain.from_iterable(weights):
             if weight in copies:  # no part of a matrix that tensor-parallel ranks share
@@ -122,6 +132,7 @@ class Whole(Clipping):
 
     def prepare_grads(self) -> bool:
         """Megatron's; the step reads gradients where DDP left them."""
+        # Megatron's own copies and unscales gradients; with norms by group these copies are clipped
         found_inf, params = bool(super().prepare_grads()), self.get_parameters()
         for (model, weight), param in zip(self.shards.items(), params, strict=True):
             grad = param.grad if self._clips_in_place else model.main_grad
@@ -130,6 +141,7 @@ class Whole(Clipping):
 
     def clip(self, grad_norm: Norm, norms_by_group: Mapping[str, Norm] | None = None) -> None:
         """Tells the next step, as Clipping; Megatron's fp32 copies of gradients are dropped."""
+        # the copies were for the norm; the step reads gradients of the weights
         super().clip(grad_norm, norms_by_group)
         params = self.get_parameters()
         self._set_grads(params, [None] * len(params))

@@ -64,15 +64,18 @@ def to_float8(
         ValueError: an unknown recipe's name; a weight of another dtype than bf16, fp16 and fp32, or
             one that is shared with what is no such layer. Nothing has changed then.
     """
+    # all that is refused is refused before the first weight changes
     recipe = named_recipe(recipe)
     layers = dict(_chosen(module, filter))
     _check_shared(module, layers)
+    # shared weights: one fp8 weight for all layers that have the old one
     weights: dict[Tensor, nn.Parameter] = {}
     for layer in layers.values():
         if layer.weight not in weights:
             weights[layer.weight] = _float8_of(layer.weight, recipe)
     for name, layer in layers.items():
         old, layer.weight = layer.weight, weights[layer.weight]
+        # an optimizer that holds the old weight finds the mark at its next step, and raises
         setattr(old, REPLACED, f"{name}.weight".removeprefix("."))
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
@@ -85,6 +88,7 @@ def _tell(
 ) -> None:
     """Logs what was converted, and as a warning which linear layers nobody chose to leave."""
     done = f"to_float8: {len(layers)} linear layers have fp8 weights now ({recipe.scaling})"
+    # only the default filter leaves layers that nobody chose
     left = [
         f"{name or 'the module'} ({' x '.join(map(str, layer.weight.shape))})"
         for name, layer in module.named_modules()
@@ -109,6 +113,7 @@ def _chosen(module: nn.Module, filter: Filter) -> Iterator[tuple[str, nn.Linear]
 
 
 def _check_shared(module: nn.Module, layers: dict[str, nn.Linear]) -> None:
+    # every other owner of a weight that changes, an embedding tied to the output layer, say
     weights = {layer.weight: name for name, layer in layers.items()}
     for name, owner in module.named_modules():
         for param_name, param in owner.named_parameters(recurse=False):

@@ -76,16 +76,19 @@ class ForeignWeight:
 
     def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> None:
         """Becomes these values: fp32, of the weight's shape; dtype: as Float8Weight's."""
+        # codes along columns would stay those of the old values
         if self.columnwise is not None:
             raise ValueError(
                 f"a {type(self.owner).__name__} with columnwise data is not set from here: use its "
                 "own quantize_"
             )
         quantized = quantize_reference(values, self.recipe, dtype or self.dtype, self.scale)
+        # written in place: the library's tensors stay the same
         self.data8.copy_(quantized.codes)
         self.scale_inv.copy_(quantized.scale_inv)
         if self.latest_amax is not None:
             self.latest_amax.copy_(torch.maximum(self.latest_amax, quantized.amax))
+        # caches of the library, then autograd
         self.codes_changed()
         torch.autograd.graph.increment_version(self.owner)
 

@@ -48,10 +48,12 @@ def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         other products, with other bits, where values needs none; these here are the same for a
         frozen weight and under torch.no_grad.
     """
+    # autocast does not know this function: operands are cast here, as F.linear's would be
     kind, dtype = input.device.type, weight.dtype
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         input, bias = input.to(dtype), bias if bias is None else bias.to(dtype)
+    # block scales have no scaled product here
     scaled = _scaled.get() and weight.recipe.block is None
     result: Tensor = _Linear.apply(input, weight, bias, dtype, scaled)  # type: ignore[no-untyped-call]
     return result
@@ -65,10 +67,13 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Any, bias: Tensor | None, dtype: torch.dtype, scaled: bool
     ) -> Tensor:
         product = None
+        # fp8 product: the input in e4m3fn with one scale, from its own amax
         if scaled:
             quantized = quantize_reference(input, INPUT, input.dtype)
             product = _scaled_product(quantized.codes, quantized.scale_inv, weight, bias, input)
+            # the backward pass takes the input as it was multiplied
             input = dequantize_reference(quantized.codes, quantized.scale_inv, INPUT, input.dtype)
+        # codes are saved: one byte a weight until the backward pass
         ctx.save_for_backward(input, weight)
         ctx.dtype = dtype
         if product is None:
@@ -81,11 +86,14 @@ class _Linear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients as torch has them of F.linear: the same products, in the same order."""
+        # rows: [all leading dimensions, out_features], of the input [.., in_features]
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         grad_input = grad_weight = grad_bias = None
+        # grad @ weight, with values dequantized again
         if ctx.needs_input_grad[0]:
             grad_input = _times(rows, _dense(weight, ctx.dtype), input)
+        # grad.t() @ input, in the weight's dtype
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t().mm(input.reshape(-1, input.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -101,6 +109,7 @@ def _dense(weight: Any, dtype: torch.dtype) -> Tensor:
 
 def _times(grad: Tensor, dense: Tensor, input: Tensor) -> Tensor:
     """Grad @ dense in the input's shape; of an input that is a transpose, as a transpose."""
+    # torch computes the transposed product for a transposed input: other bits otherwise
     flat = input.reshape(-1, input.shape[-1])
     if flat.stride() == (1, flat.shape[0]):
         return dense.t().mm(grad.t()).t().reshape(input.shape)
@@ -120,6 +129,7 @@ def _scaled_product(
     """The product in fp8, in the input's dtype; None where torch._scaled_mm does not work."""
     if not _multiplies_fp8(input, weight.data8):
         return None
+    # codes [rows, columns] @ data8.t() [columns, weight's rows], one fp32 scale for each
     product: Tensor = torch._scaled_mm(
         codes.reshape(-1, codes.shape[-1]),
         weight.data8.t(),

@@ -21,18 +21,22 @@ def is_float8(value: object) -> bool:
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's with a Float8Weight among its arguments, above autograd."""
+    # F.linear with the weight alone in fp8: a function with gradients of its own
     if func is torch.nn.functional.linear and _is_weight_alone(*args, **kwargs):
         return linear(*args, **kwargs)
     if func in OF_STORAGE and is_float8(args[0]):
         return OF_STORAGE[func](*args, **kwargs)
+    # everything else goes on to autograd, and comes back to `dispatch`
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator of torch's with a Float8Weight among its arguments, below autograd."""
+    # detach, clone, to and copy_ keep the weight in fp8
     if func in OWN and is_float8(args[0]):
         return OWN[func](*args, **kwargs)
+    # other operators get plain tensors: the values, or, where only the shape counts, any memory
     _refuse_in_place(func, args, kwargs)
     shape_alone = func in SHAPE_ALONE
 
@@ -63,9 +67,11 @@ def _clone(weight: Any, *, memory_format: Any = None) -> Any:
 
 
 def _to(weight: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    # another dtype: plain values
     options.pop("memory_format", None)
     if dtype is not None and dtype != weight.dtype:
         return weight.dequantize().to(dtype=dtype, **_placed(options))
+    # another device: codes and scales move as they are
     moved = weight._mapped(lambda tensor: tensor.to(copy=True, **_placed(options)))
     moved._initial = [value.to(**_placed(options)) for value in weight._initial]
     return moved
@@ -76,8 +82,10 @@ def _placed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(weight: Any, source: Any, non_blocking: bool = False) -> Any:
+    # plain values are quantized by the weight's recipe
     if not is_float8(source):
         return weight.quantize_(source.expand(weight.shape))
+    # codes of another recipe or dtype would stand for other values
     same = ("recipe", "dtype", "shape")
     if any(getattr(source, name) != getattr(weight, name) for name in same):
         raise ValueError(
@@ -159,6 +167,7 @@ def _refuse_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    # arguments that the operator's schema says it writes
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)

@@ -22,6 +22,7 @@ def overwrite(
     done: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         for tensor, new in pairs:
+            # old: a copy, kept until the new value is there; then `new` becomes the copy
             old = tensor.detach().clone()
             done.append((tensor, old))
             tensor.copy_(new)
@@ -29,6 +30,7 @@ def overwrite(
             done[-1] = (tensor, new)
         commit()
     except BaseException:
+        # takes back what was done, the interrupted copy included
         for tensor, old in done:
             with suppress(Exception):  # one that cannot be written is as it was
                 tensor.copy_(old)

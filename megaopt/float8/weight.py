@@ -87,6 +87,7 @@ class Float8Weight(Tensor):
         return weight
 
     def _check(self) -> None:
+        # by tensor the dtype and shape that the recipe wants; None: the tensor has to be None
         recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
             "data8": (recipe.dtype, tuple(self.shape)),
@@ -135,18 +136,24 @@ class Float8Weight(Tensor):
             if value_dtype not in (torch.bfloat16, torch.float16, torch.float32):
                 allowed = "torch.bfloat16, torch.float16 or torch.float32"
                 raise ValueError(f"{name} must be {allowed}, got {value_dtype}")
+
+        # delayed scaling: fp32 scale, and history [amax_history_len], first the latest amax
         values = values.detach()
         scale = history = None
         if recipe.quantizer.keeps_scale:
             history = values.new_zeros(recipe.amax_history_len, dtype=torch.float32)
+            # the amax of what is encoded: values as they are, or rounded to the weight's dtype
             encoded = values.float() if recipe.direct else values.to(dtype).float()
             scale = scale_from_amax_reference(amax_reference(encoded, recipe), recipe.code_max)
+
+        # codes in the recipe's fp8 dtype, of the values' shape, and factors that bring them back
         quantized = quantize_reference(values, recipe, dtype, scale)
         if history is not None:
             history[:1] = quantized.amax
         weight = cls(
             quantized.codes, quantized.scale_inv, scale, history, recipe, dtype, requires_grad
         )
+        # the optimizer's master starts from these
         weight._initial.append(values)
         return weight
 
@@ -189,11 +196,14 @@ class Float8Weight(Tensor):
                 f"values must have shape {tuple(self.shape)} and a floating dtype, got shape "
                 f"{tuple(values.shape)} and {values.dtype}"
             )
+        # new tensors first: an error leaves the weight as it was
         local_values = values.to(self.device)
         quantized = quantize_reference(local_values, self.recipe, dtype or self.dtype, self.scale)
         pairs = [(self.data8, quantized.codes), (self.scale_inv, quantized.scale_inv)]
+        # the amax since update_scales: the larger one
         if self.latest_amax is not None:
             pairs.append((self.latest_amax, torch.maximum(self.latest_amax, quantized.amax)))
+        # all of them at once, or none
         overwrite(pairs, self.values_changed)
         return self
 
@@ -250,6 +260,7 @@ class Float8Weight(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Weight:
+        # tied weights: one copy for all
         if id(self) not in memo:
             copied = self._mapped(torch.clone)
             copied._initial = [value.clone() for value in self._initial]

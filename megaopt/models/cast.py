@@ -88,15 +88,21 @@ def cast_model(
             has none of the parameters, no masters, a list of the caller's, or masters in a format
             that weights of dtype cannot have. Nothing has changed then.
     """
+    # all that is refused is refused before the first tensor changes
     one_of("dtype", dtype, SHORT)
     one_of("recast", recast, (True, False))
     modules = _kept_modules(model, keep)
+    # fixed: tensors that stay, by id; values: fp32, from which masters are made after the cast
     fixed = _tensors_of(model, modules)
     values = {} if optimizer is None else _values(model, dtype, fixed, optimizer)
+
+    # model.to's own walk: parameters, gradients and buffers, in place
     untyped_model: Any = model  # torch's method has no types
     untyped_model._apply(_Cast(dtype, fixed))
+    # masters get the bits that weights lose
     if optimizer is not None:
         _make_masters(optimizer, values)
+    # a kept module gets 16-bit inputs from its neighbours
     for module in _outermost(modules) if recast else ():
         compute_in_fp32(module, dtype)
     return model
@@ -126,6 +132,7 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
     chosen = _chooser(model, keep)
+    # tied modules have several names: each counts
     named = list(model.named_modules(remove_duplicate=False))
     tops = [name for name, module in named if chosen(name, module)]
     return {name: module for name, module in named if any(_is_in(name, top) for top in tops)}
@@ -141,12 +148,14 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
     if callable(keep) and not inspect.isclass(keep):
         chooser: Callable[[str, nn.Module], bool] = keep
         return chooser
+    # one entry or several; classes are callable, too
     is_one = isinstance(keep, str) or inspect.isclass(keep)
     entries = (keep,) if is_one else tuple(keep) if isinstance(keep, Iterable) else (keep,)
     classes = tuple(entry for entry in entries if inspect.isclass(entry))
     patterns = [entry for entry in entries if isinstance(entry, str)]
     if len(classes) + len(patterns) != len(entries):
         refuse("keep", "a function, or classes and names of modules", keep)
+    # names in the model without parts of wrappers match as well
     names = plain_names(name for name, _ in model.named_modules(remove_duplicate=False))
 
     def fits(name: str, pattern: str) -> bool:
@@ -162,7 +171,9 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
 
 def _tensors_of(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
     """Parameters, gradients and buffers that stay as they are, by id."""
+    # what kept modules hold themselves; their inner modules are in `modules`, too
     tensors = [tensor for module in modules.values() for tensor in _direct(module)]
+    # fp8 weights, whose dtype is one that would be cast
     tensors += [param for param in model.parameters() if view_of(param).weight is not None]
     grads = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     return {id(tensor): tensor for tensor in (*tensors, *grads)}
@@ -188,6 +199,7 @@ def _values(
     params = [param for param in model.parameters() if param in mine]
     if not params:
         raise ValueError("optimizer must have parameters of the model, got one that has none")
+    # parameters that the cast changes: masters or, without any, the weights of fp32
     cast = [p for p in params if id(p) not in fixed and _is_cast(p, dtype)]
     _check_masters(owned, dtype, cast, optimizer.state)
     return {param: _value(optimizer, param) for param in cast}
@@ -214,6 +226,7 @@ def _check_masters(
         raise ValueError(
             "optimizer must make its masters itself, got one with a list of master_weights"
         )
+    # the format that masters have beside weights of the new dtype
     form = owned.options.master_format(dtype, owned.wants_masters)
     if not form.present:
         raise ValueError(
@@ -227,6 +240,7 @@ def _check_masters(
     for param in params:
         view, label = owned.view(param), owned.labels[owned.index(param)]
         check_master(state.get(param, {}), form, view, label)
+        # ranks would each have a scale
         if form.scaled and view.is_sharded:
             raise ValueError(
                 f"{label}: a DTensor's master must have no scale, got "
@@ -239,6 +253,7 @@ def _check_masters(
 
 def _outermost(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
     """Returns the modules that others call, once each."""
+    # lists and dicts of modules are never called, so their members count as outermost
     called = {name: m for name, m in modules.items() if not isinstance(m, CONTAINERS)}
     tops = [n for n in called if not any(n != top and _is_in(n, top) for top in called)]
     return list({id(called[name]): called[name] for name in tops}.values())

@@ -47,17 +47,23 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
         RuntimeError: a weight was written, and on_external_write is "error".
     """
     owned = owned_of(optimizer)
+    # keep_vars: the parameters themselves, so that they are found among the optimizer's
     state_dict = model.state_dict(keep_vars=True)
     places = _places(model, state_dict, owned)
+
+    # weights that somebody wrote set their masters first, on all ranks that share them
     writes = optimizer.stepper.writes
     moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
+
+    # a step may still write masters that are in host memory
     external = owned.external_masters()
     owned.homes.wait()
     values: dict[int, torch.Tensor] = {}
     for name, value in state_dict.items():
         place = places.get(name)
         if place is not None:
+            # one value for all tied names
             if place not in values:
                 values[place] = _value(optimizer, owned, place, external[place])
             state_dict[name] = values[place]
@@ -73,8 +79,10 @@ def _value(
     view = owned.views[place]
     formats = owned.formats(view)
     is_made = optimizer.state.get(view.param, {}).get(MASTER) is not None
+    # a master, or a weight that is its own value
     if is_made or not formats.master.present:
         return optimizer.get_unscaled_state(view.param, MASTER)
+    # no step has made the master yet: of the weight, or as the caller gave it
     if external is None:
         return view.wrap(view.initial_value(formats))
     state = {MASTER: local_of(external)}
@@ -138,14 +146,18 @@ def set_fp32_model_state_dict(
     if not isinstance(state_dict, Mapping):
         refuse("state_dict", "a dict of tensors by name", state_dict)
     owned, model_dict = owned_of(optimizer), model.state_dict(keep_vars=True)
+    # names, then values, then everything that is not the optimizer's: nothing has changed so far
     places = _places(model, model_dict, owned)
     state_dict = _renamed(state_dict, model_dict)
     if strict:
         _check_names(model_dict, state_dict)
+
     values = _values_by_place(owned, optimizer.state, places, state_dict)
     rest = {name: v for name, v in state_dict.items() if name in model_dict and name not in places}
     for name, value in rest.items():
         _check_like(name, value, model_dict[name])
+
+    # buffers, and parameters of others
     model.load_state_dict(rest, strict=False)
     for place, value in values.items():
         set_value(optimizer, owned, owned.views[place], value)
@@ -153,17 +165,20 @@ def set_fp32_model_state_dict(
 
 def _renamed(state_dict: Mapping[str, Any], model_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The values by the model's own names, which differ from those given by parts of wrappers."""
+    # names without parts of wrappers, of what is given and of the model
     plain = plain_names(name for name in state_dict if isinstance(name, str))
     names = {name: model_name for model_name, name in plain_names(model_dict).items()}
     free = {model_name for model_name in model_dict if model_name not in state_dict}
     new_dict = {}
     for name, value in state_dict.items():
+        # a name that the model has counts for itself; others go to names that nobody gave
         meant = names.get(plain.get(name, name))
         new_dict[meant if name not in model_dict and meant in free else name] = value
     return new_dict
 
 
 def _check_names(model_dict: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
+    # tied names are one tensor: one of them is enough
     tensors = {name: id(v) for name, v in model_dict.items() if isinstance(v, torch.Tensor)}
     tensor_ids = {tensor for name, tensor in tensors.items() if name in state_dict}
     missing = [
@@ -189,6 +204,7 @@ def _values_by_place(
 ) -> dict[int, torch.Tensor]:
     """The value of each of the optimizer's weights; checked, and what it goes into."""
     owned.external_masters()
+    # by place the first name and its value; further names have to have the same bits
     named_values: dict[int, tuple[str, torch.Tensor]] = {}
     for name, place in places.items():
         if name not in state_dict:
@@ -246,9 +262,11 @@ def set_value(
     formats = owned.formats(view)
     # joined masters, and none, set the weight themselves
     if formats.master.present and not formats.master.joined:
+        # fp32 on the weight's device; weights become casts to nearest
         shard = local_of(value).to(view.local.device, torch.float32)
         if view.weight is not None:
             view.weight.quantize_(shard)
         else:
             view.local.copy_(formats.weight.encode_by_hand(shard))
+    # the master: encoded from the fp32 value in its own format
     optimizer.set_scaled_state(view.param, MASTER, value)

@@ -77,6 +77,7 @@ def release_gradients(
     chosen = _chosen(model_or_params, optimizer)
     _check_options(optimizer)
     owned = optimizer._owned
+    # every parameter as a step would check it
     for param in chosen:
         label = owned.labels[owned.index(param)]
         owned.check_param(param, label)
@@ -85,6 +86,7 @@ def release_gradients(
                 f"{label} must not be an fp8 weight that other ranks share, {WHILE}: they meet "
                 "once a step, for all such weights"
             )
+    # memory of all weights and states at once: steps of one parameter do not compare them
     _check_together(owned, optimizer)
     return GradientRelease(chosen, optimizer)
 
@@ -105,15 +107,20 @@ class GradientRelease:
 
     def __init__(self, params: Iterable[torch.Tensor], optimizer: FusedOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this
+        # where each parameter is among groups and masters, looked up again where these change
         self._known: tuple[Any, Any] = (None, None)
         """Groups and masters of the optimizer when its parameters were looked up."""
         self._numbers: list[Any] = []
         """The groups' param_numbers then, where something draws; how many masters were listed."""
         self._spots: dict[torch.Tensor, _Spot] = {}
+
+        # a stepper for each parameter, with its batches
         self._alone: dict[torch.Tensor, Stepper] = {}
         self._counts: dict[torch.Tensor, int] = {}
         """The group's step count at which each parameter was stepped last."""
+        # steps of states in host memory run on it
         self._side = SideStream()
+        # autograd calls the hook once the gradient is accumulated
         hook = _hook(weakref.ref(self))
         param_list: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in param_list]
@@ -151,7 +158,9 @@ class GradientRelease:
         optimizer = self._optimizer()
         if optimizer is None or param.grad is None:
             return
+        # learning rates may have changed since the last backward pass
         optimizer.stepper.check_numbers(optimizer.param_groups)  # with the names of its groups
+        # the group's count moves in optimizer.step(): a second gradient before it is refused
         spot = self._spot(optimizer, param)
         count = optimizer.param_groups[spot.group]["step"]
         if self._counts.get(param) == count:
@@ -162,9 +171,12 @@ class GradientRelease:
                 f"optimizer.step() {WHILE}, got a second: several micro-batches need their sum, "
                 "and a missing optimizer.step() counts no step"
             )
+
+        # a group of this parameter alone, with the state that the optimizer has for it
         with self._beside(optimizer, param):
             stepper, group = self._own(optimizer, param, spot)
             stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
+        # the step has written the weight: it is no external write; the gradient's memory is free
         optimizer.stepper.writes.versions.note(param, optimizer.state)
         self._counts[param] = count
         param.grad = None
@@ -179,12 +191,15 @@ class GradientRelease:
 
     def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
         """The place of the parameter now; a load makes new groups."""
+        # groups and masters are the same objects, and param_numbers the same, since the last look
         now, spot = (optimizer.param_groups, optimizer.master_weights), self._spots.get(param)
         numbers = given_numbers(now[0]) if optimizer.options.draws else []
         numbers.append(len(now[1]) if isinstance(now[1], list) else None)
         is_known = all(map(operator.is_, now, self._known)) and numbers == self._numbers
         if is_known and spot is not None and _is_at(now[0], spot, param):
             return spot
+
+        # looked up again for all parameters; steppers of old groups go
         owned = optimizer._owned
         owned.check_places()
         self._known, self._numbers, self._spots = now, numbers, _spots(owned)
@@ -201,6 +216,7 @@ class GradientRelease:
         self, optimizer: FusedOptimizer, param: torch.Tensor, spot: _Spot
     ) -> tuple[Stepper, dict[str, Any]]:
         """The stepper of the parameter alone, and its group with the present numbers."""
+        # the caller's list has an entry for this parameter, or none where it is its own master
         whole, masters = optimizer.stepper, optimizer.master_weights
         if isinstance(masters, (list, tuple)):
             masters = [] if spot.entry is None else [masters[spot.entry]]
@@ -215,6 +231,7 @@ class GradientRelease:
             self._alone[param] = stepper
         if isinstance(stepper.masters, list) and isinstance(masters, list):
             stepper.masters[:] = masters  # an entry may have been replaced
+        # numbers of the group as they are now; the number and name are the parameter's in the whole
         group = optimizer.param_groups[spot.group]
         numbers = [spot.number] if whole.options.draws else None
         named = {"param_numbers": numbers, "param_names": [spot.name]}
@@ -252,6 +269,7 @@ def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], Non
 
 
 def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
+    # index: the place among all parameters, in group order
     spots, index, entries = {}, 0, owned.master_entries()
     for number, group in enumerate(owned.groups):
         names = group.get("param_names") or [None] * len(group["params"])
@@ -282,6 +300,7 @@ def _chosen(chosen: Any, optimizer: FusedOptimizer) -> list[torch.Tensor]:
     else:
         params = list(dict.fromkeys(chosen))
         for param in params:
+            # raises for a parameter that is not the optimizer's
             owned.index(param)
     trainable_params = [param for param in params if param.requires_grad]
     if not trainable_params:
@@ -349,23 +368,27 @@ class SideStream:
         side = self._streams.get(device)
         if side is None:
             side = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        # the side stream waits for all that the current stream has so far, the gradient among it
         side.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(side):
                 yield
         finally:
+            # the allocator keeps the gradient's memory until the side stream is past this point
             grad.record_stream(side)
             self._await()
 
     def join(self) -> None:
         """Makes the current streams wait for what was stepped on the side."""
         self._is_awaited = False
+        # the current stream of each device waits for the side stream, not the host
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)
 
     def _await(self) -> None:
         if self._is_awaited:
             return
+        # once a backward pass: autograd calls join at its end
         self._is_awaited = True
         try:
             engine = torch.autograd.Variable._execution_engine

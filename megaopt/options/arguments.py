@@ -33,25 +33,33 @@ def options_of(
         TypeError: options have a name that the optimizer does not take.
         ValueError: an option is out of its range, or contradicts another.
     """
+    # other names would pass silently through **options
     for name, value in arguments["options"].items():
         if name not in kind.ARGUMENTS:
             allowed = ", ".join(kind.ARGUMENTS)
             more = " (groups have it)" if name in kind.MATRIX_KEYS else ""
             raise TypeError(f"argument {name!r}{more} must be one of {allowed}, got {shown(value)}")
+
+    # fields of the options: arguments of their own, then those of **options
     kind_values = {
         field.name: arguments[field.name] for field in fields(kind) if field.name in arguments
     }
     values: dict[str, Any] = {**OF_OPTIMIZERS, **kind_values, **arguments["options"]}
+    # names of torch's that change nothing here
     one_of("differentiable", values.pop("differentiable"), [False])
     for name in ("foreach", "fused"):
         value = values.pop(name)
         if value is not None and not isinstance(value, bool):
             refuse(name, "None, True or False", value)
+
+    # masters belong to the optimizer and not to its options: a list of tensors, maybe
     masters = values.pop("master_weights")
     decoupled = values.pop("use_decoupled_grad")
     one_of("use_decoupled_grad", decoupled, FLAGS)
     optimizer.use_decoupled_grad = decoupled
+
     options = kind(**values)
+    # lr, betas and so on: the defaults of groups
     numbers = {n: arguments[n] for n in options.names_but_step if n in arguments}
     betas = numbers.get("betas")
     if isinstance(betas, Sequence) and not isinstance(betas, (list, tuple, str)):
@@ -66,11 +74,13 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
     """
 
     def show(optimizer: Class) -> Class:
+        # the signature without **options, which is its last parameter
         init: Any = vars(optimizer)["__init__"]
         signature = inspect.signature(init)
         *parameters, _ = signature.parameters.values()
         defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}
         for name, annotation in shared[-1].__annotations__.items():
+            # forward references as text, as the annotations of others are
             text = getattr(annotation, "__forward_arg__", annotation)
             parameters.append(
                 inspect.Parameter(
@@ -78,7 +88,9 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
                 )
             )
         init.__signature__ = signature.replace(parameters=parameters)
+        # what the constructor takes beside self and params
         kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
+        # argument docs of the shared options go between the class's own and Raises
         if optimizer.__doc__:
             first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
             docs = [inspect.cleandoc(options.__doc__ or "") for options in shared]

@@ -38,6 +38,7 @@ def entries_of(name: str, values: Any) -> Any:
         iterator = iter(values)
     except TypeError:
         raise TypeError(f"{requirement}, got {shown(values)}") from None
+    # copies of groups: torch writes into them
     entries = [dict(entry) if isinstance(entry, dict) else entry for entry in iterator]
     for index, entry in enumerate(entries):
         if isinstance(entry, tuple) and (len(entry) != 2 or not isinstance(entry[0], str)):
@@ -133,12 +134,14 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
 
     group: the group as the user made it, without what the optimizer's defaults add.
     """
+    # keys of this optimizer, and those that a group of any may have
     names = options.names_but_step
     keys = (*names, *options.OF_ALL, *options.TAKEN, *KEYS)
     hints = {}
     for name, value in group.items():
         if name in keys or hasattr(options, str(name)):
             continue
+        # idle: values of another optimizer's key that ask for nothing; meant: a key misspelt
         idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), keys), ""
         if idle is None and meant is not None and meant not in group:
             reason = f"did you mean {meant!r}?"
@@ -167,6 +170,7 @@ def _is_slip(name: str, key: str) -> bool:
     short names are one edit apart: there a letter may be missing, doubled, or a last s.
     """
     name, key = (word.lower().replace("-", "").replace("_", "") for word in (name, key))
+    # behind the common beginning: one letter more, or one other letter, and the rest alike
     longer, shorter = (name, key) if len(name) >= len(key) else (key, name)
     at = len(os.path.commonprefix([longer, shorter]))
     is_one_off = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]

@@ -275,15 +275,19 @@ class Options:
 
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for wrong options."""
+        # moments by the names of their options, `<moment>_dtype`
         moments = self._moments
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
+
+        # values of each option by itself
         kind: Any = type(self)  # mypy takes no dataclass for hashable
         for name, choices in choices_of(kind).items():
             one_of(name, getattr(self, name), choices)
         one_of("dtype", self.dtype, (None, torch.float32))
         one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
+        # a dtype, or a format's name; the message lists those that suit the moment
         for name in moments:
             key = getattr(self, name)
             if not (isinstance(key, (str, torch.dtype)) and key in MOMENTS):
@@ -292,6 +296,8 @@ class Options:
                     key,
                     [choice for choice in MOMENTS.allowed if _fits(name, MOMENTS[choice])],
                 )
+
+        # then what options say together
         for name in moments:
             self._check_moment(name)
         check_seed(self.seed)
@@ -338,11 +344,14 @@ class Options:
 
     def _check_blocks(self) -> None:
         """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
+        # formats by option; those in blocks have codes with a scale for each block
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         blocks = {name: form for name, form in formats.items() if form.block}
         if not blocks:
             return
         listing = ", ".join(f"{name}={form.name!r}" for name, form in blocks.items())
+
+        # exp_avg_sq is never negative: its formats in blocks have no sign, those of others have one
         for name, form in blocks.items():
             if not _fits(name, form):
                 fit = [f.name for f in MOMENTS.values() if f.block and _fits(name, f)]
@@ -356,6 +365,8 @@ class Options:
                 f"{listing} must not be given with contract='torch': torch's optimizers keep no "
                 "moments in blocks"
             )
+
+        # one pass stores blocks of one size, and makes no scale for the whole tensor
         if len({form.block for form in blocks.values()}) > 1:
             raise ValueError(f"moments in blocks must have blocks of one size, got {listing}")
         scaled = [f"{name}={form.name!r}" for name, form in formats.items() if form.scaled]
@@ -400,6 +411,7 @@ class Options:
 
     @property
     def _drawing(self) -> list[str]:
+        # the arguments that round stochastically, as messages have them
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         arguments = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
@@ -497,6 +509,7 @@ class Options:
         A moment is in blocks only where the parameter keeps blocks
         (megaopt.state.tensors.moment_format).
         """
+        # fp16 without a scale is stored as a weight of fp16 is
         dtype = getattr(self, f"{moment}_dtype")
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
@@ -505,6 +518,7 @@ class Options:
         """Returns the format of a weight whose format to nearest is `nearest`."""
         if self.weight_rounding != "stochastic":
             return nearest
+        # by dtype the format that draws, of 16 bits and of fp8 codes
         drawn = {
             form.dtype: form for form in (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
         }
@@ -521,9 +535,11 @@ class Options:
 
         codes: the fp8 dtype in which the weight is kept; weight_dtype is the one that it shows.
         """
+        # fp32 weights are their own masters
         is_rounded = codes is not None or weight_dtype in (torch.bfloat16, torch.float16)
         if not has_master or not is_rounded:
             return NONE
+        # some masters are stored otherwise beside some weights
         key = self._master_key
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
 
@@ -567,10 +583,12 @@ def check_group(
 
     lr_is_needed: it may not be None, as it may before the first step.
     """
+    # keys first, then one choice for all groups, then numbers
     numbers = options.NUMBERS
     check_there(group, (*options.names_but_step, "step"), where)
     check_variant(group, options, where)
     _check_of_all(group, options, where)
+    # a learning rate may follow before the first step
     if group["lr"] is None and not lr_is_needed:
         group = {**group, "lr": 0.0}
     for name, allowed in numbers.ranges.items():
@@ -579,6 +597,7 @@ def check_group(
         _check_betas(group["betas"], where)
     for name in numbers.flags:
         one_of(f"{where}: {name}", group[name], FLAGS)
+
     step = group["step"]
     if not isinstance(step, int):
         refuse(f"{where}: step", COUNT.allowed, step)
@@ -669,6 +688,7 @@ def check_weight(
 
     codes: the fp8 dtype in which it is kept; it has no memory of its own to look at then.
     """
+    # memory: strided, and one place for each element, as the step writes in place
     if not is_dense(weight):
         layout = "nested" if weight.is_nested else weight.layout
         raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
@@ -679,9 +699,12 @@ def check_weight(
         )
     if weight.dtype not in WEIGHTS:
         raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
+
+    # a master that lies beside its weight is made for one dtype of weights
     master = options.master_format(weight.dtype, masters, codes)
     if master.requires_weight in (None, codes or weight.dtype):
         return
+    # which option asked for it, as the message has it
     option = "store_param_remainders=True"
     if not options.store_param_remainders:
         option = f"master_weight_dtype={options.master_weight_dtype!r}"

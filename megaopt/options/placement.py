@@ -43,6 +43,7 @@ class Placement:
 
 def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
     """The placement that state_device asks for; raises ValueError for a value that names none."""
+    # None or a device for all is the same for both parts
     parts = dict(value if isinstance(value, Mapping) else {"moments": value, "masters": value})
     least = parts.pop("at_least", 0)
     are_parts = all(isinstance(part, str) and part in ("moments", "masters") for part in parts)
@@ -123,6 +124,7 @@ class Homes:
 
     def of(self, param: torch.Tensor) -> Home | None:
         """The home of a parameter's state; None where that is beside the weight."""
+        # a device that is not served, as the CPU, keeps the states of its weights
         placement, device = self.placement(param), param.device
         if not placement or not self.by.serves(device):
             return None

@@ -62,6 +62,7 @@ class Replicas:
             return None
         if isinstance(ranks, DeviceMesh):
             return ranks
+        # a mesh of one dimension is made once for each group and kind of device
         key = ranks, param.device.type
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh.from_group(*key)

@@ -27,6 +27,7 @@ def untraced(function: Callable[Given, Result]) -> Callable[Given, Result]:
 
     @functools.wraps(function)
     def called(*args: Given.args, **named: Given.kwargs) -> Result:
+        # somebody has imported the compiler meanwhile: from now on its decorator counts
         nonlocal disabled
         if disabled is plain and "torch._dynamo" in sys.modules:
             disabled = sys.modules["torch._dynamo"].disable(plain)

@@ -20,6 +20,7 @@ PIECE = 1 << 20
 
 def _pieces(numel: int, first: int, block: int) -> Iterator[tuple[slice, slice]]:
     """Yields elements and their scales; each piece goes from one block's beginning to another's."""
+    # lead: elements of the first block that lie before this part; count: blocks of a piece
     lead, count = first % block, PIECE // block
     for number in range(0, -(-(numel + lead) // block), count):
         begin, end = number * block - lead, (number + count) * block - lead
@@ -30,9 +31,11 @@ def decoded_blocks(
     form: Format, code: torch.Tensor, scale: torch.Tensor, shape: tuple[int, ...], first: int
 ) -> torch.Tensor:
     """The fp32 values of codes in blocks, of this shape; as megaopt.kernels.step's `decoded`."""
+    # values: fp32, flat; codes: several elements a byte where packed; scales: one a block
     values = torch.empty(shape, dtype=torch.float32, device=code.device)
     flat, codes, scales = values.view(-1), code.reshape(-1), scale.reshape(-1)
     for elements, blocks in _pieces(flat.numel(), first, form.block):
+        # on the scales' device: codes may be in host memory
         stored = codes[elements.start // form.packed : elements.stop // form.packed].to(
             scale.device
         )
@@ -47,6 +50,7 @@ def encode_blocks(
     flat, codes, scales = value.reshape(-1), code.view(-1), scale.view(-1)
     for elements, blocks in _pieces(flat.numel(), first, form.block):
         stored = codes[elements.start // form.packed : elements.stop // form.packed]
+        # new codes on the scales' device, then copied to where the codes are
         new, piece = torch.empty_like(stored, device=scale.device), flat[elements].to(scale.device)
         store_blocks(new, scales[blocks], signless(piece, form), form, first + elements.start)
         stored.copy_(new)
@@ -56,6 +60,7 @@ def decoded_joined(form: Format, weight: torch.Tensor, code: torch.Tensor) -> to
     """The fp32 masters of weights and what is stored beside them, all of one shape."""
     values = torch.empty(code.shape, dtype=torch.float32, device=code.device)
     flat, weights, codes = values.view(-1), weight.reshape(-1), code.reshape(-1)
+    # no blocks: pieces of PIECE elements
     for elements, _ in _pieces(flat.numel(), 0, 1):
         flat[elements] = form.decode_reference(weights[elements], codes[elements].to(weight.device))
     return values

@@ -123,10 +123,12 @@ class DTensorView(ParamView):
         """The index of the shard's first element; a shard may hold rows in part."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+        # starts: of this rank's shard in each dimension
         param = self.param
         _, starts = compute_local_shape_and_global_offset(
             param.shape, param.device_mesh, param.placements
         )
+        # elements of one index of each dimension, row by row
         sizes = [math.prod(param.shape[dim + 1 :]) for dim in range(param.dim())]
         return sum(start * size for start, size in zip(starts, sizes, strict=True))
 
@@ -143,6 +145,7 @@ class DTensorView(ParamView):
         """
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+        # the private function takes a place of the mesh; the public one knows this rank's alone
         param, shard_boxes = self.param, []
         for coordinate in coordinates:
             sizes, starts = _compute_local_shape_and_global_offset(
@@ -162,6 +165,7 @@ class DTensorView(ParamView):
         self, number: int, first: int, shape: Sequence[int], whole_shape: Sequence[int]
     ) -> Place:
         """The place of a shard of this shape in a tensor that is split as the parameter is."""
+        # an empty shard has no element to place
         if not math.prod(shape):
             return Place(number)
         place = place_of_box(number, first, shape, whole_shape)
@@ -175,6 +179,7 @@ class DTensorView(ParamView):
 
     def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
         """The scales of a shard's blocks as a DTensor, split as the parameter is."""
+        # local: uint8 scales; of one dimension [blocks], else [rows, blocks of a row]
         param, shape = self.param, self.local.shape
         if len(shape) == 1:  # shards of one size
             return self._reshaped(local, (local.numel() * (param.numel() // shape.numel()),))
@@ -192,6 +197,7 @@ class DTensorView(ParamView):
         The class is called as FSDP2 calls it: DTensor.from_local moves what it gets to the mesh's
         kind of device, and shards that FSDP2 offloads lie on the CPU.
         """
+        # codes of the parameter's shape: its own meta data, but for the dtype
         param, shape = self.param, self.local.shape
         if local.shape == shape:
             return self._wrapped(local, param._spec.tensor_meta._replace(dtype=local.dtype))
@@ -213,11 +219,13 @@ class DTensorView(ParamView):
 
     def wrap_state(self, state: Mapping[str, Any], originals: Sequence[Any] = ()) -> dict[str, Any]:
         """A state of DTensors; `originals`, whose shards may be in it, stay these objects."""
+        # by id of the shard the DTensor that has it
         objects = {
             id(local_of(value)): value for value in originals if isinstance(value, torch.Tensor)
         }
         new_state = {}
         for name, value in state.items():
+            # the count is of no shard
             is_tensor = isinstance(value, torch.Tensor) and name != STEP
             new_state[name] = objects.get(id(value), value)
             if is_tensor and id(value) not in objects:
@@ -242,6 +250,7 @@ class DTensorView(ParamView):
                 f"{where}: placements must be Shard and Replicate, got {tuple(param.placements)}; "
                 "a Partial is the weight only when the ranks' are added up"
             )
+        # moments and masters: whole blocks on each rank, and no scale for the whole tensor
         formats = {
             **{f"{name}_dtype": options.moment_format(name) for name in moments},
             "master_weight_dtype": options.master_format(param.dtype, masters),
@@ -261,6 +270,7 @@ class DTensorView(ParamView):
         param = self.param
         if not form.block or not self.keeps_blocks(form):
             return
+        # sizes: into how many parts each dimension is split
         shape = self.whole_state_shape(name.removesuffix("_dtype"))
         sizes = [1] * param.dim()
         for dim, placement in enumerate(param.placements):
@@ -334,6 +344,7 @@ class MatrixDTensorView(MatrixView, DTensorView):
 
     def _wrap_low(self, local: torch.Tensor) -> torch.Tensor:
         """A DTensor of a shard of the moments, of packed codes or of scales, with its memory."""
+        # width: columns of this rank's moments; packed codes and scales have fewer in proportion
         (rows, columns), (_, width) = self.matrix.low_shape(self.whole_shape), self.low_shape
         return self._reshaped(
             local, (rows, columns * local.shape[1] // width if width else columns)
@@ -360,6 +371,7 @@ class MatrixDTensorView(MatrixView, DTensorView):
         """A DTensor on the parameter's mesh that every rank has whole."""
         from torch.distributed.tensor import Replicate
 
+        # the same mesh, Replicate in each of its dimensions
         param_spec = self.param._spec
         meta = param_spec.tensor_meta._replace(
             shape=local.shape, stride=local.stride(), dtype=local.dtype

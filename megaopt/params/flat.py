@@ -61,6 +61,7 @@ class FlatMatrixView(MatrixView):
 
         shape: the parameter's, or that of its moments.
         """
+        # parts of moments with fewer elements are cut in proportion
         numel, whole = math.prod(shape), math.prod(self.whole_shape)
         ends = [self._parts.ends[rank] for (rank,) in coordinates]
         return [((begin * numel // whole, end * numel // whole),) for begin, end in ends]
@@ -115,6 +116,7 @@ def check_not_flattened(
     key, off = options.MATRIX_OFF
     for index, group in enumerate(groups):
         params, value = group["params"], group.get(key)
+        # all tensors are flat, none was given to the constructor, and nothing says what they are of
         is_flat = bool(params) and all(
             param.dim() == 1 and not hasattr(param, PARTS) for param in params
         )

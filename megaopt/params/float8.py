@@ -31,6 +31,7 @@ class Float8View(ParamView):
     @property
     def codes(self) -> torch.Tensor:
         """The codes of its elements, flat, a view of the weight's."""
+        # data8: codes of the whole weight; this view is flat, [numel of the part]
         start = self.first_element
         elements: torch.Tensor = self.weight.data8.view(-1)[start : start + self.param.numel()]
         return elements
@@ -69,6 +70,7 @@ class Float8View(ParamView):
     @property
     def extent(self) -> Extent:
         """All elements of the weight."""
+        # scales are of rows, columns or blocks: the step asks where its elements lie in these
         weight = self.weight
         columns = weight.shape[-1] if weight.dim() else 1
         rows = weight.numel() // max(columns, 1)
@@ -78,14 +80,17 @@ class Float8View(ParamView):
 
     def value(self, formats: Formats) -> torch.Tensor:
         """The values that the codes stand for; exact where the step reads them so."""
+        # in the weight's own dtype first, where the step reads values so
         if formats.cast is None or not formats.cast.exact:
             return self.part_of(self.weight.dequantize())
+        # code * scale_inv in fp32, no rounding to the weight's dtype
         weight = self.weight
         values = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
         return self.part_of(values)
 
     def scale_inv(self) -> torch.Tensor:
         """Returns the factor of the code of each element, fp32, of the parameter's shape."""
+        # ones of the weight's shape, times the scale of each block: fp32
         weight = self.weight
         inverse = weight.recipe.quantizer.value_reference(weight.scale_inv)
         whole = torch.ones(weight.shape, dtype=torch.float32, device=weight.data8.device)
@@ -98,6 +103,7 @@ class Float8View(ParamView):
 
     def join(self, form: Format, value: torch.Tensor, code: torch.Tensor) -> torch.Tensor | None:
         """Stores in `code` what brings the codes, which stay, nearest to fp32 values; None."""
+        # the codes stay: what is beside them gets the rest of the scaled value
         scaled = value * (1.0 / self.scale_inv())
         codes = self.codes.view(self.param.shape)
         code.copy_(remainder_of(codes, scaled))

@@ -18,6 +18,7 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
         names: of all parameters of a model, or of an optimizer.
     """
     plain_by_name = {name: _plain(name) for name in names}
+    # a name that would become another's stays as it is
     counts = Counter(plain_by_name.values())
     return {name: plain if counts[plain] == 1 else name for name, plain in plain_by_name.items()}
 

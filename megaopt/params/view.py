@@ -134,9 +134,11 @@ class ParamView:
         The whole parameter's shape decides, so that it is so on all ranks, however many they are.
         Only flat parts (Megatron's shards) have blocks of a parameter that is flat, too.
         """
+        # small tensors stay fp32; one dimension is one row, and has to be larger
         shape = self.whole_shape
         if math.prod(shape) < (FEWEST_IN_ROWS if len(shape) > 1 else FEWEST_IN_A_ROW):
             return False
+        # rows of whole blocks; a flat part is cut anywhere, its blocks count from the whole's start
         if len(shape) > 1 and not self._is_flat_part and math.prod(shape[1:]) % form.block:
             return False
         return form.packed == 1 or shape[-1] % form.block == 0
@@ -153,6 +155,7 @@ class ParamView:
         rows, *rest = self.local.shape
         if rest and not self._is_flat_part:
             return (rows, math.prod(rest) // block)
+        # the first block may begin before this part, the last may end behind it
         numel = self.local.numel()
         return (-(-(numel + self.first_element % block) // block) if numel else 0,)
 
@@ -228,6 +231,7 @@ class ParamView:
         """
         if form.packed == 1 or not self.keeps_blocks(form):
             return
+        # an odd start, or an odd row, would split a byte
         shape, first = tuple(self.local.shape), self.first_element
         if first % form.packed or (shape[-1] if shape else 1) % form.packed:
             raise ValueError(
@@ -329,6 +333,7 @@ class MatrixView(ParamView):
 
     def check_blocks_of_matrices(self, where: str, name: str, form: Format) -> None:
         """Raises ValueError where a matrix that goes to its owner alone has parts of blocks."""
+        # cuts: the matrices that the parameter holds, each made by one rank; runs of its elements
         rule, how = self.matrix.rule, self.matrix.how
         if not form.block or rule.meets != WHOLE or not self.keeps_blocks(form):
             return

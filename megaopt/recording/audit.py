@@ -154,11 +154,14 @@ def owner_of(
 ) -> ParameterOwner | None:
     """Returns the owner of a parameter in a step; None where the recording does not say."""
     owners: list[ParameterOwner] = []
+    # descriptions of the optimizer at this step, the last first
     described = recording.ranks[stepped.rank].described(stepped.source, step)
     for line in described:
+        # (group, place in the optimizer) of the parameter, by the names in groups
         numbered = ((g, param) for g, names in enumerate(line["groups"]) for param in names)
         places = [(g, place) for place, (g, param) in enumerate(numbered) if param == name]
         owners += [ParameterOwner(stepped.rank, stepped.source, *places[0], line)] if places else []
+        # a description that says its first step is the one that holds
         if owners and "step" in line:
             break
     # older versions did not say from which step on a line holds
@@ -167,10 +170,12 @@ def owner_of(
 
 def sources_together(rank: Rank) -> dict[int, set[int]]:
     """Returns for each optimizer of a rank those that share parameters, and so steps, with it."""
+    # having: by parameter the optimizers that list it
     partners, having = {source: {source} for source in rank.descriptions}, dict[str, set[int]]()
     for source, lines in rank.descriptions.items():
         for name in (name for line in lines for group in line["groups"] for name in group):
             having.setdefault(name, set()).add(source)
+    # whoever shares a parameter with one of them shares steps with all
     for sources in having.values():
         joined = set[int]().union(*(partners[source] for source in sources))
         partners |= dict.fromkeys(joined, joined)
@@ -213,16 +218,21 @@ class Audit:
     def run(self) -> Report:
         """Audits all steps, and returns the report."""
         for step in self.recording.steps:
+            # samples of each parameter, by quantity: old and new weight and state, and the gradient
             tensors = self._owned(step)
+            # first steps that only make states are taken out here
             self._begin(step, tensors)
             for name, samples in tensors.items():
                 try:
+                    # what the last step left, held against what this one found
                     before = self._before(step, name, samples)
                     self._outside(step, name, samples, before)
+                    # where old values were not all recorded, the last step's new ones stand in
                     has_all_old = self._line(step, self._owners[name]).get("has_all_old")
                     self._tensor(step, name, with_old(samples, {} if has_all_old else before))
                 except UNFIT as error:
                     self._skip(f"its law cannot take what is recorded ({error})", name)
+            # what the next step is compared with
             if tensors:
                 self._last_step = step
                 self._last = {n: Last(self._owners[n], samples) for n, samples in tensors.items()}
@@ -252,12 +262,14 @@ class Audit:
         either: it only makes states. An optimizer that counts it takes wrong steps after it
         (Megatron-LM#5974), and values that are loaded after it are no outside write.
         """
+        # parameters by their optimizer (rank, source)
         sources: dict[tuple[int, int], list[str]] = defaultdict(list)
         for name in tensors:
             sources[self._owners[name].key].append(name)
         for source, names in sources.items():
             if source in self._first:
                 continue
+            # gradients of zeros and lr = 0: no update of anyone's
             if all(self._makes_states(step, name, tensors[name]) for name in names):
                 for name in names:
                     del tensors[name]
@@ -281,9 +293,12 @@ class Audit:
         Another optimizer's state is left out, and so are tensors of another shape or dtype, as
         after a weight was pruned, or the model cast.
         """
+        # the step before is not known, or another parameter has the name now
         last, owner = self._last.get(name), self._owners[name]
         if last is None or self._last_step != step - 1 or self._came_anew(step, name):
             return {}
+
+        # another optimizer may go on with the weight, but has a state of its own
         is_same = last.owner.key == owner.key
         candidates = {
             quantity: tensor
@@ -291,6 +306,8 @@ class Audit:
             if (is_same and not quantity.startswith(OLD) and quantity != "grad")
             or quantity in WEIGHTS
         }
+
+        # the values that this step says it found, or else made: of their shapes and dtypes
         now = {
             q: samples.get(OLD + q, samples.get(q, tensor)).value
             for q, tensor in candidates.items()
@@ -339,17 +356,23 @@ class Audit:
 
     def _context(self, step: int, name: str, samples: Tensors, law: Law) -> tuple[Given, bool]:
         """Returns what the step takes beside tensors, and whether its count is sure."""
+        # options of the law, of the optimizer and of the group: the last one counts
         owner = self._owners[name]
         merged = {**law.options, **owner.optimizer["options"], **self._group(step, owner)}
         options = {key: number(option) for key, option in merged.items()}
         has_all_old = self._line(step, owner).get("has_all_old")
+        # no old moments where they would be known: the state is made in this step
         is_new = not any(OLD + moment in samples for moment in law.moments()) and (
             has_all_old or self._last_step == step - 1 or step == self._first[owner.key]
         )
         makes_state = has_all_old and is_new and any(moment in samples for moment in law.moments())
+
+        # a state that is made in this step counts its first update, but for counts of groups
         count, is_sure = self._count(step, name, law, is_new)
         if makes_state and not law.counts_groups:
             count, is_sure = 1, True
+
+        # the flat indices of sampled elements, and the parameter's number: random bits are of both
         numel = int(numpy.prod(samples["grad"].value.shape))
         places = places_of_samples(name, numel, 8 if len(samples["grad"].bits) < 64 else 4)
         place = (options.get("param_numbers") or range(owner.number + 1))[owner.number]
@@ -358,14 +381,18 @@ class Audit:
 
     def _count(self, step: int, name: str, law: Law, is_new: bool) -> tuple[int | None, bool]:
         """Returns the number of this update of a parameter, and whether that is sure."""
+        # updates since the last one whose number was sure
         owner, before = self._owners[name], self._counts.get(self._counted(name, law))
         if before is not None:
             passed = self._updates(before.step, step, name, law)
             if passed is not None:
                 return before.updates + passed, True
+
+        # the first step of an optimizer whose moments were zeros before, or a new state
         is_first = step == self._first[owner.key] and self._fresh[owner.key]
         if before is None and (is_first or (is_new and not law.counts_groups)):
             return 1, True
+        # what the optimizer says; not sure where the parameter may have missed steps
         return self._recorded(step, owner), law.counts_groups and before is None
 
     def _counted(self, name: str, law: Law) -> tuple[Any, ...]:
@@ -375,17 +402,21 @@ class Audit:
 
     def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
         """Counts a parameter's updates after one step up to another; None: some are missing."""
+        # more steps than are recorded in all: some are missing
         owner = self._owners[name]
         if last - first > len(self.recording.steps):
             return None
+        # a step without a line of this optimizer, nor of one that shares parameters with it
         lines, together = self.recording.ranks[owner.rank].scalars, self._together[owner.rank]
         between = range(first + 1, last + 1)
         if any(together[owner.source].isdisjoint(lines.get(step, ())) for step in between):
             return None
+        # steps that the optimizer took, but for those that an overflow left out
         owner_steps = [step for step in between if self._line(step, owner)]
         taken = [step for step in owner_steps if not self._is_left_out(step, owner)]
         if law.counts_groups:
             return len(taken)
+        # a parameter counts the steps in which it had a gradient
         return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
 
     def _rates(self, step: int, owner: ParameterOwner) -> Iterator[tuple[str, float]]:
@@ -440,22 +471,30 @@ class Audit:
         has_all_old = self._line(step, self._owners[name]).get("has_all_old")
         for quantity, left in before.items():
             old = samples.get(OLD + quantity)
+            # elements that both have, bit for bit
             if old is not None:
                 both = old.held & left.held
                 if (old.bits[both] != left.bits[both]).any():
                     self._find(step, name, quantity, OUTSIDE)
+            # all old values were recorded, and this one was not there: the state was taken away
             elif has_all_old and quantity in samples and quantity not in WEIGHTS:
                 self._find(step, name, quantity, STATE_RESET)
 
     def _judge(self, step: int, name: str, samples: Tensors, law: Law) -> None:
+        # a skipped step may change nothing
         owner = self._owners[name]
         if self._is_left_out(step, owner):
             for quantity in moved(samples):
                 self._find(step, name, quantity, NOT_SKIPPED)
             return
+
+        # lr, betas and so on, the count, places: what the law takes beside the tensors
         context, is_sure = self._context(step, name, samples, law)
+        # Muon's matrices: samples show the momentum and the master's cast, not the update
         if law.of_whole in samples:
             self._skip(TAKES_ALL, name)
+
+        # the twin is megaopt's own reference kernel: equal bits need no bounds
         unlike = self._unlike(owner, samples, context) if law.has_twin else None
         if unlike is not None and not unlike:
             self.report.equal_bits += 1
@@ -463,23 +502,30 @@ class Audit:
             if law.of_whole in samples:
                 self._master(step, name, samples)
             return
+
+        # numbers with bounds of rounding, held against the law's element by element
         sample = sample_of(samples, law, context, self._kind(owner))
         judged = judge(sample, law)
         bad = {quantity: verdict for quantity, verdict in judged.items() if verdict.is_bad.any()}
+        # a wrong count would spoil the update alone, as in Adam's bias corrections
         if set(bad) == {PARAM} and not is_sure:
             self._skip("its step count is not recorded", name)
             return
         self._check(step, name, context, law)
         self._master(step, name, samples)
+
+        # how a wrong optimizer would have made these numbers
         if bad:
             before = self._explained.get(name, "")
             explanation = explain(sample, law, judged, self._evidence(step, owner), before)
             self._explained[name] = explanation
+            # the state began anew: so do the updates that are counted
             if explanation == STATE_RESET and not law.counts_groups:
                 self._counts[self._counted(name, law)] = Counted(step, 1)
             for quantity, verdict in bad.items():
                 label = quantity if quantity != PARAM else param_of(samples)
                 self._find(step, name, label, explanation, verdict.ratio, verdict.off)
+        # within rounding, but contract ieee promises the bits
         elif context.options.get("contract") == "ieee":
             for quantity in unlike or ():
                 self._find(step, name, quantity, OTHER_BITS)
@@ -513,6 +559,7 @@ class Audit:
             return
         if weight.value.dtype not in ("bfloat16", "float16") or is_cast(weight, master):
             return
+        # a stale weight is the cast of the old master: the step did not write it
         old = samples.get(OLD + "master")
         stale = old is not None and is_cast(weight, old)
         self._find(step, name, "weight", STALE if stale else NOT_CAST)
@@ -528,13 +575,16 @@ def audit(recording: Recording) -> Report:
 
 def with_old(samples: Tensors, before: Tensors) -> Tensors:
     """Adds the last step's samples to a step's as old ones, at the places that all have."""
+    # the weight decides where elements lie; quantities of its shape are sampled at the same places
     merged = {**{OLD + quantity: tensor for quantity, tensor in before.items()}, **samples}
     like = merged.get("weight", merged.get("master"))
     if like is None:
         return merged
     quantities = {q for q, tensor in merged.items() if tensor.value.shape == like.value.shape}
+    # elements of 8 bytes have 32 samples, shorter ones 64
     if any(len(merged[q].bits) != len(like.bits) for q in quantities):
         return {}  # of 8 bytes beside shorter ones
+    # bool [samples]: the places that this rank has of all of them
     held: Mask = numpy.all([merged[q].held for q in quantities], axis=0)
     return {
         q: tensor._replace(held=held) if q in quantities else tensor for q, tensor in merged.items()
@@ -562,14 +612,19 @@ def sample_of(samples: Tensors, law: Law, context: Given, kind: str) -> Sample:
     param = param_of(samples)
     if param not in samples:
         raise Unknown(f"{param} is not recorded at the gradient's places")
+    # the precision in which the law computes: its own, or that of the parameter's dtype
     options = {**context.options, "is_new": context.is_new}
     single = law.computes or ("float32" if options.get("fused") else samples[param].value.dtype)
     if single not in PRECISIONS or samples[param].value.dtype == "float64":
         single = "float64"
     precision = PRECISIONS[single]
+
+    # numbers before and after the step, by their names in the law
     old, new = (_twins if law.has_twin else _plain)(samples, law, context, precision, kind)
     if PARAM not in old:
         raise Unknown(f"{OLD}{param} is not recorded")
+
+    # the gradient as the law takes it: unscaled, then clipped, each one rounding more
     grad = exact(decoded(samples["grad"]), precision)
     for factor in (None if context.scale is None else 1 / context.scale, context.coefficient):
         grad = grad if factor in (None, 1.0) else grad * exact(factor, precision).again(1)
@@ -596,6 +651,7 @@ def _plain(samples: Tensors, law: Law, context: Given, precision: Precision, kin
     if context.is_new and OLD + "master" not in samples and OLD + "weight" in samples:
         # masters that a step makes are its weights
         samples = {**samples, OLD + "master": samples[OLD + "weight"]}
+    # by the law's names; new numbers have the error of being stored, old ones are exact
     names = {**law.names, param: PARAM}
     old, new = dict[str, Rounded](), dict[str, Rounded]()
     for quantity, tensor in samples.items():
@@ -605,6 +661,7 @@ def _plain(samples: Tensors, law: Law, context: Given, precision: Precision, kin
         new[name] = _read(samples, quantity, precision)
         if OLD + quantity in samples:
             old[name] = _read(samples, OLD + quantity, precision)
+        # a state that is made in this step begins with zeros
         elif context.is_new and name in law.starts_as_zeros:
             old[name] = exact(numpy.zeros_like(new[name].value), precision)
     return old, new
@@ -617,10 +674,12 @@ def _fits(tensor: Tensor, like: Tensor) -> bool:
 
 
 def _read(samples: Tensors, quantity: str, precision: Precision) -> Rounded:
+    # codes of 8 bits: values, and the width of the code's step as their error
     if quantity.removeprefix(OLD) in CODES and samples[quantity].value.dtype == "uint8":
         value, width = of_codes(samples, quantity)
         is_new = not quantity.startswith(OLD)
         return Rounded(value, width if is_new else numpy.zeros_like(value), precision)
+    # a dtype shorter than the law computes in: half of its last place is lost in storing
     value, storage = decoded(samples[quantity]), PRECISIONS[samples[quantity].value.dtype]
     if storage.unit > precision.unit and not quantity.startswith(OLD):
         return Rounded(value, storage.unit * numpy.abs(value) + storage.least, precision)
@@ -645,15 +704,18 @@ def judge(sample: Sample, law: Law, wrong: Sample | None = None) -> dict[str, Ju
 
 
 def _beside(sample: Sample, quantity: str, law: Rounded) -> Judged:
+    # fp64 arrays over the samples
     new = sample.new[quantity]
     with numpy.errstate(all="ignore"):
         # a stored number may be a last place of its format off: half from each side of a binade
         bound = law.error + new.error
         difference = numpy.abs(new.value - law.value)
+        # NaN and infinity of the law have no bound: nothing is said of them
         is_finite = numpy.isfinite(law.value) & numpy.isfinite(bound)
         is_bad = is_finite & ~(difference <= bound)
         off = numpy.where(is_bad, difference / bound, 0.0).max(initial=0.0)
         old = sample.old.get(quantity)
+        # done over due, least squares, of elements whose update is well above rounding
         ratio = None
         if quantity == PARAM and old is not None:
             due, done = law.value - old.value, new.value - old.value
@@ -679,20 +741,24 @@ def explain(
 
     before: the tensor's last explanation, which is tried first; "unexplained" stays so.
     """
+    # nothing moved at all
     still = unmoved(sample)
     if all(still.values()):
         return SKIPPED
     if before == UNEXPLAINED:
         return UNEXPLAINED
+    # wrong samples, by name, the last explanation of this tensor first
     for name, wrong in sorted(explanations(sample, evidence), key=lambda pair: pair[0] != before):
         if obeys(sample, law, wrong):
             return name
+    # then a state that began anew, and single quantities that stayed
     if obeys(sample, law, reset(sample, law)):
         return STATE_RESET
     for quantity, verdict in judged.items():
         stayed = verdict.is_bad.any() and still.get(quantity) and quantity != PARAM
         if stayed and obeys(sample, law, sample, quantity):
             return f"{quantity} not updated"
+    # last: a gradient that was multiplied by something
     return _scaled(sample, law, judged) or UNEXPLAINED
 
 
@@ -717,11 +783,13 @@ def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:
 
 def _scaled(sample: Sample, law: Law, judged: Mapping[str, Judged]) -> str | None:
     """Returns the gradient's factor under which the law holds, in words; None without one."""
+    # the law with the gradient, and with zeros in its place: what is linear in it lies on a line
     zero = replace(sample, grad=exact(numpy.zeros_like(sample.grad.value), sample.precision))
     full, none = law.update(sample), law.update(zero)
     for quantity, verdict in judged.items():
         if not verdict.is_bad.any() or quantity not in full:
             continue
+        # the factor of this quantity; it has to explain all others, too
         factor = _factor(sample.new[quantity], full[quantity], none[quantity])
         if factor is None:
             continue
@@ -733,6 +801,7 @@ def _scaled(sample: Sample, law: Law, judged: Mapping[str, Judged]) -> str | Non
 
 def _factor(new: Rounded, full: Rounded, none: Rounded) -> Rounded | None:
     """Returns the number that the gradient was multiplied by; the quantity is linear in it."""
+    # of each sample: factor and its bound; the sharpest one is taken
     with numpy.errstate(all="ignore"):
         span = full.value - none.value
         error = (full.error + none.error + new.error) / numpy.abs(span)

@@ -106,11 +106,13 @@ def _begin_with(
 ) -> Blame:
     """Blames what differs before a step; compares it with what the step before left."""
     key, (name, quantity) = keys[0], keys[0]
+    # runs in which the value is another than the step before left
     written = [
         letter
         for letter, old, now in zip("AB", left, before, strict=True)
         if key in old and value_of(old[key]) != value_of(now[key])
     ]
+    # the first step has nothing before it; later ones tell a write from what no step showed
     if step == pair.steps[0]:
         kind, text = "start", f"the runs begin with another {quantity} of {name}"
     elif written:
@@ -126,6 +128,7 @@ def _begin_with(
 
 def _data(pair: Pair, step: int) -> Blame | None:
     """Checks the batch; blames a generator instead that differs by then."""
+    # the batch may differ because a generator parted earlier, with no other sign of it
     blame = _batch(pair, step)
     steps = (earlier_step for earlier_step in pair.steps if blame and earlier_step <= step)
     parted = next(filter(None, (_random_state(pair, earlier_step) for earlier_step in steps)), None)
@@ -138,7 +141,9 @@ def _data(pair: Pair, step: int) -> Blame | None:
 def _batch(pair: Pair, step: int) -> Blame | None:
     if not pair.says("batch", step):
         return None
+    # of each rank the digests of its calls, in order
     a, b = (side.scalars(step, "batch") for side in pair.both)
+    # ranks cut the global batch differently: only the sum of all digests means the same
     if not pair.alike_layout:
         return _global_data(step, a, b)
     if a == b:
@@ -154,6 +159,7 @@ def _batch(pair: Pair, step: int) -> Blame | None:
 
 def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
     """Checks the batches of all ranks together; ranks of one model may count once or each."""
+    # ranks of one model may see one batch: a sum of every rank's, and one of equal lists once
     wholes = [
         {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})} for batches in (a, b)
     ]
@@ -164,6 +170,7 @@ def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
 
 def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
     """Returns the digest of a whole global batch, whatever its parts."""
+    # two lanes of 64 bits each, added without a carry between them, as digests of parts are
     digests = [int(digest, 16) for batch in batches for digest in batch or ()]
     low, high = (
         sum(digest % LANES for digest in digests),
@@ -190,6 +197,7 @@ def _forward(pair: Pair, step: int) -> Blame | None:
 
 
 def _outputs(pair: Pair, step: int) -> Blame | None:
+    # modules that both recorded, in the order of the forward pass
     first_rows = _first_rows(pair, step, "forward", pair.modules(step))
     if first_rows:
         (call, name), keys = first_rows
@@ -198,6 +206,8 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
         before = f"; that of {ahead[-1]} before it is equal" if ahead else ""
         text = f"the output of {name} is the first that differs{_call(call)}{before}"
         return Blame(step, "forward", name, "forward", text, keys)
+
+    # no output differs, or none was recorded: losses are the outputs left
     if not pair.says("losses", step):
         return None
     # as text, in which a NaN is equal to itself, and -0 is not 0
@@ -222,12 +232,15 @@ def _first_rows(
     pair: Pair, step: int, quantity: str, order: Mapping[str, int], backward: bool = False
 ) -> tuple[tuple[int, str], tuple[Key, ...]] | None:
     """Returns the first call that differs and its module, and all modules that differ, in order."""
+    # by rank and name the digests of all calls in the step
     a, b = pair.rows(step, quantity)
+    # of each module the first call in which any rank differs
     first: dict[str, int] = {}
     for rank, name in pair.differing(a, b):
         calls = zip_longest(a[rank, name], b[rank, name])
         call = next(i for i, (x, y) in enumerate(calls) if x != y)
         first[name] = min(call, first.get(name, call))
+    # within one call: from the front in the forward pass, from the back in the backward pass
     sign = -1 if backward else 1
     names = sorted(first, key=lambda name: (first[name], sign * order.get(name, 0)))
     if not names:
@@ -237,6 +250,7 @@ def _first_rows(
 
 def _backward(pair: Pair, step: int) -> Blame | None:
     order = pair.modules(step)
+    # the gradient of an output comes from the module behind it, which is to blame
     first_rows = _first_rows(pair, step, "backward", order, backward=True)
     if first_rows:
         (call, name), keys = first_rows
@@ -247,6 +261,8 @@ def _backward(pair: Pair, step: int) -> Blame | None:
             f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
         )
         return Blame(step, "backward", where, "backward", text, keys)
+
+    # outputs' gradients are equal: a parameter's own gradient on some rank, before reduction
     first_rows = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
     if not first_rows:
         return None
@@ -256,23 +272,30 @@ def _backward(pair: Pair, step: int) -> Blame | None:
 
 
 def _gradient(pair: Pair, step: int) -> Blame | None:
+    # gradients as the step takes them, the last layer's first
     keys = pair.ordered(pair.tensors(step, lambda quantity: quantity == "grad"), backward=True)
+    # as norms come from all ranks, one of each value is enough where layouts differ
     norms = [side.scalars(step, "grad_norm") for side in pair.both]
     if not pair.alike_layout:
         norms = [list(dict.fromkeys(rank_norms)) for rank_norms in norms]
     same_norm = norms[0] == norms[1]
+    # no gradient recorded, or all equal: the norm may still tell
     if not keys:
         if same_norm or not pair.says("grad_norm", step):
             return None
         text = f"seen first in the norm of the gradient: {_pairs_of(*norms)}"
         return Blame(step, "gradient", "grad_norm", "grad_norm", text)
+
+    # replicas that differ within one run, or equal gradients before the reduction
     name = keys[0][0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
+    # groups of ranks that should hold the same and do not
     apart = [
         f"{letter}'s ranks {_groups(summed)}"
         for letter, summed in (("A", a), ("B", b))
         if summed and summed.replicas
     ]
+    # each rank's own gradients were equal, or `_backward` had blamed one
     recorded = pair.records("local grad", step) and pair.alike_layout
     norm_is_known = same_norm and pair.says("grad_norm", step)
     if apart or (recorded and pair.has_ranks and not norm_is_known):
@@ -280,6 +303,8 @@ def _gradient(pair: Pair, step: int) -> Blame | None:
         unlike = f"; {' and '.join(apart)} hold different ones" if apart else ""
         text = f"{equal}the reduced gradient of {name} differs{unlike}"
         return Blame(step, "reduction", name, "grad", text, tuple(keys))
+
+    # neither: something between backward and step, clipping or a hook, say
     lacking = " (one run has none)" if a is None or b is None else ""
     changed = "changed between the backward and the step" if recorded else "seen first in it"
     norm = "; the norm before clipping is equal, but small changes may not move it"
@@ -300,6 +325,7 @@ def _groups(summed: Summed) -> str:
 
 
 def _optimizer(pair: Pair, step: int) -> Blame | None:
+    # weights, masters and moments after the step
     keys = pair.ordered(pair.tensors(step, is_after))
     options = pair.options(step)
     if not keys:
@@ -308,6 +334,8 @@ def _optimizer(pair: Pair, step: int) -> Blame | None:
         if pair.records("weight", step) or not unlike:
             return None
         return Blame(step, "optimizer", str(unlike[0].name), "options", "; ".join(map(str, unlike)))
+
+    # ranks of one run disagree about the same part: no law explains that
     name, quantity = keys[0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
     apart = [summed for summed in (a, b) if summed and summed.replicas]
@@ -325,15 +353,19 @@ def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     Quantities that nobody looked at before the step are told as the last one left them: `p.data`
     may have been written since, and samples alone show that.
     """
+    # digests of the step, and numbers of elements that were sampled before it
     rows, sampled = [side.digests(step) for side in pair.both], _sampled_before(pair, step, name)
     values = pair.a.values_at(step)
+    # state and weight that both runs have before the step, of this tensor
     quantities = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
+    # seen before the step itself: by a digest of the old value, or samples of every element
     looked_at = [
         q
         for q in quantities
         if all((name, f"old {q}") in digests for digests in rows)
         or (q in sampled and sampled[q] == math.prod(values[name, f"old {q}"].shape))
     ]
+    # known only from the end of the step before
     left = [quantity for quantity in quantities if quantity not in looked_at]
     inputs = ["gradient"] if pair.records("grad", step) else []
     inputs += [f"old {quantity}" for quantity in looked_at]

@@ -169,8 +169,11 @@ class Comparison:
 
         If B were a repeat too, it would be the farthest of four runs alike once in four.
         """
+        # B parts before any repeat does
         if self.blame and (self.repeats_part is None or self.blame.step < self.repeats_part):
             return True
+
+        # or B is farther from all of A's runs than they are from each other, in most rows
         return 2 * sum(row.change > row.repeats for row in self.noise) > len(self.noise)
 
     @property
@@ -194,7 +197,9 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Returns what is to be known beside the verdict, a line each."""
+        # the elements of the blamed tensor, where both runs kept it whole
         lines = [] if self.elements is None else [str(self.elements)]
+        # what stands before the blame in its order, and nobody recorded: the cause may lie there
         if self.blame is not None and self.blame.unrecorded:
             unrecorded = self.blame.unrecorded
             more = "; --level blocks records blocks" if "outputs of blocks" in unrecorded else ""
@@ -209,8 +214,10 @@ class Comparison:
 
     def _about_names(self) -> Iterator[str]:
         """Tells how tensors get names that meet."""
+        # each side has tensors that the other has not: other names of the same, maybe
         if {"A lacks", "B lacks"} <= self.missing.keys():
             yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
+        # a parameter that no module knows has a name of its place in the optimizer
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
         matches = ((name, LOOSE.match(name)) for name in names)
         unnamed, match = next((pair for pair in matches if pair[1]), ("", None))
@@ -226,6 +233,7 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         """Returns the comparison as JSON holds it; docs/diff.md has the schema."""
         content = {"schema": SCHEMA, "verdict": self.verdict, "line": self.line, **asdict(self)}
+        # JSON writes NamedTuples as lists: their fields get names here
         content["blame"] = None if self.blame is None else self.blame._asdict()
         for name in ("elements", "farthest"):
             value = getattr(self, name)
@@ -264,35 +272,50 @@ def compare(
     """
     if tolerance is not None and not tolerance >= 0:
         raise RecordingError(f"tolerance must be a number >= 0, got {tolerance}")
+    # a's names for b's tensors; only steps and tensors that both have are compared
     pair = Pair(Side(a), Side(b, names))
+
+    # differences of card, library and layout, which alone may explain other products
     comparison = Comparison(_title(a), _title(b), environment=_environment(a, b))
     comparison.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
+
+    # nothing in common: no verdict but this
     comparison.missing = pair.missing()
     if comparison.missing:
         return comparison
+
+    # what the comparison covers
     steps = pair.steps
     comparison.steps = (steps[0], steps[-1], len(steps))
+    # quantities that each rank has of its own, where both runs recorded them
     rank_quantities = [quantity for quantity in OWN if all(pair.rows(steps[0], quantity))]
     comparison.tensors = len({name for name, _ in pair.in_both})
     comparison.quantities = list(
         dict.fromkeys([*(quantity for _, quantity in pair.in_both), *rank_quantities])
     )
+
+    # the first thing that differs, in the order of blame
     comparison.options = pair.options(steps[0])
     comparison.blame = first_blame(pair)
     comparison.notes = pair.notes()
+    # equal bits: options that differ all the same are worth a note
     if comparison.blame is None:
         comparison.notes += pair.quiet_options()
     else:
+        # dtypes at the blamed step may be others than at the first
         dtype_reasons = pair.dtypes(comparison.blame.step)
         comparison.reasons += [
             reason for reason in dtype_reasons if reason not in comparison.reasons
         ]
+        # the blamed tensor's elements, from whole tensors
         try:
             comparison.elements = _elements(pair, comparison.blame)
         except RecordingError as error:  # which is no reason to keep the verdict back
             comparison.notes.append(str(error))
+        # from the blamed step on: how much differs, and how far
         comparison.growth = list(_growth(pair, comparison.blame.step))
         comparison.histogram = _histogram(pair)
+        # A's repeats, and the caller's tolerance, may excuse the difference
         _look_at_repeats(comparison, a, b, names, noise)
         if tolerance is not None:
             comparison.tolerance = tolerance
@@ -302,23 +325,29 @@ def compare(
 
 
 def _tier(comparison: Comparison) -> str:
+    # equal, or the same card, library and layout: only equal bits will do
     if comparison.blame is None or not comparison.reasons:
         return "bits"
+    # products of the passes may differ, unless the optimizer had an equal gradient
     by_nature = comparison.blame.kind in BY_NATURE or "the gradient" in comparison.blame.unrecorded
     return "close" if by_nature else "bits"
 
 
 def _elements(pair: Pair, blame: Blame) -> Elements | None:
     """Returns what differs within the blamed tensor; None where not both runs have kept it."""
+    # the blamed tensor, in the quantity as it was before the step where that differs
     key = blame.where, blame.quantity
     if any(key not in side.values for side in pair.both):
         return None
     name, quantity = key[0], f"old {key[1]}" if blame.kind in BEGIN else key[1]
+    # (bits, mask) of each side: flat unsigned integers of the dtype's width, and bool
     tensors = [side.kept(blame.step, (name, quantity)) for side in pair.both]
     (dtype, other_dtype), (tensor_a, tensor_b) = pair.dtypes_of(blame.step, key), tensors
     shape, other_shape = (value.shape for value in pair.values_of(blame.step, key))
     if tensor_a is None or tensor_b is None or (dtype, shape) != (other_dtype, other_shape):
         return None
+
+    # elements that both sides have, and of which the bits differ
     held = tensor_a[1] & tensor_b[1]
     unlike = numpy.flatnonzero(held & (tensor_a[0] != tensor_b[0]))
     if not len(unlike):
@@ -334,15 +363,18 @@ def _against_repeats(
     a: ComparedRun, b: ComparedRun, names: Mapping[str, str] | None, noise: Sequence[ComparedRun]
 ) -> Iterator[Repeats]:
     """Yields each quantity's difference beside that of repeats, at steps that all have sampled."""
+    # steps that every run has, with samples
     repeats, change = [Side(run) for run in (a, *noise)], Side(b, names)
     runs = [*repeats, change]
     common = set.intersection(*(set(side.run.sampled) & set(side.run.steps) for side in runs))
+    # distances among A and its repeats, and of B from each of them
     repeat_pairs = [Pair(x, y) for x, y in combinations(repeats, 2)]
     change_pairs = [Pair(side, change) for side in repeats]
     for step in sorted(common) if noise else ():
         apart = [pair.distances(step) for pair in repeat_pairs]
         moved = [pair.distances(step) for pair in change_pairs]
         for quantity in moved[0]:
+            # the largest among repeats against B's least: B has to be off from all
             largest = max(distances.get(quantity, NEAR).relative for distances in apart)
             least = min(distances.get(quantity, NEAR).relative for distances in moved)
             if largest or least:
@@ -362,6 +394,7 @@ def _look_at_repeats(
         comparison.notes.append(
             "repeats say nothing: there is no step of which all runs have samples"
         )
+    # each repeat against A by the same comparison: where it parts
     for i, repeat in enumerate(noise):
         blame = compare(a, repeat).blame
         if blame is not None:
@@ -376,6 +409,7 @@ def _title(run: ComparedRun) -> str:
 
 def _environment(a: ComparedRun, b: ComparedRun) -> list[ValueDifference]:
     chosen = ("environment", "layout", "world", "level", "every")
+    # the settings of the first rank, option by option, the commands' words and the classes
     settings_a, settings_b = ({name: run.run.get(name) for name in chosen} for run in (a, b))
     entries = differences(flat(settings_a) | _words(a), flat(settings_b) | _words(b))
     entries += differences(*(_classes(run) for run in (a, b)))
@@ -393,6 +427,7 @@ def _words(run: ComparedRun) -> dict[str, str]:
     """Returns the words of a run's command: behind each option, and before the first."""
     words, name = dict[str, str](), "argv"
     for word in run.run.get("argv") or ():
+        # "-5" is a value, "-x" an option
         if word.startswith("-") and word.lstrip("-")[:1].isalpha():
             option, _, word = word.partition("=")
             name = f"argv {option}"
@@ -422,10 +457,12 @@ def _growth(pair: Pair, first: int) -> Iterator[Growth]:
     """Yields what differs of each quantity, at steps from the first that differs."""
     for step in _curve(pair, first):
         yield from _scalars_apart(pair, step)
+        # quantities of single ranks are counted by rank and name
         for quantity in OWN:
             a, b = pair.rows(step, quantity)
             if a and b:
                 yield Growth(step, quantity, len(pair.differing(a, b)), len(a), None, None)
+        # how many tensors differ of each quantity, of how many
         apart = Counter(quantity for _, quantity in pair.tensors(step, is_new))
         of = Counter(q for key in pair.a.digests(step) if is_new(q := key[1]))
         lengths = pair.distances(step)
@@ -442,6 +479,7 @@ def _growth(pair: Pair, first: int) -> Iterator[Growth]:
 
 
 def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
+    # generators that the run draws from
     drawn = pair.drawn(step)
     apart = sum(name in drawn for _, name in pair.generators_apart(step))
     yield Growth(step, "random state", apart, len(drawn), None, None)
@@ -467,11 +505,13 @@ def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
 def _each_apart(a: Any, b: Any) -> Iterator[float]:
     """Yields how far numbers lie apart, over the first; inf for NaN or without a partner."""
     for x, y in zip_longest(floats(a), floats(b), fillvalue=math.nan):
+        # equal and both NaN: 0; of 0, to NaN, or without a partner: infinity
         far = 0.0 if x == y or (x != x and y != y) else abs(y - x) / abs(x) if x else math.inf
         yield far if far == far else math.inf
 
 
 def _curve(pair: Pair, first: int) -> list[int]:
+    # from the step before the first difference: the first 16, then at most about 64 sampled ones
     after = pair.steps[max(pair.steps.index(first) - 1, 0) :]
     sampled = sorted(set(pair.a.run.sampled) & set(pair.b.run.sampled) & set(after[FIRST:]))
     every = -(-len(sampled) // CURVE) or 1

@@ -104,6 +104,8 @@ class Writer:
     ) -> None:
         self.folder = folder / f"rank-{rank}"
         self.folder.mkdir(parents=True, exist_ok=True)
+        # x: another recording of this rank stays; unbuffered, so that a killed process loses
+        # no whole step
         try:
             self._files: dict[str, BinaryIO] = {
                 name: open(self.folder / name, "xb", buffering=0)  # noqa: SIM115 closed by close
@@ -116,6 +118,7 @@ class Writer:
                 " processes train, start each by a `megaopt record` of its own, or make a Recorder"
                 " with its own out in each instead"
             ) from None
+
         self._raises, self.is_stopped = raises, False
         """True once nothing more is written, as nothing behind a torn block could be read."""
         self._numbers: dict[Value, int] = {}
@@ -157,6 +160,7 @@ class Writer:
             rows: of dtype ROW. A value may have several, in the order in which they came.
             samples: of dtype SAMPLE.
         """
+        # samples before rows before the line of scalars: the line says that both are whole
         counts = {}
         for name, array, dtype in (("samples", samples, SAMPLE), ("rows", rows, ROW)):
             counts[name] = 0 if array is None else len(array)
@@ -200,6 +204,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
 def _block(
     magic: bytes, source: int, step: int, array: numpy.ndarray[Any, Any], dtype: numpy.dtype[Any]
 ) -> bytes:
+    # header, rows, CRC-32 of both
     header = numpy.array((magic, source, step, len(array)), HEADER).tobytes()
     data = header + numpy.ascontiguousarray(array, dtype).tobytes()
     return data + numpy.array(zlib.crc32(data), CHECK).tobytes()
@@ -251,9 +256,11 @@ class Rank:
             )
         # the run may go on meanwhile: what names something is read before what it names
         written, *blocks = (_content(folder / name) for name in ("scalars.jsonl", *BLOCKS))
+        # manifest: a line for the run, one for each description of an optimizer, one for each value
         lines = list(_lines(_content(manifest), manifest))
         for line in lines:
             check(line, LINE, f"lines of {str(manifest)!r}")
+
         whole = bool(lines) and lines[0]["is"] == "run"
         require(whole, f"{str(manifest)!r}", "begun by the line of the run", lines[:1])
         self.run: dict[str, Any] = {"environment": {}, **without_none(lines[0])}
@@ -261,6 +268,8 @@ class Rank:
         schema = self.run.get("schema")
         require(schema == SCHEMA, f"schema of {str(folder)!r}", str(SCHEMA), schema)
         check(self.run, RUN, f"lines of {str(manifest)!r}")
+
+        # a later description of one source replaces the one before
         optimizer_lines = [without_none(line) for line in lines if line["is"] == "optimizer"]
         for line in optimizer_lines:
             check(line, OPTIMIZER, f"lines of {str(manifest)!r}")
@@ -270,13 +279,17 @@ class Rank:
         """The descriptions of each optimizer, in the order of writing."""
         for index, line in enumerate(optimizer_lines):
             self.descriptions[line.get("source", index)].append(line)
+
+        # rows name values by their place among these
         self.values = [_value(line, manifest) for line in lines if line["is"] == "value"]
         self.scalars: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Lines by step and source."""
+        # a line for each step of each optimizer
         steps = [without_none(line) for line in _lines(written, scalars)]
         for line in steps:
             check(line, {**STEP, **SCALARS}, f"lines of {str(scalars)!r}")
             self.scalars[line["step"]][line["source"]] = line
+        # lines may have been written since the first look at the file
         grows = scalars.stat().st_size != len(written)
         self._rows, self._samples = (
             self._blocks_of(steps, path, content, grows)
@@ -299,10 +312,12 @@ class Rank:
         whose line a kill may have prevented.
         """
         rows_by_key: Blocks = {}
+        # blocks stand in the order of the lines: one for each count that is not 0
         blocks, where = _blocks(content, path), f"blocks of {str(path)!r}"
         for line in steps:
             count, key = line.pop(path.stem), (line["step"], line["source"])
             if count:
+                # (step, source) of the block, and its rows: a view of the file
                 *block_key, rows = next(blocks, (0, 0, numpy.empty(0, ROW)))
                 allowed = f"those that scalars.jsonl counts: {count} rows of step {key[0]}"
                 what = f"{len(rows)} of step {block_key[0]}" if len(rows) else "no whole block"
@@ -310,20 +325,24 @@ class Rank:
                 names_known = rows["value"].max() < len(self.values)
                 require(bool(names_known), where, "of values in manifest.jsonl", "others")
                 rows_by_key[key] = rows
+        # whole blocks behind the last line: at most that of a step whose line is missing
         left = [step for step, *_ in blocks]
         require(grows or len(left) < 2, where, "counted by lines of scalars.jsonl", left)
         return rows_by_key
 
     def _check_samples(self) -> None:
         """Raises RecordingError for samples that are not of the manifest's tensors."""
+        # by value: bytes of an element (0: not known), elements, whether ranks share it
         widths = numpy.array([WIDTHS.get(value.dtype, 0) for value in self.values], "u4")
         numels = [min(math.prod(value.shape), SAMPLES) for value in self.values]
         elements = numpy.array(numels, "i8")
         shared = numpy.array([value.place is not None for value in self.values], bool)
+        # rows: dtype SAMPLE [n]; held: a bit for each sampled element that this rank has
         for rows in self._samples.values():
             number, width = rows["value"], rows["width"]
             dtype_widths = widths[number]
             most = numpy.minimum(elements[number], numpy.where(width == 8, SAMPLES // 2, SAMPLES))
+            # no bits behind the tensor's last element
             beyond = rows["held"] >> numpy.minimum(most, SAMPLES - 1).astype("u8")
             held_fits = (most == SAMPLES) | (beyond == 0)
             width_fits = numpy.isin(width, (1, 2, 4, 8)) & (
@@ -350,6 +369,7 @@ class Rank:
 
     def values_at(self, step: int) -> dict[Key, Value]:
         """Returns the values of a step's rows and samples, with their dtypes and shapes there."""
+        # the first row of a value is the last to be written into the dict, and stays
         numbers = dict[int, None]()
         for blocks in (self._rows, self._samples):
             for source in sorted(self.scalars.get(step, ())):
@@ -495,6 +515,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
     where, data = f"the file of kept tensors {str(path)!r}", _content(path)
     size = len(data)
     require(size >= 8, where, "whole", f"{size} bytes")
+    # 8 bytes: the length of the JSON header behind them
     start = 8 + int(data[:8].view("<u8")[0])
     content = read_json(data[8:start].tobytes(), where)
     require(isinstance(content, dict), where, "an object for each tensor", content)
@@ -502,8 +523,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, numpy.ndarray[Any, Any]]]:
         if name == "__metadata__":
             continue
         check(entry if isinstance(entry, dict) else {}, TENSOR, where)
+        # offsets count from the end of the header
         begin, end = entry["data_offsets"]
         require(begin <= end <= size - start, where, f"{start + end} bytes long", size)
+        # bits as unsigned integers of the dtype's width; odd dtypes are left out
         width = (end - begin) // max(math.prod(entry["shape"]), 1)
         if width in (1, 2, 4, 8) and (end - begin) % width == 0:
             yield name, data[start + begin : start + end].view(f"<u{width}")
@@ -521,12 +544,14 @@ def _blocks(
     while place < len(data):
         where, begins = f"byte {place} of {str(path)!r}", data[place : place + 4].tobytes()
         require(magic.startswith(begins), where, f"the beginning of a block, {magic!r}", begins)
+        # a header or a block that the file ends in was being written
         if place + HEADER.itemsize > len(data):
             return
         header = data[place : place + HEADER.itemsize].view(HEADER)[0]
         end = place + HEADER.itemsize + int(header["rows"]) * dtype.itemsize
         if end + CHECK.itemsize > len(data):
             return
+        # the checksum is of header and rows
         checksum = int(data[end : end + CHECK.itemsize].view(CHECK)[0])
         where, actual = f"the block from {where}", zlib.crc32(data[place:end].data)
         require(actual == checksum, where, f"of the checksum {checksum:08x}", f"{actual:08x}")
@@ -619,6 +644,7 @@ class Recording:
 
         Several tensors of one name, as older versions recorded some, are summed too.
         """
+        # by tensor, by place in it, by rank: one digest
         parts: dict[Key, dict[Any, dict[int, Digest]]] = defaultdict(lambda: defaultdict(dict))
         values = dict[Key, Value]()
         for rank in self.ranks:
@@ -626,6 +652,7 @@ class Recording:
                 if value.place is not None:
                     key = value.name, value.quantity
                     rank_digests, values[key] = parts[key][value.place], value
+                    # two tensors of one name on one rank are added up
                     before = rank_digests.get(rank.number)
                     rank_digests[rank.number] = (
                         digest if before is None else _total([before, digest])
@@ -648,15 +675,19 @@ class Recording:
 
         It is None where no rank kept it. A quantity is as after the step, "old weight" as before.
         """
+        # the tensor as it is after the step has the shape and places
         plain = key[0], key[1].removeprefix("old ")
         value = self.values_at(step).get(plain)
         numel = 0 if value is None else math.prod(value.shape)
+        # (bits, mask): flat over the whole tensor, filled rank by rank
         tensor: tuple[numpy.ndarray[Any, Any], numpy.ndarray[Any, Any]] | None = None
         for rank in self.ranks:
+            # part: this rank's bits, flat; its pieces lie one behind another
             whole, places, begin = rank.kept(step), rank.places(step, plain), 0
             part = whole.get((encodable(key[0]), encodable(key[1])))
             if part is None or len(part) < sum(place[3] for place in places):
                 continue
+            # ranks that kept it in another dtype, or in part, add nothing
             width = part.itemsize if value is None else WIDTHS.get(value.dtype, part.itemsize)
             if part.itemsize != width or (tensor is not None and tensor[0].itemsize != width):
                 continue
@@ -683,6 +714,7 @@ class Recording:
         samples_by_key: dict[Key, tuple[int, numpy.ndarray[Any, Any]]] = {}
         for rank in self.ranks:
             for value, held, bits in rank.samples(step):
+                # held: a bit for each sampled element that the rank has; others have the rest
                 key = value.name, value.quantity
                 held_before, bits_before = samples_by_key.get(key, (0, numpy.zeros_like(bits)))
                 where = f"samples of {value.quantity} of {value.name} on rank {rank.number}"
@@ -699,6 +731,7 @@ class Recording:
 
 def _indices(place: tuple[int, int, int, int]) -> Any:
     """Returns the indices in the whole tensor of the elements at a place."""
+    # runs of `run` elements, `stride` apart: rows' pieces of a tensor that is split by columns
     first, run, stride, numel = place
     if not stride:
         return slice(first, first + numel)
@@ -715,6 +748,7 @@ def _total(digests: Sequence[Digest]) -> Digest:
 
 
 def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
+    # one digest for each place: replicas of a place are compared, not added
     total = _total([next(iter(ranks.values())) for ranks in parts.values()])
     numel = math.prod(value.shape)
     missing = numel - sum(place[3] for place in parts)
@@ -724,6 +758,7 @@ def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
 
 
 def _alike(ranks: Mapping[int, Digest]) -> dict[Digest, tuple[int, ...]]:
+    # by digest the ranks that have it
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, digest in ranks.items():
         groups[digest.low, digest.high].append(rank)  # counts may lack on some
@@ -741,6 +776,7 @@ def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:
     count = SAMPLES // 2 if width == 8 else SAMPLES
     if numel <= count:
         return range(numel)
+    # the name in the draw: tensors of one shape are sampled at other places
     # one of each of `count` equal stretches
     draws = [
         zlib.crc32(f"{name} {numel} {i}".encode("utf-8", "surrogatepass")) for i in range(count)

@@ -97,15 +97,21 @@ class Recorder:
         names: Mapping[str, str] | None = None,
         vocabulary: int | None = None,
     ) -> None:
+        # what to record, checked before anything is registered or written
         one_of("level", level, LEVELS)
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
+        # levels by number: each records what those below it record
         self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
         if self._keep and importlib.util.find_spec("safetensors") is None:
             refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
+
+        # a fork inherits the recorder; only this process writes
         self.folder, self._pid = Path(out), os.getpid()
         if vocabulary is not None:
             whole_number("vocabulary", vocabulary)
+
+        # what is known of models and optimizers
         self._parameters = Parameters(checked_names(names), vocabulary)
         self._meshes: set[str] = set()
         """The meshes of models' and optimizers' parameters; models come before optimizers step."""
@@ -113,25 +119,33 @@ class Recorder:
         self._devices: set[torch.device] = set()
         self._order: dict[str, None] = {}
         """Names of parameters as the first forward met them."""
+
+        # the step that comes, filled by hooks until the optimizer's step takes it
         self._coming, self._wanted = Step(), True
         self._graph: Any = None
         """The CUDA graph that is being captured; `_coming` is within it."""
         self._outside = Step()
         """The coming step as it was before the capture."""
         self._graphs: MutableMapping[Any, list[Captured]] = weakref.WeakKeyDictionary()
+
+        # the rank's files; made with the first optimizer, or the first step
         self._files: tuple[Writer, Sink] | None = None
         self._is_closed = False
+
         self._own_rows: dict[tuple[str, str], tuple[Held, Listed]] = {}
         """The last tensor's description by name and quantity: its shape may change each time."""
         self._mark = object()
         """The mark of the functions that made the models' outputs."""
         self._hears_all = True
         """Whether no model was given: then every backward is one of the run."""
+
+        # what close() takes back
         self._undo: list[Callable[[], None]] = []
         self._hooks: dict[torch.nn.Module, list[Any]] = {}
         """The hooks that are registered for each model."""
         # of any process: one that multiprocessing has started knows no atexit
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
+        # a half-made recorder leaves no hooks behind
         try:
             self._start(models_of(model), optimizer)
         except BaseException:
@@ -144,8 +158,11 @@ class Recorder:
             self.add_model(module)
         for inner in inner_optimizers(optimizer):
             self.add_optimizer(inner)
+        # with an optimizer the folder is made now; without, at the first step
         if self._sources:
             self._open()  # to refuse a folder at once
+
+        # functions of torch and Megatron that are watched, and what hears of their calls
         pairs = (
             (BACKWARD, self._backward),
             (PIPELINE, self._pipeline_backward),
@@ -172,13 +189,16 @@ class Recorder:
         self._meshes |= meshes(model.parameters())
         for watched in (PIPELINE, CLIP):
             watched.look()  # Megatron may have been imported since
+        # optimizers name their parameters anew, by the model's names
         for source in self._sources:
             source.forget()
+        # hooks of the outermost module, then of blocks and modules as the level asks
         hooks = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(Hook(self._after_forward)),
             *self._module_hooks(model),
         ]
+        # models within it lose their own hooks, which would hear everything twice
         for inner in model.modules():
             self._undo_model(inner)
         self._hooks[model] = hooks
@@ -212,10 +232,12 @@ class Recorder:
     def close(self) -> None:
         """Takes all hooks away, writes what is open, and closes the files."""
         self._at_exit.cancel()
+        # hooks first: from here on no step comes in
         while self._undo:
             self._undo.pop()()
         for model in list(self._hooks):
             self._undo_model(model)
+        # steps that wait for the model's weights get them as they are now
         if self._files is not None and os.getpid() == self._pid:
             for source in self._sources:
                 self._finish(source)
@@ -248,6 +270,7 @@ class Recorder:
             return
         for source in self._sources:  # Megatron has gathered its weights now
             self._finish(source)
+        # the functions that made the outputs: a backward that reaches one is this run's
         functions: Iterator[Any] = (tensor.grad_fn for tensor in leaves(output))
         for function in functions:
             if function is not None:
@@ -260,11 +283,13 @@ class Recorder:
 
     def _module_hooks(self, model: torch.nn.Module) -> Iterator[Any]:
         named = dict(model.named_modules())
+        # the order in which the first forward pass meets parameters
         for module in named.values() if self._level >= STEP else ():
             params = (param for _, param in module.named_parameters(recurse=False))
             names = [self._parameters.name(param) for param in params]
             if names:
                 yield module.register_forward_pre_hook(Hook(self._meet, names))
+        # outputs of blocks, and at level "modules" of all modules without children
         blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
         seen = {
             path: module
@@ -273,6 +298,7 @@ class Recorder:
         }
         for path, name in self._parameters.modules(model, list(seen)).items():
             yield LastHook(seen[path], Hook(self._after_module, name))
+        # each rank's own gradient, before DDP or FSDP reduce it over ranks
         if self._level >= BLOCKS and process()["world"] > 1:
             for param in model.parameters():
                 name = self._parameters.name(param)
@@ -289,6 +315,7 @@ class Recorder:
             return
         for tensor in leaves(output):
             self._add_own(name, "forward", tensor)
+            # the gradient of the output comes with the backward pass, by the tensor's hook
             if tensor.requires_grad:
                 on_gradient(tensor, functools.partial(self._add_own, name, "backward"))
 
@@ -296,8 +323,10 @@ class Recorder:
         """Adds the digest of what this rank alone has."""
         if not self._wanted or not self._is_here():
             return
+        # digests on the device: nothing waits for them here
         local = local_of(tensor.detach())
         entry = held(Known(name, tuple(local.shape), None), quantity, local)
+        # the description is kept while shape and dtype stay
         before, listed = self._own_rows.get((name, quantity), (None, None))
         if listed is None or entry != before:
             listed = Listed([entry])
@@ -312,6 +341,7 @@ class Recorder:
         if any(argument is not None for argument in arguments[1:2]):
             return  # with a gradient: an output of another rank's input, no loss
         tensors, is_wanted = arguments[0], self._wanted or self._graph is not None
+        # a loss has one element, and comes from the models; without models every one counts
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
             is_heard = tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True)
             if is_heard and (self._hears_all or self._is_own(tensor.grad_fn)):
@@ -319,11 +349,13 @@ class Recorder:
 
     def _is_own(self, function: Any) -> bool:
         """Whether a backward gets to an output or a parameter of the models, the nearest first."""
+        # breadth first over the autograd graph, from the loss on
         waiting, seen = deque([function]), {None}
         while waiting:
             function = waiting.popleft()
             if function in seen:
                 continue
+            # set where a leaf's gradient is accumulated
             variable = getattr(function, "variable", None)
             if self._mark in function.metadata or self._parameters.has(variable):
                 return True
@@ -362,9 +394,11 @@ class Recorder:
         source = next((entry for entry in self._sources if entry.optimizer is optimizer), None)
         if source is None or getattr(optimizer, "_step_supports_amp_scaling", False):
             return None  # such an optimizer is told the scale itself
+        # GradScaler calls the step only without an overflow: both hooks are called here otherwise
         before, self._coming.loss_scale = source.step, scaler.get_scale()
 
         def scaled(_: Any) -> None:
+            # the optimizer has taken no step: record one that was skipped
             if source.step == before:
                 self._before(source, optimizer, (), {})
                 self._coming.skipped = True
@@ -381,14 +415,17 @@ class Recorder:
         """
         if not self._is_here() or any(True for _ in running()):
             return
+        # steps before it are written now: a capture allows no copies to the host
         for source in self._sources:
             self._finish(source)
         if self._files is not None:
             self._files[1].wait()  # a thread that asks for events would break the capture
+        # `_coming` collects what is captured, the step outside waits
         self._graph, self._outside, self._coming = args[0], self._coming, Step()
         self._graphs[self._graph] = []
 
     def _end_capture(self, *_: Any) -> None:
+        # losses and norms behind the last captured step belong to no optimizer's step
         if self._graph is not None:
             if self._coming.losses or self._coming.grad_norm is not None:
                 self._graphs[self._graph].append((None, self._coming))
@@ -405,12 +442,14 @@ class Recorder:
         captured = self._graphs.get(args[0])
         if not captured or not self._is_here():
             return None
+        # one step for each captured one, in order; None: what stood behind the last
         sources = [source for source, _ in captured]
         steps = [
             Step() if source is None else self._before_replay(source, sources[:i].count(source))
             for i, source in enumerate(sources)
         ]
 
+        # copies are queued behind the replay, before the next one overwrites its tensors
         def replayed(_: Any) -> None:
             for step, (source, capture) in zip(steps, captured, strict=True):
                 if source is None:
@@ -422,6 +461,7 @@ class Recorder:
 
     def _before_replay(self, source: RecordedOptimizer, earlier: int) -> Step:
         """The step that a replay will make; earlier: how many of the source it makes before."""
+        # what is noted so far belongs to the first step of the replay
         step, self._coming = self._begun(source), Step()
         step.number += earlier
         if not earlier and self._is_looked_at(step):
@@ -434,8 +474,10 @@ class Recorder:
         if not self._is_recorded(step.number):
             return
         add_replayed(step, captured)
+        # samples are captured in every graph; steps that are not sampled leave them out
         if not self._is_sampled(step.number):
             step.samples.clear()
+        # whole tensors are read as the replay left them
         if self._level >= STEP:
             weights = source.weights()
             if step.number in self._keep:
@@ -451,19 +493,24 @@ class Recorder:
             self._give_up()
 
     def _before(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        # a capture that the recorder did not see begin cannot be recorded
         if not self._is_here(in_graph=True):
             if any(map(is_capturing, self._devices)):
                 warn_of_capture("the recorder was not there when the capture began")
             return
+        # a step of the same optimizer around this one has been noted
         if is_inner(source.optimizer):
             return
+        # options as the step takes them, then weights and state, then gradients
         step = self._begun(source)
         step.options = [options_of(group) for group in source.groups]
         note_scaling(step, source.optimizer)
         if self._is_looked_at(step):
             with torch.no_grad():
+                # a captured step: the old weights are read before each replay
                 if self._graph is None:
                     self._gather_before(step, source)
+                # gradients of a closure are made within the step: `_after` reads them
                 if not has_closure(args, named):
                     self._add_gradients(step, source)
 
@@ -473,10 +520,12 @@ class Recorder:
 
     def _begun(self, source: RecordedOptimizer) -> Step:
         """Returns the step that comes, with what is known before it."""
+        # the step before is closed: this one may overwrite its weights
         self._finish(source)
         source.look()
         step = self._coming
         step.stepped, step.samples, step.tensors = [], [], {}  # of a step that an error has ended
+        # a captured step gets its number at each replay
         if self._graph is None:
             self._begin()
             self._describe()
@@ -491,18 +540,24 @@ class Recorder:
     def _gather_before(self, step: Step, source: RecordedOptimizer) -> None:
         if self._every == 1:  # launches would sum up at other steps too
             source.ask()
+        # weights: parameters and their state; changed: places that were written since the last step
         weights = source.weights()
         changed = source.changed(step.number, weights)
+        # places: those of weights, whose writes by .data torch does not count
         places, is_sampled = weights.listed.weight_indices, self._is_sampled(step.number)
         everything: Sequence[int] = range(len(weights.tensors))
+        # a released parameter without gradient has been stepped: no old value is left
         if releases_gradients(source.optimizer):  # what has none was stepped in the backward
             params = [entry.param for entry in weights.listed.held]
             everything = [i for i in everything if getattr(params[i], "grad", None) is not None]
             changed, places = sorted({*changed} & {*everything}), places & {*everything}
+
+        # digests of what was written; from level "blocks" on of all weights
         if self._level >= BLOCKS or is_sampled:
             with_weights = sorted({*changed, *places})
         written = weights.before(with_weights if self._level >= BLOCKS else changed)
         step.stepped += written.rows(self._number)
+        # samples: after a sampled step its new samples are the old ones of all that stayed
         if is_sampled:
             follows = source.sampled == step.number - 1 > 0
             indices = with_weights if follows else everything
@@ -512,10 +567,12 @@ class Recorder:
             keep_tensors(step, weights.before(everything))
 
     def _after(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
+        # the step is the one that `_before` has begun
         step, in_graph = self._coming, self._graph is not None
         is_its = in_graph or (step.source, step.number) == (source.number, source.step + 1)
         if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
             return
+        # hooks hear of the next step from here on
         self._coming = Step()
         if not in_graph:
             if not source.is_described:  # a model came within the step
@@ -523,14 +580,17 @@ class Recorder:
             self._count(step, source)
         if not self._is_recorded(step.number):
             return
+        # the count that the optimizer itself has, after the step
         for group, options in zip(source.groups, step.options, strict=True):
             options["step"] = None if in_graph else count_of(source.optimizer, group)
         note_norm(step, source.optimizer, named)
+        # gradients where a closure made them, then weights and state
         if self._level >= STEP:
             with torch.no_grad():
                 if has_closure(args, named):  # which made them within the step
                     self._add_gradients(step, source)
                 self._gather_after(step, source)
+        # a captured step has tensors without values: each replay copies them
         if in_graph:
             self._graphs[self._graph].append((source, step))
         else:
@@ -543,12 +603,14 @@ class Recorder:
 
     def _close_step(self, step: Step, source: RecordedOptimizer) -> None:
         """Notes what a step has left; it is written now, or after the model's weights."""
+        # the next step finds what was written since then
         if self._level >= STEP:
             source.note(step.number)
             if self._is_sampled(step.number):
                 source.sampled = step.number
         if source.open is not None:  # of the same replay: what it left of the model is gone
             self._put(source.open)
+        # it stays open until weights of the model, gathered after the step, are there
         source.open = step
         if self._level < STEP or source.models() is None:
             self._finish(source)
@@ -571,6 +633,7 @@ class Recorder:
         step, source.open = source.open, None
         if step is None:
             return
+        # weights of the model beside masters, which Megatron gathers after the optimizer's step
         models = source.models() if self._level >= STEP else None
         if models is not None:
             with torch.no_grad():
@@ -607,6 +670,7 @@ class Recorder:
             kind, names = type(source.optimizer), source.names()
             source.is_described = True
             source.join([peer for peer in self._sources if peer is not source])
+            # parameters in the order of the forward pass, those that it did not meet behind
             unique_names = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in unique_names]
             anew = source.came_anew()
@@ -738,8 +802,10 @@ def steps_as(kind: type) -> Iterator[str]:
     those that it has must be the inherited ones, but for `__init__`, which makes the groups that
     are recorded, and what no step calls.
     """
+    # the nearest base class first; torch.optim.Optimizer itself has no step
     for base in kind.__mro__[1 : kind.__mro__.index(torch.optim.Optimizer)]:
         names = [n for n in dir(base) if not n.startswith("__") and n not in NO_STEPS]
+        # the code of each method that the base has: the same, or overridden
         pairs = ([own_code(owner, name) for owner in (kind, base)] for name in names)
         if all(code is base_code for code, base_code in pairs):
             yield f"{base.__module__}.{base.__qualname__}"
@@ -845,6 +911,7 @@ def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def note_scaling(step: Step, optimizer: Any) -> None:
     """Notes what torch.amp.GradScaler has told the optimizer."""
+    # set by GradScaler where the optimizer unscales by itself
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is not None:
         step.grad_scale = number_of(scale)
@@ -857,6 +924,7 @@ def note_scaling(step: Step, optimizer: Any) -> None:
 
 def note_norm(step: Step, optimizer: Any, named: Mapping[str, Any]) -> None:
     """Notes the norm of a megaopt optimizer that has to know it in this step."""
+    # the norm is known only where the step had to clip, or looks for values not finite
     checks = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate") != "propagate"
     step.clip_norm, coefficient = named.get("clip_norm"), named.get("clip_coefficient")
     if step.clip_norm is not None or (step.grad_norm is None and checks):

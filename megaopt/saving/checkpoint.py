@@ -61,13 +61,17 @@ def save(path: str | os.PathLike[str], payload: dict[str, Any]) -> None:
     if not isinstance(payload, dict):
         raise TypeError(f"payload must be a dict, got {type(payload).__name__}")
     with replacing(path) as file:
+        # torch writes through a wrapper that hashes each byte on its way
         digested = _Digested(file)
         try:
             torch.save(payload, digested)  # type: ignore[arg-type]  # it wants write and flush
+        # torch hides the file's OSError behind a RuntimeError
         except RuntimeError as error:
             raise digested.error or error from None
+        # the trailer is the comment at the end of torch's zip file: torch.load reads past it
         file.write(MARK + digested.digest.hexdigest().encode())
         file.flush()
+        # read back before the old file is replaced; mmap: headers and pickles, no tensor data
         try:
             torch.load(file.name, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
@@ -103,12 +107,15 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict
 def _check_digest(file: BinaryIO) -> None:
     """Raises unless the digest fits the bytes before it; the file is at its beginning then."""
     left, digest = max(0, file.seek(0, os.SEEK_END) - TRAILER_SIZE), hashlib.sha256()
+    # the trailer has a fixed size, so it is found from the end
     file.seek(left)
     trailer = file.read()
     if not trailer.startswith(MARK):
         raise CheckpointError(
             "no digest at its end: it is cut off, or not megaopt's (torch.load reads torch.save's)"
         )
+
+    # in parts of 1 MiB
     file.seek(0)
     while part := file.read(min(PART, left)):
         digest.update(part)

@@ -32,15 +32,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         OSError: the file cannot be written (no such folder, no space left, ...).
     """
+    # the file behind a symbolic link is replaced, the link stays; in its folder, so that a
+    # rename is one operation of the file system
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".megaopt-{secrets.token_hex(8)}.tmp")
     try:
         if target.exists() and not target.is_file():  # a device, say, which nothing may replace
             raise OSError(errno.EINVAL, "not a regular file")
+        # x: nobody else's file of this name is overwritten
         with temporary.open("x+b") as file:
             if target.exists():
                 shutil.copymode(target, temporary)
             yield file
+            # on the disk before the name moves: a crash leaves the old file or the new one
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
@@ -49,6 +53,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
+        # already moved after a success: then there is nothing to take away
         with suppress(OSError):
             temporary.unlink()
 

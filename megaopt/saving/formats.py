@@ -47,10 +47,12 @@ def check_formats(
     """
     formats = owned.formats(view)
     for slot, format_name in owned.options.format_names.items():
+        # saved_name: what the group says of this slot; without a mark it is taken for ours
         name, saved_name = state_name(slot), marks.get(slot, format_name)
         held = formats.by_slot.get(slot)
         if saved_name == format_name or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
+        # another name may still read the same values (another rounding of one dtype)
         form = _format_of(saved_name, slot, view)
         if form is None or not held.reads_as(form):
             refuse(
@@ -92,7 +94,9 @@ def text_of(value: Any) -> Any:
 def _meaning_of(owned: Owned) -> str:
     """Returns what a state's numbers mean; a load takes no state of another meaning."""
     options, moments = owned.options, owned.all_moments
+    # by moment the name of the first format that reads the same values
     meanings = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
+    # masters count only where some weight may have one
     keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
         form = MASTERS[options.format_names["master"]]
@@ -160,6 +164,7 @@ def check_count(marks: Marks, state: Mapping[str, Any], any_has: bool, where: st
     state: of one parameter, as saved. any_has: some state has a count.
     """
     counts, has = marks.get(COUNTS), STEP in state
+    # lost by torch.distributed.checkpoint, which reads what is there alone
     if not has and (counts == "parameter" or any_has):
         who = "other states have" if any_has else f"{COUNTS}='parameter' keeps with each"
         raise ValueError(f"{where}: the state dict has no {STEP!r}, which {who}")
@@ -187,10 +192,12 @@ def in_our_blocks(
     state: of one parameter, as saved: this rank's tensors.
     """
     formats, converted = owned.formats(view), dict(state)
+    # versions with this mark decide as now
     if BLOCKS in marks:
         return converted
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
         form = MOMENTS.get(marks.get(name, "")) or owned.options.moment_format(name)
+        # in blocks there, fp32 here
         if form.block and not held.block and _had_blocks(form, view):
             _take_out_of_blocks(converted, name, form, view, where)
     return converted
@@ -203,12 +210,14 @@ def _take_out_of_blocks(
     code, scale, shape = state.get(name), state.get(name + SCALE), view.state_shape(name)
     if code is None:
         return
+    # codes without scales: only whole state dicts brought these along
     if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
         raise ValueError(
             f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an older "
             "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
             "there, not through torch.distributed.checkpoint"
         )
+    # codes of the blocks' dtype, one uint8 scale for each block, counted over the flat tensor
     layout = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
     count = -(-math.prod(shape) // form.block)
     if layout == (form.dtype, form.stored_shape(shape), torch.uint8, count):

@@ -45,12 +45,15 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
 
     sizes: how many parameters each of the optimizer's groups has.
     """
+    # kinds and keys of the containers, from the outside in
     if not isinstance(state_dict, Mapping):
         refuse("the state dict", "a dict of 'state' and 'param_groups'", state_dict)
     for key in ("state", "param_groups"):
         if key not in state_dict:
             what = listed(state_dict) or "an empty dict"
             raise ValueError(f"the state dict has no {key!r}: found {what}")
+
+    # parameters are matched by their places: as many in each group
     groups = _groups(state_dict["param_groups"])
     saved_sizes = [len(group["params"]) for group in groups]
     if saved_sizes != sizes:
@@ -58,6 +61,8 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
             f"the state dict has groups of {saved_sizes} parameters: allowed are this optimizer's, "
             f"{sizes}"
         )
+
+    # the two lists of ours beside "state" and "param_groups"; other libraries have neither
     order = [key for group in groups for key in group["params"]]
     _check_keys(order)
     not_made = state_dict.get(NOT_MADE)
@@ -92,6 +97,8 @@ def _check_keys(order: list[Any]) -> None:
             refuse("'params' of the state dict", "whole numbers or names", key)
     if len(set(order)) != len(order):
         refuse("'params' of the state dict", "a key of its own for each parameter", order)
+
+    # torch's numbers have no gaps: one would mean that a parameter was taken out
     numbers = sorted(key for key in order if isinstance(key, int))
     if numbers and numbers[-1] - numbers[0] >= len(numbers):
         refuse("'params' of the state dict", "whole numbers without a gap", order)
@@ -102,8 +109,10 @@ def _states(states: Any, param_keys: set[Key]) -> tuple[dict[Key, dict[str, Any]
     if not isinstance(states, Mapping):
         refuse("'state' of the state dict", "a dict by parameter", states)
     param_states, extras = {}, {}
+    # where a framework uses names as keys, text is no sign of an entry of no parameter
     goes_by_names = any(isinstance(key, str) for key in param_keys)
     for key, state in states.items():
+        # another wrapper's entry, as Lookahead's
         if isinstance(key, str) and not goes_by_names:
             extras[key] = state
             continue

@@ -103,7 +103,9 @@ def mark(
     versions: of the weights, as the last step left them. counts: those in state dicts. sized:
     contracts are tensors, whose sizes torch compares before it loads.
     """
+    # a step may still write states that are in host memory
     owned.homes.wait()
+    # the same places in all of these: keys of the state dict, params, views, labels
     keys = [key for group in packed["param_groups"] for key in group["params"]]
     place_of = {key: place for place, key in enumerate(keys)}
     state = {
@@ -111,11 +113,15 @@ def mark(
         for key, entry in packed["state"].items()
     }
     states = _by_param(packed["state"], keys, owned)
+
+    # what the next step would make of each state; a load of ours lets exactly these be missing
     not_made = {}
     for key, view in zip(keys, owned.views, strict=True):
         lacking = _lacking(packed["state"].get(key, {}), owned, view)
         if lacking:
             not_made[key] = lacking
+
+    # options that every load compares; sized: as tensors, whose sizes torch compares
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
     # of the shape that counts on the device have: checkpoints of either load into the other
     shape: tuple[int, ...] = (1,) if sized else ()
@@ -123,18 +129,24 @@ def mark(
     if sized:
         marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, states)
+
     groups = [
         {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(live_group["params"], owned)}
         for group, live_group, lost in zip(
             packed["param_groups"], owned.groups, frozen, strict=True
         )
     ]
+
+    # a copy of each group that no load would refuse
     for place, group in enumerate(groups):
         check_param_numbers(group, f"group {place}")
         if not has_its_names(group):
             del group["param_names"]
         if not owned.options.capturable:  # otherwise it is the group's own tensor
+            # a count of the state dict's own: checkpoints read into it, the group's is an int
             group[STEP] = counts.new(group[STEP], place, shape, device)
+
+    # weights that were written since the last step, on any rank: a load makes their masters anew
     written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
@@ -147,11 +159,15 @@ def _state(state: State, owned: Owned, place: int, counts: GivenCounts) -> State
     """
     view, where = owned.views[place], owned.labels[place]
     formats, names = owned.formats(view), owned.state_names(view)
+    # what the next step reads of this state: by name the slot of the formats
     stored = {state_name(slot): slot for slot in formats.state_slots}
+    # an fp32 weight may have a left-over master of the time before model.float()
     keeps_master = formats.master.present or _is_wide(view)
     masters = () if formats.master.present else (MASTER, MASTER + SCALE)
     check_rule(owned, view, state, where)
     counted = (STEP,) if owned.options.counts_apart else ()
+
+    # names of ours that no step of this optimizer has: a load would refuse them
     wrong = [name for name in state if name not in (*stored, *view.kept, *masters, *counted)]
     wrong = [name for name in wrong if name in names or _is_ours(name)]
     if wrong:
@@ -159,10 +175,14 @@ def _state(state: State, owned: Owned, place: int, counts: GivenCounts) -> State
             f"{where}: its state must have {', '.join((*stored, *view.kept))}, as it is stepped, "
             f"and no other names of this package's, got {listed(wrong)}, which no load takes"
         )
+
+    # matrices: moments of the low shape, which other numbers of the group (rank, say) change
     for name, slot in stored.items() if view.matrix is not None else ():
         value, shape = local_of(state.get(name)), shape_of(slot, formats, view)
         if isinstance(value, torch.Tensor) and tuple(value.shape) != shape:
             refuse(f"{where}: state {name!r}", f"of shape {shape}, as its group says", value)
+
+    # masters that are None are left out: torch.distributed.checkpoint flattens no None
     packed_state = {
         name: value
         for name, value in state.items()
@@ -216,12 +236,14 @@ def incomplete(owned: Owned, state: StateOf) -> list[int]:
     places = []
     for place, view in enumerate(owned.views):
         param_state = state.get(view.param, {})
+        # a left-over fp32 master: a checkpoint would have the weight without the master's bits
         if _is_wide(view) and param_state.get(MASTER) is not None:
             raise ValueError(
                 f"{owned.labels[place]}: its state must have no master, as it became fp32 since "
                 "the last step, got one: call initialize_states() before get_optimizer_state_dict, "
                 "which gives the weight its value"
             )
+        # something of ours is there, and not all
         if any(name in param_state for name in owned.state_names(view)) and _lacking(
             param_state, owned, view
         ):
@@ -254,11 +276,16 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     Raises ValueError as FusedOptimizer.load_state_dict. state: the optimizer's.
     """
     owned.homes.wait()
+    # containers and keys first: what follows finds each in its place
     saved = taken_apart(state_dict, [len(group["params"]) for group in owned.groups])
     options = owned.options
+    # contract may be bytes in a tensor, from sized_contract
     for group in saved.groups:
         group.update({name: text_of(group[name]) for name in ("contract",) if name in group})
+    # groups of this package's optimizers, whose codes are read as they are; else converted
     is_ours = all("contract" in group for group in saved.groups if group["params"])
+
+    # groups first: their numbers decide formats and shapes of states
     for index, group in enumerate(saved.groups):
         _check_numbers(group, options, f"group {index}")
     groups = [
@@ -267,17 +294,26 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     ]
     for group, names in zip(groups, _names(saved.groups, owned.groups), strict=True):
         group.update(names)
+
+    # the optimizer as it will be after the load; a matrix rule may not gain or lose parameters
     new = owned.with_groups(groups)  # whose numbers decide the shapes of states
     _check_routes(owned, new)
+
+    # new states are built beside the old ones; pinned host memory for them is taken at once
     places = [place for place, key in enumerate(saved.order) if key in saved.states]
     hints: dict[str, str] = {}
     with new.room({}, places):
         states = _states(saved, new, is_ours, hints)
+
+    # a frozen parameter's state that torch has left out is refused, before anything changes
     place_of = {key: place for place, key in enumerate(saved.order)}
     check_frozen(state_dict["param_groups"], owned, state)
+    # capturable: lr and step become tensors on the device again
     if options.capturable:
         numbers = owned.device_numbers(groups)
         groups = [{**group, **tensors} for group, tensors in zip(groups, numbers, strict=True)]
+
+    # the caller's masters stay the caller's tensors: their new values are handed back in pairs
     masters = _pairs_of_masters(states, owned)
     written = [place_of[key] for key in saved.written]
     extras = {key: _copied(value, f"state {key!r}") for key, value in saved.extras.items()}
@@ -288,6 +324,7 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
 def _check_routes(owned: Owned, new: Owned) -> None:
     """Raises ValueError where a group that says which rule steps its matrices would change that."""
     key, _ = owned.options.MATRIX_OFF
+    # without such a key the shape alone chooses the rule, and nothing can change
     for place, index in enumerate(owned.group_numbers if key else ()):
         route, saved = owned.groups[index].get(key), new.groups[index].get(key)
         was_matrix, is_matrix = (side.views[place].matrix is not None for side in (owned, new))
@@ -303,13 +340,19 @@ def _states(
     take = _ours if is_ours else _foreign
     states: dict[torch.Tensor, State] = {}
     places = zip(saved.order, owned.views, owned.labels, owned.group_numbers, strict=True)
+    # some states count and others do not: one may have lost its count
     any_counts = any(STEP in state for state in saved.states.values())
     for key, view, where, group in places:
+        # marks: what the group says of formats, by name; other libraries' groups say nothing
         marks = said_by(saved.groups[group], where) if is_ours else {}
         state, users = _apart(saved.states.get(key, {}), owned, view)
         check_sign(marks, owned, where)
+
+        # no state although the optimizer had made one: a framework has lost it
         if not state and saved.not_made is not None:
             _check_not_made(key, saved.not_made, owned.moments(view), where)
+
+        # what users keep in the state is carried along; in another library's it is likely a mistake
         if users:
             states[view.param] = {
                 name: _carried(value, view, f"{where}: {shown(name)}")
@@ -320,23 +363,34 @@ def _states(
                     str(name): f"{where}: {name!r} of the state dict is kept, and no step reads it"
                     for name in users
                 }
+
         if state:
+            # DTensors of another mesh or placements are refused, before shards are looked at
             for name in (*owned.moments(view), MASTER):
                 check_sharding(state.get(name), view.param, f"{where}: {name!r} in the state dict")
+            # names that the saved state may lack, as a step had not made them yet
             not_made = (saved.not_made or {}).get(key, [])
             if is_ours:
                 check_beside(saved.groups[group], state, owned, view, where)
                 check_formats(marks, state, owned, view, where)
             # older versions gave none to states that are not complete
             check_count(marks, state, any_counts and not not_made, where)
+
+            # from here on this rank's shards, no DTensors any more
             tensors = locals_of(state)
             count = tensors.pop(STEP, None)
+            # older versions chose other moments for blocks
             if is_ours:
                 tensors = in_our_blocks(marks, tensors, owned, view, where)
+
+            # checked copies in the formats of this optimizer, on the parameter's device
             new_state = take(tensors, owned, view, where, not_made)
             if is_ours and MASTER not in not_made:
                 check_masters(marks, owned, view, where)
+            # DTensors again, and what users keep beside
             states[view.param] = {**view.wrap_state(new_state), **states.get(view.param, {})}
+
+            # the parameter's own count: int32 of shape (); with capturable (1,), on the device
             if owned.options.counts_apart:
                 own_count = owned.groups[group]["step"] if count is None else count
                 states[view.param][STEP] = new_count(owned, int(own_count))
@@ -395,6 +449,7 @@ def _step(saved: Saved, options: Options, index: int) -> int:
     there are several otherwise, and where states have none.
     """
     group, where = saved.groups[index], f"group {index}"
+    # torch counts in each state, ours in the group or in both
     states = [saved.states[key] for key in group["params"] if key in saved.states]
     counts = [entry["step"] for entry in (*states, group) if "step" in entry]
     steps = {int(number(f"{where}: step", step, COUNT)) for step in counts}
@@ -505,14 +560,19 @@ def _names(
     wrappers in them. Where keys are names, a framework has found each parameter by its own, and the
     list may be of other ranks.
     """
+    # names of each group, None where it has none or keys are the names
     saved_names = [None if _goes_by_names(group) else group.get("param_names") for group in saved]
     for index, (names, group) in enumerate(zip(saved_names, saved, strict=True)):
         check_names(names, len(group["params"]), f"group {index} of the state dict")
     current_names = [group.get("param_names") for group in groups]
+
+    # all names of one side together: which parts of wrappers are dropped depends on all of them
     plain_saved, plain_current = (
         plain_names([name for names in lists if names is not None for name in names])
         for lists in (saved_names, current_names)
     )
+
+    # a group without names takes the saved ones; two lists have to be alike
     updates: list[dict[str, Any]] = []
     for index, (names, current) in enumerate(zip(saved_names, current_names, strict=True)):
         if names is None or current is None:
@@ -547,7 +607,9 @@ def _ours(
 ) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = owned.formats(view)
+    # the names that the next step reads; "master" also where formats have none
     names = {state_name(slot): slot for slot in (*formats.state_slots, "master")}
+    # scale of a left-over fp16 master, beside an fp32 weight
     wide = (MASTER + SCALE,) if _is_wide(view) else ()
     unknown = [name for name in saved if name not in (*names, *view.kept, *wide)]
     if unknown:
@@ -555,18 +617,24 @@ def _ours(
             f"{where}: {listed(unknown)} in the state dict; allowed: "
             f"{', '.join((*names, *view.kept))}"
         )
+
+    # what is kept beside moments (projection, NorMuon's second moment), then slot by slot
     state = _kept(saved, view, where, not_made)
     for name, slot in names.items():
+        # the weight became fp32 meanwhile: it takes this master's value at the next step
         if name == MASTER and _is_wide(view) and saved.get(name) is not None:
             state |= _left_master(saved, view, where)
+        # this optimizer keeps none: None, and a saved one is refused
         elif slot not in formats.slots:
             if saved.get(name) is not None:
                 more = " (dtype=torch.float32 keeps masters)" if slot == "master" else ""
                 none = f"None, as this optimizer keeps none{more}"
                 refuse(f"{where}: {name!r} of the state dict", none, saved[name])
             state[name] = None
+        # of the exact dtype and shape
         elif name in saved:
             state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")
+        # not saved, though a step had made it
         elif name.removesuffix(SCALE) not in not_made:
             more = ""
             if name == MASTER:
@@ -625,6 +693,7 @@ def _kept_value(
 
 def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
     dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
+    # a matrix of scales was flat in older versions
     shapes = [shape, (math.prod(shape),)] if slot.endswith(SCALE) else [shape]  # of older ones
     if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) not in shapes:
         refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
@@ -640,12 +709,15 @@ def _foreign(
 ) -> State:
     """Another optimizer's state, its values stored in our formats."""
     formats = owned.formats(view)
+    # moments and master alone: scales are ours, and made below by encoding
     names = {state_name(slot): slot for slot in (*formats.moment_names, "master")}
     scales = [name + SCALE for name in names if name + SCALE in saved]
     if scales:
         raise ValueError(
             f"{where}: {', '.join(scales)} in the state dict; allowed in groups with a 'contract'"
         )
+
+    # moments of a projected gradient, or a second moment by rows, mean nothing under another rule
     if PROJECTION in saved and PROJECTION not in view.kept:
         raise ValueError(
             f"{where}: {PROJECTION!r} in the state dict; allowed where a gradient is projected: "
@@ -655,11 +727,13 @@ def _foreign(
         raise ValueError(
             f"{where}: {SECOND_MOMENT!r} in the state dict; allowed with second_moment='normuon'"
         )
+
     state = _kept(saved, view, where, (CAPTURED_ENERGY, *not_made))
     for name, slot in names.items():
         form = formats.by_slot[slot]
         if name == MASTER and not form.present:
             state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
+        # another library's value, encoded in our format
         elif saved.get(name) is not None:
             _convert(state, name, saved[name], form, view, where)
         elif name != MASTER and name not in not_made:
@@ -675,8 +749,11 @@ def _convert(
     where = f"{where}: {name!r} of the state dict"
     if not _is_readable(value) or tuple(value.shape) != shape:
         refuse(where, f"a tensor of shape {shape}", value)
+    # a compensation is floats too: another library's bf16 master would pass for one
     if form.joined and form.dtype is not None and form.dtype.is_floating_point:
         refuse(where, f"none beside masters in the format {form.name!r}", value)
+
+    # the same dtype without a scale: the bits stay; other floats are encoded, scales come with them
     if value.dtype == form.dtype and not form.has_scale:
         state[name] = _copy(value, view, name)
     elif form.joined or not value.is_floating_point():
@@ -704,6 +781,7 @@ def marked_frozen(owned: Owned, state: StateOf) -> list[str]:
 
     The places in the group of those whose states are to be kept; nothing where there are none.
     """
+    # by group the index of its first parameter; 0 for an empty one
     groups = range(len(owned.groups))
     firsts = [owned.group_numbers.index(g) if owned.groups[g]["params"] else 0 for g in groups]
     places_by_group: dict[int, list[str]] = {}
@@ -720,11 +798,14 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
 
     groups: of the state dict, as saved. state: the optimizer's, as it is before the load.
     """
+    # load_state_dict by hand, and whole state dicts by places, lose nothing
     if not is_asked_by_torch() or not any(map(_goes_by_names, groups)):
         return
     frozen = [place for place, param in enumerate(owned.params) if not param.requires_grad]
     marked = _marked(groups, owned)
+    # frozen when saved, with a state, and frozen still: torch would leave the state out
     lost = [place for place in frozen if place in marked]
+    # or the state here would be replaced by a new one
     held = [place for place in frozen if state.get(owned.params[place])]
     lost = lost or _with_news(owned, state, held)
     if lost and not loads_frozen():
@@ -753,12 +834,14 @@ def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]
     """
     params = owned.params
     chosen = [i for i in places if not params[i].requires_grad and state.get(params[i])]
+    # flags: one bool for each chosen place; ranks with shards of it take the or of theirs
     flags = [not _is_new(owned, state[params[place]], place) for place in chosen]
     any_flags = on_any_rank(flags, [owned.views[place] for place in chosen])
     return [place for place, has in zip(chosen, any_flags, strict=True) if has]
 
 
 def _is_new(owned: Owned, state: Mapping[str, Any], place: int) -> bool:
+    # what the next step would make from nothing for this parameter, to be compared
     try:
         (new_state,) = completed_states(owned, {}, [place]).values()
     except ValueError:  # a master of the caller's that is not its weight's

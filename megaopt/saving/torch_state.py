@@ -34,6 +34,7 @@ def plain_states(
         if not state:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
         view = owned.views[place]
+        # moments and what rules keep; masters and scales are left behind
         names = (*owned.moments(view), *view.kept)
         _check_state(view, state, names, owned.labels[place], drop_masters)
         states[place] = {

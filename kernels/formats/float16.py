@@ -37,7 +37,6 @@ def encode_stochastic(value, inverse, bits):
     magnitude = pattern & 0x7FFFFFFF
     # 13 of 16 random bits; the exponent's bias goes from 127 to 15
     normal = ((magnitude + (bits >> 3)) >> 13) - ((127 - 15) << 10)
-    # the same below 2**-14, as a fixed-point number with 16 bits behind the point
     small = tl.minimum(magnitude, SMALLEST_NORMAL).to(tl.float32, bitcast=True)
     multiples = (small * 2.0**40).to(tl.int32)
     code = tl.where(magnitude < SMALLEST_NORMAL, (multiples + bits) >> 16, normal)

@@ -181,7 +181,6 @@ def slab_sum(
         left = gradient_tile(grad_ptr, outer, outer_end, inner, rest, columns, PRODUCT)
         right = projection_tile(projection_ptr, inner, rest, rank, rank_end, terms, PRODUCT)
         total = added_product(left, right, total, PRECISION)
-        # on the left terms are the gradient's rows, on the right its columns
         grad_ptr += INNER * (columns if PRODUCT.on_left else 1)
         projection_ptr += INNER * STRIDE
     return total

@@ -492,6 +492,7 @@ class GaLoreLaunches:
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
         # int64 [matrices] for each slot
         addresses = addresses_of({**buffers, PROJECTION: projections})
+        numbers = (scalars, controls)
 
         def launches() -> None:
             # a wave is given the rows of its own matrices
@@ -500,11 +501,9 @@ class GaLoreLaunches:
                 grads = [buffers["grad"][place] for place in places]
                 wave.step(rows, grads, [projections[i] for i in places], workspace, *numbers)
 
-        numbers = (scalars, controls)
+        # torch's products, and copies of projections, take other memory in each step
         if not self._by_launches or any(map(operator.is_not, projections, state_projections)):
-            return (
-                launches()
-            )  # torch's products, or copies of projections, take memory of their own
+            return launches()
         # the graph is replayed while all addresses and the stream stay
         state: list[Any] = [row.tobytes() for row in addresses.values()]
         state += [None if tensor is None else tensor.data_ptr() for tensor in (workspace, *numbers)]

@@ -88,8 +88,8 @@ EVEN = (
     (256, 640), (640, 256), (77, 130), (33,), (1, 40), (5, 96, 64), (300, 300), (192, 512),
     (300, 300),
 )  # fmt: skip
-"""None is half of the work, which two ranks would make together by torch's operations; nor of those
-whose momenta are no whole blocks."""
+"""Shapes of which none is half of the work, nor half of that of momenta that are no whole blocks:
+such a matrix two ranks would make together by torch's operations."""
 DRAWN = {"weight_rounding": "stochastic", "seed": 7, "momentum_buffer_dtype": "bfloat16_stochastic"}
 NORMUON = {"second_moment": "normuon"}
 FP16, GRAM = {"precision": "fp16"}, {"method": "gram"}

@@ -3,10 +3,10 @@
 import random
 import threading
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from late_exchange import wrapped_messages
 
 CYCLES = 2_000_000
 """For as long as so many a stream is kept busy at most: some millisecond."""
@@ -35,8 +35,7 @@ def late_messages(chance):
 
         return called
 
-    names = ("all_to_all_single", "all_gather_into_tensor")
-    with mock.patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}):
+    with wrapped_messages(late):
         yield
 
 

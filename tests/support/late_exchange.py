@@ -86,13 +86,17 @@ def late(function, *arguments, in_order=False, **named):
 
         return started
 
-    names = ("all_to_all_single", "all_gather_into_tensor")
-    sending = {name: late_call(getattr(dist, name)) for name in names}
-    with mock.patch.multiple(dist, **sending), keeping_order() if in_order else nullcontext():
+    with wrapped_messages(late_call), keeping_order() if in_order else nullcontext():
         found = function(*arguments, **named)
     assert messages, "no message was sent"
     assert all(message.is_waited_for for message in messages), "nobody waited for a message"
     return found
+
+
+def wrapped_messages(wrap):
+    """Within it the collectives that move matrices are what `wrap` makes of them."""
+    names = ("all_to_all_single", "all_gather_into_tensor")
+    return mock.patch.multiple(dist, **{name: wrap(getattr(dist, name)) for name in names})
 
 
 def keeping_order():

@@ -1,4 +1,4 @@
-"""What the tests of steps that become a launch of a CUDA graph have in common."""
+"""Gradients and counts of launches, for tests of steps that become one of a CUDA graph."""
 
 import torch
 from runs import values
@@ -13,7 +13,7 @@ def fill(optimizer, step, moved=False):
 
 
 def graph_launches(run):
-    """How many CUDA graphs a call launches, and how many kernels beside them."""
+    """Counts the CUDA graphs that a call launches, and the kernels beside them."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, activity.CUDA], acc_events=True) as seen:
         run()

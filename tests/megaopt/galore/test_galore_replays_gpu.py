@@ -20,7 +20,7 @@ KINDS = {
 
 
 def made(weights=BF16, **options):
-    params = [torch.nn.Parameter(each.cuda()) for each in parameters(SHAPES, weights)]
+    params = [torch.nn.Parameter(weight.cuda()) for weight in parameters(SHAPES, weights)]
     masters = MASTER if weights is BF16 else {}
     return GaLoreAdamW([{"params": params, "rank": 16}], lr=0.02, **masters, **options)
 
@@ -59,9 +59,9 @@ def test_projections_with_gaps_have_the_bits_of_those_without():
                 for state in optimizer.state.values():
                     projection = state["projection"]
                     state["projection"] = torch.stack([projection, projection], -1)[..., 0]
-        values_of = [
-            [state["projection"].contiguous() for state in each.state.values()]
-            + [param.detach() for param in each.param_groups[0]["params"]]
-            for each in optimizers
+        tensors = [
+            [state["projection"].contiguous() for state in optimizer.state.values()]
+            + [param.detach() for param in optimizer.param_groups[0]["params"]]
+            for optimizer in optimizers
         ]
-        assert_same(*values_of)
+        assert_same(*tensors)

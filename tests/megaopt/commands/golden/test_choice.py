@@ -100,7 +100,7 @@ def test_the_choice_is_the_same_again():
 
 def test_a_case_is_chosen_for_what_no_other_has():
     common, rare = (
-        GoldenCase(f"ieee/lion/fp32-weight/no-master/{each}") for each in ("fp32", "bf16")
+        GoldenCase(f"ieee/lion/fp32-weight/no-master/{grad}") for grad in ("fp32", "bf16")
     )
     assert covering([common, rare, common], lambda c: c.features) == [common, rare]
 

@@ -44,7 +44,7 @@ def test_processes_that_share_cases_find_what_one_finds():
     digests = packaged().digests[ANY_MACHINE]
     expected = [digests[FP32], {**digests[BF16], "weights": "0" * 16}, digests[MASTER]]
     pairs = zip(names, expected, strict=True)
-    jobs = [check.GoldenJob(ANY_MACHINE, name, "reference", cpu, own) for name, own in pairs]
+    jobs = [check.GoldenJob(ANY_MACHINE, name, "reference", cpu, digest) for name, digest in pairs]
     alone, shared = (list(check.outcomes_of(jobs, workers)) for workers in (1, 2))
     assert [one.different for one in alone] == [None, "weights", None]
     assert shared == alone

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.rules import Rule
 from megaopt.options.checks import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
 from megaopt.options.options import Options
+from megaopt.options.overwriting import overwrite
 from megaopt.options.placement import Homes, taken_from
 from megaopt.options.replicas import Replicas, replicas_of
 from megaopt.options.untraced import torchs, unless_heard, untraced

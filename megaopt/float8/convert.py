@@ -12,14 +12,12 @@ from megaopt.float8.operations import is_float8
 from megaopt.float8.weight import Float8Weight, named_recipe
 from megaopt.kernels.float8 import Float8Recipe
 from megaopt.options.choices import Recipe
+from megaopt.options.placement import REPLACED
 
 Filter = Callable[[str, nn.Linear], bool]
 Module = TypeVar("Module", bound=nn.Module)
 
 logger = logging.getLogger("megaopt")
-
-REPLACED = "megaopt_replaced"
-"""Attribute of a weight in whose place an fp8 one stands now: the name of its layer."""
 
 
 class Float8Linear(nn.Linear):

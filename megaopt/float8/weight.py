@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megaopt.float8.operations import call, dispatch
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.float8 import (
     RECIPES,
     Float8Recipe,
@@ -19,6 +18,7 @@ from megaopt.kernels.float8 import (
 )
 from megaopt.kernels.quantizers.delayed import move_scales_reference
 from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
+from megaopt.options.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
 """The tensors of a Float8Weight; without delayed scaling the last two are None."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaopt.float8.foreign import foreign_weight
-from megaopt.float8.shard import Float8Shard
-from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
 from megaopt.params.flat import PARTS, FlatMatrixView
-from megaopt.params.float8 import Float8MatrixView, Float8ShardView, Float8View
 from megaopt.params.view import PLAIN, MatrixView, ParamView, ReplicatedView
 
 
@@ -23,9 +19,18 @@ def view_of(param: Any) -> ParamView:
         return ParamView(param)
     if is_dtensor(param):
         return DTensorView(param)
-    if isinstance(param, Float8Shard):
-        return Float8ShardView(param, _weight_of(param.weight))
-    weight = _weight_of(param)
+
+    # a class of its own: fp8, of this library or another, or a subclass of a plain tensor
+    from megaopt.float8.foreign import foreign_weight
+    from megaopt.float8.shard import Float8Shard
+    from megaopt.float8.weight import Float8Weight
+    from megaopt.params.float8 import Float8ShardView, Float8View
+
+    is_shard = isinstance(param, Float8Shard)
+    whole = param.weight if is_shard else param
+    weight = whole if isinstance(whole, Float8Weight) else foreign_weight(whole)
+    if is_shard:
+        return Float8ShardView(param, weight)
     return ParamView(param) if weight is None else Float8View(param, weight)
 
 
@@ -36,6 +41,8 @@ def matrix_view(param: Any, matrix: Matrix, replicas: Any = None) -> ParamView:
     """
     view = view_of(param)
     if view.weight is not None:
+        from megaopt.params.float8 import Float8MatrixView
+
         return Float8MatrixView(param, view.weight, matrix)
     if hasattr(param, PARTS):
         return FlatMatrixView(param, matrix)
@@ -44,10 +51,6 @@ def matrix_view(param: Any, matrix: Matrix, replicas: Any = None) -> ParamView:
     if replicas is not None:
         return ReplicatedView(param, matrix, replicas)
     return MatrixView(param, matrix)
-
-
-def _weight_of(whole: Any) -> Any:
-    return whole if isinstance(whole, Float8Weight) else foreign_weight(whole)
 
 
 __all__ = ["ParamView", "matrix_view", "view_of"]

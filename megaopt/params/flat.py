@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.float8.shard import Float8Shard
 from megaopt.kernels.place import Place
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
-from megaopt.params.view import MASTER, MatrixView
+from megaopt.params.view import MASTER, PLAIN, MatrixView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
@@ -99,8 +98,11 @@ class FlatMatrixView(MatrixView):
 def is_flat_part(param: torch.Tensor) -> bool:
     """Whether a tensor is a part of matrices without their rows and columns, or marked as one."""
     whole = getattr(param, "megaopt_whole_shape", ())
-    if isinstance(param, Float8Shard):
-        whole = param.weight.shape
+    if type(param) not in PLAIN:
+        from megaopt.float8.shard import Float8Shard
+
+        if isinstance(param, Float8Shard):
+            whole = param.weight.shape
     return len(whole) >= 2 or getattr(param, FLATTENED_BY_FSDP1, False)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.formats import Format
 from megaopt.options.checks import is_dense, one_of, refuse, same
+from megaopt.options.overwriting import overwrite
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.float8 import Float8View

@@ -13,7 +13,9 @@ from typing_extensions import Unpack
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.kernels.matrix.galore import (
+from megaopt.kernels.galore.launch import AUTO, LAUNCHED, why_not_kernel
+from megaopt.kernels.galore.ranks import galore_plan
+from megaopt.kernels.galore.rule import (
     GALORE,
     GALORE_WHOLE,
     LEFT,
@@ -22,8 +24,7 @@ from megaopt.kernels.matrix.galore import (
     LowRank,
     saves,
 )
-from megaopt.kernels.matrix.galore_ranks import galore_plan
-from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, is_fused, why_not_kernel
+from megaopt.kernels.galore.wave import is_fused
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix

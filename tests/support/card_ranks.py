@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from megaopt.kernels.matrix import muon_ranks
+from megaopt.kernels.muon import ranks
 
 MIDDLE = {
-    "direct": (muon_ranks.MuonBucket, "direct"),
-    "make": (muon_ranks.MuonBucket, "make"),
-    "finish": (muon_ranks.MuonBucket, "finish"),
+    "direct": (ranks.MuonBucket, "direct"),
+    "make": (ranks.MuonBucket, "make"),
+    "finish": (ranks.MuonBucket, "finish"),
 }
 """Where a rank fails while others wait for what it sends."""
 

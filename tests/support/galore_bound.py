@@ -1,6 +1,6 @@
 """How far kernels of GaLore may differ in one step: docs/numbers.md states the bound."""
 
-from megaopt.kernels.matrix.galore import RIGHT
+from megaopt.kernels.galore.rule import RIGHT
 
 
 def bound_of_a_step(before, after, grad, side, coefficient, numbers):

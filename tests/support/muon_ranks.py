@@ -28,15 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import (
-    boxes,
-    muon,
-    muon_launch,
-    muon_ranks,
-    muon_wave,
-    shared,
-    tiles,
-)
+from megaopt.kernels.matrix import boxes, shared, tiles
+from megaopt.kernels.muon import launch, newton_schulz, wave
+from megaopt.kernels.muon import ranks as muon_ranks
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -144,13 +138,13 @@ def bytes_sent(options, shapes, replicas=1):
 def made_here(shapes, steps=1):
     """How many matrices this rank makes in a step."""
     model, optimizer = build({"optimizer": FusedMuon}, shapes=shapes)
-    counts, iterated = [], muon.iterated
+    counts, iterated = [], newton_schulz.iterated
 
     def counting(room, *own):
         counts.append(len(room.first))
         return iterated(room, *own)
 
-    with mock.patch.object(muon, "iterated", counting):
+    with mock.patch.object(newton_schulz, "iterated", counting):
         train(model, optimizer, steps)
     return sum(counts)
 
@@ -179,19 +173,19 @@ CHANGED = {
 
 
 LAUNCHES = {
-    "direct": (muon_wave.PartLaunches, "direct"),
+    "direct": (wave.PartLaunches, "direct"),
     "sums": (muon_ranks.PartNorms, "measure"),
     "cast": (muon_ranks.PartNorms, "cast"),
     "boxes": (boxes.BoxCopies, "copy"),
-    "products": (muon_wave.Iteration, "step"),
-    "apply": (muon_wave.PartLaunches, "apply"),
-    "local": (muon_launch.MuonLaunches, "step"),
+    "products": (wave.Iteration, "step"),
+    "apply": (wave.PartLaunches, "apply"),
+    "local": (launch.MuonLaunches, "step"),
 }
 PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
 """Where a step fails."""
 AT_FIRST = {
     "plans": (muon_ranks, "BoxCopies"),
-    "notes": (muon_wave.Iteration, "note"),
+    "notes": (wave.Iteration, "note"),
     **LAUNCHES,
 }
 
@@ -290,7 +284,7 @@ def said_after_a_fault(options):
     give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
     fault, later = RuntimeError("the product"), RuntimeError("a call after it")
     with (
-        mock.patch.object(muon, "products", side_effect=fault),
+        mock.patch.object(newton_schulz, "products", side_effect=fault),
         mock.patch.object(owners.Owners, "back", side_effect=later),
     ):
         first = raised_by(optimizer.step)
@@ -338,7 +332,7 @@ def by_small_tiles(options, steps, replicas, shapes, made=trained):
     work = []
     names = ("products", "symmetric_products")
     with contextlib.ExitStack() as stack:
-        for module in (tiles, muon):
+        for module in (tiles, newton_schulz):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(tiles, "UNIT", 8))

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megaopt
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import muon, shared
+from megaopt.kernels.matrix import shared
+from megaopt.kernels.muon import newton_schulz
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (20, 33), (5, 6, 7), (4, 3, 2, 2)]
 """Tall, wide, a vector, one of one row, two of the same products, experts, a convolution."""
@@ -56,13 +57,13 @@ def trained_alike(options, steps, replicas, shapes):
 
 def matrices_made(options, steps, **named):
     """The shapes of the matrices that this rank makes in steps."""
-    shapes, iterated = [], muon.iterated
+    shapes, iterated = [], newton_schulz.iterated
 
     def counting(room, *own):
         shapes.extend(tuple(each.shape) for each in room.first)
         return iterated(room, *own)
 
-    with mock.patch.object(muon, "iterated", counting):
+    with mock.patch.object(newton_schulz, "iterated", counting):
         trained(options, steps, **named)
     return shapes
 
@@ -119,7 +120,7 @@ def said_of(what, options, shapes=SHAPES):
         elif is_last and what in CHANGED:
             group.update(CHANGED[what])
         elif is_last:
-            place = {"exchange": (shared, "unpacked"), "product": (muon, "products")}[what]
+            place = {"exchange": (shared, "unpacked"), "product": (newton_schulz, "products")}[what]
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)

@@ -7,7 +7,7 @@ from galore_bound import bound_of_a_step
 from runs import BF16, FP32, params_of, values
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix.galore import LEFT, RIGHT
+from megaopt.kernels.galore.rule import LEFT, RIGHT
 
 RANKED = {"rank": 3, "update_proj_gap": 3, "scale": 0.25}
 NUMBERS = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}

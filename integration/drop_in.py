@@ -19,7 +19,7 @@ from megaopt.options.checks import one_of
 
 PACKAGE = "megaopt.integration."
 Meanings = Mapping[str, Mapping[Any, Mapping[str, Any]]]
-"""By argument and value: the options of this package that it stands for. Others are refused."""
+"""The options of this package that each value of an argument stands for; others are refused."""
 
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
 ADAMW = {**ADAM, "weight_decay": 1e-2}

@@ -208,6 +208,9 @@ class GaLoreAdamW(FusedOptimizer):
     Moments are DTensors split as their parameter, and projections DTensors that every rank has
     whole.
 
+    The seed is also that of the first projections. With capturable `step()` makes only projections
+    that are not there yet; `refresh()`, called between replays, makes those anew whose turn it is.
+
     Args:
         params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices, but for
             those of Megatron's distributed optimizer (docs/how-to/megatron.md).
@@ -248,9 +251,6 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
-        **options: of megaopt.SharedOptions, which follow. The seed is also that
-            of the first projections. With capturable `step()` makes only projections that are not
-            there yet; `refresh()`, called between replays, makes those anew whose turn it is.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.

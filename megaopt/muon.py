@@ -356,7 +356,6 @@ class FusedMuon(FusedOptimizer):
             a parameter. All take their steps together. The bits are those without it, and states
             stay whole on every rank. Vectors, AdamW's parameters, DTensors and fp8 weights are
             stepped as without it. A group may say another, or None. Not with contract "torch".
-        **options: of megaopt.SharedOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam. ValueError also for use_muon=True beside

@@ -9,6 +9,7 @@ import torch
 
 from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.formats import Format
+from megaopt.kernels.formats.float8_drawn import encode_pair_reference
 from megaopt.options.checks import is_dense, one_of, refuse, same
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
@@ -128,8 +129,11 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
     formats = owned.formats(view)
     exact = formats.cast is not None and formats.cast.exact
     view.weight.quantize_(value, torch.float32 if exact else None)
+    # with a remainder beside each code these are nearest in two roundings, ties away from zero, as
+    # a step stores them; the weight's own are to even
     if isinstance(view, Float8View) and formats.master.joined:
-        view.round_as_pairs(value)
+        code, _ = encode_pair_reference(value * (1.0 / view.scale_inv()))
+        view.codes.copy_(code.view(-1))
 
 
 def _is_real(value: torch.Tensor) -> bool:

@@ -30,7 +30,7 @@ from megaopt.options.options import (
 )
 from megaopt.options.placement import Homes
 from megaopt.options.replicas import Replicas
-from megaopt.params import ParamView, matrix_view, view_of
+from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import SCALE, whole_shape_of
 from megaopt.state.masters import check_master_weights, of_each, places_of
@@ -115,7 +115,7 @@ class Owned:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
-        view = view_of(param) if matrix is None else self._matrix_view(param, matrix)
+        view = view_of(param, matrix, None if matrix is None else self.replicas.of(param))
         view.home = self.homes.of(param)
         return view
 
@@ -173,10 +173,7 @@ class Owned:
         # vectors have no matrix rule
         if rule is None or len(whole_shape_of(param)) < 2:
             return view_of(param)
-        return self._matrix_view(param, Matrix(rule))
-
-    def _matrix_view(self, param: torch.Tensor, matrix: Matrix) -> ParamView:
-        return matrix_view(param, matrix, self.replicas.of(param))
+        return view_of(param, Matrix(rule), self.replicas.of(param))
 
     @cached_property
     def group_numbers(self) -> list[int]:

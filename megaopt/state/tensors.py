@@ -17,7 +17,7 @@ from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.params import ParamView
-from megaopt.params.codes import decoded_blocks, encode_blocks, signless
+from megaopt.params.codes import decoded_blocks, encode_blocks
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
 from megaopt.state.masters import check_cast
@@ -40,7 +40,10 @@ def formats_of(
 ) -> Formats:
     """The formats of a parameter's buffers under these options; moments: the rule's."""
     # cast: how fp8 codes are made of values; None for plain weights
-    cast, dtype = view.cast(options.direct_cast), view.param.dtype
+    dtype, cast, direct = view.param.dtype, None, options.direct_cast
+    if view.weight is not None:
+        recipe = view.weight.recipe
+        cast = Cast(recipe if direct is None else replace(recipe, direct=direct), view.weight.dtype)
     master = options.master_format(dtype, masters, view.code_dtype)
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
     # a weight without a master may be rounded in another way
@@ -198,7 +201,8 @@ def encoded(
         encode_blocks(code, scale, value, form, view.first_of(name))
     elif value.numel():
         near = scale.to(device)
-        store_scaled(code, near, signless(value, form), form)
+        # moments without a sign have no code for -0
+        store_scaled(code, near, value + 0.0 if form.unsigned else value, form)
         scale.copy_(near)
     return {name: code, name + SCALE: scale}, None
 

@@ -296,7 +296,9 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
         group.update(names)
 
     # the optimizer as it will be after the load; a matrix rule may not gain or lose parameters
-    new = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    # its numbers decide the shapes of states
+    arguments = (owned.rule, owned.masters, owned.homes, owned.replicas)
+    new = Owned(groups, options, *arguments)
     _check_routes(owned, new)
 
     # new states are built beside the old ones; pinned host memory for them is taken at once

@@ -32,7 +32,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
 from megaopt.params.float8 import Float8View
-from megaopt.params.view import EMBEDDING, STEP, ReplicatedView, whole_shape_of
+from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
     OURS,
@@ -161,7 +161,7 @@ class MuonOptions(Options):
         under, buffer_dtype = f"with contract={self.contract!r}", self.momentum_buffer_dtype
         if len(view.whole_shape) != 2:
             refuse(where, f"of two dimensions {under}", view.param)
-        if isinstance(view, ReplicatedView) and self.contract == "torch":
+        if view.replicas is not None and self.contract == "torch":
             refuse(f"{where}: {REPLICAS}", f"None {under}", view.split)
         if view.split is not None and self.contract == "torch":
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")

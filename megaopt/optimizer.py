@@ -454,7 +454,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         # sized: torch.distributed.checkpoint compares sizes, and loads into what is there
         self.stepper.hear(self.param_groups)
-        owned, sized = self._owned.checked(), is_asked_by_torch()
+        owned, sized = self._owned, is_asked_by_torch()
+        _ = owned.params  # an error where something else is among them
         places = state_dicts.incomplete(owned, self.state) if sized else []
         if places:
             with torch.no_grad():

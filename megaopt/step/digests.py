@@ -132,7 +132,7 @@ def _places(
     # moments of a matrix rule may be of another shape than the parameter
     if formats.matrix is not None and slot not in (*BESIDE_STATE, "master"):
         pairs = zip(places, views, strict=True)
-        places = [view.state_place(slot, place.number) for place, view in pairs]
+        places = [view.place(place.number, slot) for place, view in pairs]
     form = formats.by_slot.get(slot.removesuffix("_scale"))
     if form is None:
         return places

@@ -8,10 +8,11 @@ from megaopt.float8.foreign import foreign_weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.float8.weight import Float8Weight
 from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN
 from megaopt.params.dtensor import DTensorView, MatrixDTensorView, is_dtensor
 from megaopt.params.flat import PARTS, FlatMatrixView
 from megaopt.params.float8 import Float8MatrixView, Float8ShardView, Float8View
-from megaopt.params.view import PLAIN, MatrixView, ParamView, ReplicatedView
+from megaopt.params.view import MatrixView, ParamView, ReplicatedView
 
 
 def view_of(param: Any) -> ParamView:

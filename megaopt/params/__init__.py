@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN
 from megaopt.params.dtensor import DTensorView, is_dtensor
 from megaopt.params.flat import PARTS, FlatMatrixView
-from megaopt.params.view import PLAIN, ParamView
+from megaopt.params.view import ParamView
 
 
 def view_of(param: Any, matrix: Matrix | None = None, replicas: Any = None) -> ParamView:

@@ -6,7 +6,6 @@ torch.distributed.tensor is never imported here: before somebody else has, there
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,34 +13,15 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.place import Place, place_of_box
+from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN, place_of_shard, shard_first
+from megaopt.kernels.shards import dtensor_class as dtensor_class
+from megaopt.kernels.shards import is_dtensor as is_dtensor
+from megaopt.kernels.shards import local_of as local_of
+from megaopt.kernels.shards import waited as waited
 from megaopt.options.options import Options
-from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, ParamView
-
-
-def dtensor_class() -> Any:
-    """Returns DTensor, for isinstance; an empty tuple where nobody has imported it."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-
-def is_dtensor(value: object) -> bool:
-    """Checks for a torch.distributed.tensor.DTensor."""
-    return isinstance(value, dtensor_class())
-
-
-def local_of(value: Any) -> Any:
-    """The shard of this rank, in its own memory; anything but a DTensor as it is."""
-    return waited(value._local_tensor) if is_dtensor(value) else value
-
-
-def waited(local: Any) -> Any:
-    """A shard that a collective may still be making, once it is there."""
-    if type(local) in PLAIN:
-        return local
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    kind = getattr(functional, "AsyncCollectiveTensor", ())
-    return local.wait() if isinstance(local, kind) else local
+from megaopt.params.view import MASTER, SCALE, STEP, ParamView
 
 
 def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,26 +70,6 @@ def _sharding(value: Any) -> str:
     return f"a DTensor of placements {tuple(value.placements)} on {value.device_mesh}"
 
 
-def shard_box(value: Any) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Returns where a DTensor's shard begins in each dimension, and its shape; else None."""
-    if not is_dtensor(value):
-        return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, start = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return start, size
-
-
-def shard_place(value: Any) -> Place | None:
-    """Returns the place of a DTensor's shard in the whole; None for anything else.
-
-    Raises ValueError as DTensorView.place does.
-    """
-    return DTensorView(value).place(0) if is_dtensor(value) else None
-
-
 class DTensorView(ParamView):
     """A parameter that is a DTensor; moments of a matrix rule are sharded as it is."""
 
@@ -128,11 +88,7 @@ class DTensorView(ParamView):
     @property
     def first_element(self) -> int:
         """The index of the shard's first element; a shard may hold rows in part."""
-        box, param = shard_box(self.param), self.param
-        assert box is not None
-        # elements of one index of each dimension, row by row
-        sizes = [math.prod(param.shape[dim + 1 :]) for dim in range(param.dim())]
-        return sum(start * size for start, size in zip(box[0], sizes, strict=True))
+        return shard_first(self.param)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
@@ -176,17 +132,7 @@ class DTensorView(ParamView):
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """
         shape, whole_shape = self.state_shape(name), self.whole_state_shape(name)
-        # an empty shard has no element to place
-        if not math.prod(shape):
-            return Place(number)
-        place = place_of_box(number, self.first_of(name), shape, whole_shape)
-        if place is None:
-            raise ValueError(
-                f"placements {tuple(self.param.placements)} of shape {tuple(whole_shape)} must "
-                "split at most one dimension behind the first where elements are known by their "
-                "places"
-            )
-        return place
+        return place_of_shard(number, self.param, self.first_of(name), shape, whole_shape)
 
     def wrap(self, local: torch.Tensor, name: str = MASTER) -> torch.Tensor:
         """A DTensor of the parameter's mesh and placements, with the shard's memory.

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
-from megaopt.params.view import MASTER, PLAIN, ParamView
+from megaopt.params.view import MASTER, ParamView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""

@@ -27,9 +27,6 @@ matter much, they are fp32."""
 EMBEDDING = "is_embedding_or_output_parameter"
 """Megatron-Core's attribute of parameters; where it is True no rule for matrices steps one."""
 
-PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Classes of tensors that have memory of their own; subclasses may have none."""
-
 
 def whole_shape_of(param: torch.Tensor) -> tuple[int, ...]:
     """A parameter's shape over all ranks, of a flat part too where it says so."""

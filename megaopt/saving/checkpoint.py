@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
-from megaopt.saving.files import replacing
+from megaopt.kernels.files import replacing
 
 __all__ = ["CheckpointError", "load", "save"]
 

@@ -14,8 +14,8 @@ from bits import bits
 from checkpoints import example, flipped, full_disk, is_refused
 from runs import assert_same
 
+from megaopt.kernels.files import replacing, write_json
 from megaopt.saving import checkpoint
-from megaopt.saving.files import replacing, write_json
 
 
 @pytest.fixture

@@ -80,10 +80,7 @@ def formats_of(
 
 
 def complete(
-    state: State,
-    view: ParamView,
-    formats: Formats,
-    external: torch.Tensor | None,
+    state: State, view: ParamView, formats: Formats, external: torch.Tensor | None
 ) -> None:
     """Adds to `state` what is missing: moments, and the master, external or made here.
 

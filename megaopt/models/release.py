@@ -278,7 +278,7 @@ def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
     owned.external_masters()
     masters: Any = owned.masters if owned.has_external_masters else ()
     places = places_of(masters, owned.views, owned.options) or []
-    entries = {place: entry for entry, place in enumerate(places)} if masters else {}
+    entries = {place: entry for entry, place in enumerate(places)}
     # index: the place among all parameters, in group order
     spots, index = {}, 0
     for number, group in enumerate(owned.groups):

@@ -34,10 +34,7 @@ class ExternalWrites:
         """Ids of parameters whose masters were made here: until a step is counted, they follow."""
 
     def reset(
-        self,
-        params: Iterable[torch.Tensor],
-        state: Mapping[Any, Any],
-        written: Iterable[int] = (),
+        self, params: Iterable[torch.Tensor], state: Mapping[Any, Any], written: Iterable[int] = ()
     ) -> None:
         """Notes that weights and masters are as they should be, but for those at `written`."""
         param_list = list(params)

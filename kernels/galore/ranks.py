@@ -15,7 +15,7 @@ A bucket's launches, in the order of shared.SharedSteps:
 
 What an owner launches between two messages is the same in each step, but where a projection is made
 anew: one CUDA graph. With precision "ieee" the two products are torch's, matrix by matrix, as those
-of shared.TorchBucket are, and have their bits.
+of bucket.TorchBucket are, and have their bits.
 """
 
 from __future__ import annotations
@@ -37,21 +37,13 @@ from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
 from megaopt.kernels.galore.tiles import tiles_of
 from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, places_of
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
+from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, params_of, renewed
+from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMaker
 from megaopt.kernels.matrix.plan import (
     CompiledStep,
     MatrixPlan,
     PartLaunch,
     apply_formats,
-)
-from megaopt.kernels.matrix.shared import (
-    Bucket,
-    BucketMemory,
-    MatrixBox,
-    SharedStepRun,
-    Tensors,
-    UpdateMaker,
-    params_of,
-    renewed,
 )
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
@@ -167,7 +159,7 @@ def _matrix(
 
 
 class GaLoreBucket:
-    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+    """Steps a bucket by launches, as bucket.TorchBucket does by torch's operations.
 
     Args:
         how: of its matrices; the kernel is "grouped".
@@ -240,7 +232,7 @@ class GaLoreBucket:
         # all four are copies between `far` and `room`; those that leave go the other way
         def copies(boxes: Sequence[MatrixBox], name: str, size: int, leave: bool) -> BoxCopies:
             chosen = self._boxes(boxes, begins_of[name], size // UNIT)
-            return BoxCopies([_turned(box) if leave else box for box in chosen], self._device)
+            return BoxCopies([box.turned if leave else box for box in chosen], self._device)
 
         self._grads_come = copies(self._bucket.unpacked, "wholes", self._grad_size, False)
         self._lows_leave = copies(self._low.packed, "lows", 4, True)
@@ -369,11 +361,6 @@ def _parts(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
     params = [bucket.pieces[part.piece].param for part in bucket.parts]
     firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
     return params, firsts, sizes
-
-
-def _turned(box: Box) -> Box:
-    """Returns the copy the other way."""
-    return Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.source_stride)
 
 
 # --- the plan

@@ -29,12 +29,12 @@ from megaopt.kernels.galore.tiles import (
     padded,
     part_of,
 )
+from megaopt.kernels.matrix.exchange import ALIGNED
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     apply_formats,
     inner_formats,
 )
-from megaopt.kernels.matrix.shared import ALIGNED
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
@@ -81,11 +81,6 @@ class How:
     kernel: str
     """The kernel, one of LAUNCHED, or BY_SHAPE."""
     tiles: ProjectionTiles
-
-    def by_shape(self, tiles: int) -> str:
-        """Returns the faster kernel of a launch of so many tiles of projected gradients."""
-        few = self.turns or self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
-        return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
     @property
     def grouped(self) -> bool:
@@ -285,7 +280,10 @@ class Products:
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
         if how.kernel == BY_SHAPE:
-            how = replace(how, kernel=how.by_shape(sum(tiles)))
+            # fused, where that is the faster kernel of a launch of so many tiles
+            few = how.turns or how.low_rank.side == RIGHT or sum(tiles) < FUSED_ON_LEFT
+            fused = few and is_fused(how.formats.moments)
+            how = replace(how, kernel="fused" if fused else "grouped")
         self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
         # with few tiles of many slabs each slab has a program, so that all processors have work
         if self._apart:
@@ -497,39 +495,27 @@ class ProjectionWave:
         products.look(addresses, addresses[PROJECTION], direction)
         if how.tiles.ahead:
             products.round(rounded)
-        self._look_low(addresses, low, direction)
+        # Adam's step takes a projected gradient as gradient, a direction as weight
+        plan = self._direction
+        low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
+        for slot, row in plan.addresses.items():
+            row[:] = {**addresses, **low_addresses}[slot]
+        plan.stale = True
         # one launch over all matrices, which may also take Adam's step; or torch, one by one
         if how.grouped:
-            step = (self._direction, scalars, controls) if how.fused else ()
+            step = (plan, scalars, controls) if how.fused else ()
             products.project(low, slabs if slabs.numel() else low, *step)
         else:
-            self._project_by_torch(low, grads, projections)
+            # where each projected gradient begins, in numbers
+            firsts = (products.addresses(low) - low.data_ptr()) // low.element_size()
+            for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
+                grad = how.formats.grad.decode_reference(grad)
+                low_grad = projected(grad, projection, how.low_rank.side)
+                low[first : first + low_grad.numel()] = low_grad.view(-1)
         # reads the projected gradients, writes directions
         if not how.fused:
-            self._direction.step(scalars, controls)
+            plan.step(scalars, controls)
         products.project_back(scalars, controls)
-
-    def _project_by_torch(
-        self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
-    ) -> None:
-        # where each projected gradient begins, in numbers
-        firsts = (self._products.addresses(low) - low.data_ptr()) // low.element_size()
-        for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
-            grad = self.how.formats.grad.decode_reference(grad)
-            low_grad = projected(grad, projection, self.how.low_rank.side)
-            low[first : first + low_grad.numel()] = low_grad.view(-1)
-
-    def _look_low(
-        self, addresses: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
-    ) -> None:
-        """Tells Adam's step where things lie; the direction goes where the weight is."""
-        plan, products = self._direction, self._products
-        # Adam's step takes a projected gradient as gradient, a direction as weight
-        low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
-        everything = {**addresses, **low_addresses}
-        for slot, row in plan.addresses.items():
-            row[:] = everything[slot]
-        plan.stale = True
 
 
 def areas_of(sizes: Sequence[int], begin: int = 0) -> tuple[list[slice], int]:

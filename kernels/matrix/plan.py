@@ -17,7 +17,7 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import SAME, Matrix, Transform, Work
+from megaopt.kernels.rules.matrix import SAME, Matrix, Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import (
     skips_of,
@@ -80,7 +80,7 @@ class MatrixPlan:
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
         launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches),
             or other steps of its own.
-        making: how matrices are made that ranks share (megaopt.kernels.matrix.shared), of a rule
+        making: how matrices are made that ranks share (megaopt.kernels.matrix.exchange), of a rule
             that brings whole ones together; None: by its transform.
     """
 
@@ -154,40 +154,36 @@ class MatrixPlan:
         # all matrices at once, or as another library steps them, or with other ranks
         if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
-        else:
-            # one by one: the host waits for the controls, and passes over groups that are left out
-            left_out = skips_of(controls, len(scalars))
-            for index, group in enumerate(self.groups):
-                if self._buffers["weight"][index].numel() and not left_out[group]:
-                    row = None if controls is None else controls[group]
-                    self._step_matrix(index, scalars[group], row)
-        self._buffers = {}  # gradients may go
+            self._buffers = {}  # gradients may go
+            return
+        # one by one: the host waits for the controls, and passes over groups that are left out
+        left_out, rule = skips_of(controls, len(scalars)), self.matrix.rule
+        for index, (group, work) in enumerate(zip(self.groups, self.works, strict=True)):
+            if left_out[group] or not self._buffers["weight"][index].numel():
+                continue
+            # fp32, of the parameter's shape; low: what the moments are of
+            taken = self._buffers["grad"][index]
+            low = grad = self.formats.grad.decode_reference(taken)
+            if rule.before is not SAME:
+                low = taken = rule.before.run(grad, work).contiguous()
 
-    def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
-        rule, work = self.matrix.rule, self.works[index]
-        # fp32, of the parameter's shape
-        grad = self.formats.grad.decode_reference(self.grad(index))
-        # what the moments are of: smaller where `before` projects
-        low = self._through(rule.before, grad, work)
+            # a gradient stays as it is; what `before` made may be written over
+            direction = torch.empty_like(low) if low is grad else low
+            tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
+            place = self.matrix.low_place(work.place, grad.shape)
+            # moments are stepped by the controls: unscaled, clipped
+            row = None if controls is None else controls[group]
+            self._step(tensors, self._inner, rule.inner, scalars[group], row, place)
 
-        # a gradient stays as it is; what `before` made may be written over
-        direction = torch.empty_like(low) if low is grad else low
-        taken = self._buffers["grad"][index] if rule.before is SAME else low
-        # moments are stepped by the controls: unscaled, clipped
-        tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
-        place = self.matrix.low_place(work.place, grad.shape)
-        self._step(tensors, self._inner, rule.inner, scalars, controls, place)
-
-        # fp32, of the parameter's shape again
-        update = self._through(rule.after, direction, work)
-        check_update(self.matrix, update, direction.dtype, grad.shape)
-        # the weight is stepped without controls: an update is no gradient
-        tensors = self._tensors(self._apply, index, grad=update)
-        self._step(tensors, self._apply, rule.apply, scalars, None, work.place)
-
-    def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
-        """Returns what a transform makes of a matrix."""
-        return matrix if transform is SAME else transform.run(matrix, work).contiguous()
+            # fp32, of the parameter's shape again
+            update = direction
+            if rule.after is not SAME:
+                update = rule.after.run(direction, work).contiguous()
+            check_update(self.matrix, update, direction.dtype, grad.shape)
+            # the weight is stepped without controls: an update is no gradient
+            tensors = self._tensors(self._apply, index, grad=update)
+            self._step(tensors, self._apply, rule.apply, scalars[group], None, work.place)
+        self._buffers = {}
 
     def _tensors(
         self, formats: Formats, index: int, **replacements: torch.Tensor
@@ -274,8 +270,14 @@ class PartLaunch:
         for slot, row in plan.addresses.items():
             now = part_addresses.get(slot)
             if now is None:
-                # int64 [parts]: where the parameter's tensor begins, and bytes before the part
-                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+                # int64 [parts], bytes of the tensor before the part's numbers
+                form = plan.formats.by_slot.get(slot)
+                if form is not None:  # packed: numbers in one element of the tensor
+                    offsets = self._firsts * plan.formats.dtype(slot).itemsize // form.packed
+                else:  # a scale: of each block a byte, or of the whole tensor
+                    block = plan.formats.by_slot[slot.removesuffix("_scale")].block
+                    offsets = self._firsts // block if block else 0 * self._firsts
+                now = addresses[slot][self._params] + offsets
             # stale: the table on the device differs, and is uploaded with the next step
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
@@ -283,16 +285,6 @@ class PartLaunch:
     def step(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         """Launches it; arguments as of TritonPlan.step."""
         self._plan.step(scalars, controls)
-
-
-def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
-    """Returns how many bytes of a slot's tensor lie before these numbers of the parameter."""
-    form = formats.by_slot.get(slot)
-    if form is None:  # a scale: of each block a byte, or of the whole tensor
-        block = formats.by_slot[slot.removesuffix("_scale")].block
-        return firsts // block if block else 0 * firsts
-    # packed: numbers in one element of the tensor
-    return firsts * formats.dtype(slot).itemsize // form.packed
 
 
 LIMIT = 64

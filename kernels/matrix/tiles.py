@@ -36,7 +36,7 @@ class TiledProducts:
     """Makes products in the place of newton_schulz.Immediate, of lists of one matrix.
 
     Args:
-        exchange: the ranks that make it: shared.Exchange.
+        exchange: the ranks that make it: exchange.Exchange.
         memory: of `numel` numbers, in which results go to the others.
         error: of this rank's, before: it makes nothing, and goes on with the others.
     """

@@ -18,8 +18,8 @@ from megaopt.kernels.calling import Replayed, compiling_together
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import DeviceTable, addresses_of, stream_of
 from megaopt.kernels.formats import NONE
+from megaopt.kernels.matrix.exchange import NEUTRAL, WHOLLY, Local
 from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
-from megaopt.kernels.matrix.shared import NEUTRAL, WHOLLY, Local
 from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.orthogonal import OWN
 from megaopt.kernels.muon.peers import PeerMaking, PeerSteps

@@ -15,7 +15,7 @@ import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import MASTERS, WEIGHTS
-from megaopt.kernels.matrix.shared import UpdateMaker
+from megaopt.kernels.matrix.exchange import UpdateMaker
 from megaopt.kernels.muon.orthogonal import EO, TORCH, Orthogonal
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
@@ -49,7 +49,7 @@ def step_as_torch(
         nesterov=bool(nesterov),
         ns_coefficients=how.coefficients[0],
         eps=how.eps,
-        ns_steps=how.steps,
+        ns_steps=len(how.coefficients),
         adjust_lr_fn=how.adjust,  # type: ignore[arg-type]  # __post_init__ knows
         has_complex=False,
     )

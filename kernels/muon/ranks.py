@@ -29,14 +29,8 @@ from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, stream_of, to_device
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
-from megaopt.kernels.matrix.shared import (
-    WHOLLY,
-    Bucket,
-    BucketMemory,
-    MatrixBox,
-    ParameterMatrix,
-    SharedStepRun,
-)
+from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun
+from megaopt.kernels.matrix.exchange import WHOLLY, Bucket, MatrixBox, ParameterMatrix
 from megaopt.kernels.muon.newton_schulz import MatrixScales
 from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.orthogonal import FP16
@@ -58,7 +52,7 @@ WITHOUT_END = 2**62
 
 
 class MuonBucket:
-    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+    """Steps a bucket by launches, as bucket.TorchBucket does by torch's operations.
 
     Args:
         bucket: its matrices.

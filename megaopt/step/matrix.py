@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.shared import Renewal, SharedSteps, UpdateMaker
+from megaopt.kernels.matrix.exchange import Renewal, UpdateMaker
+from megaopt.kernels.matrix.shared import SharedSteps
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Parts
 from megaopt.kernels.step.controls import SKIP

@@ -31,6 +31,7 @@ from megaopt.kernels.calling import Replayed
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.galore.compiled import CompiledStep
 from megaopt.kernels.galore.launch import LAUNCHED, launched_plan, waves
 from megaopt.kernels.galore.products import IEEE
 from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
@@ -39,12 +40,7 @@ from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, place
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
 from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, params_of, renewed
 from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMaker
-from megaopt.kernels.matrix.plan import (
-    CompiledStep,
-    MatrixPlan,
-    PartLaunch,
-    apply_formats,
-)
+from megaopt.kernels.matrix.plan import MatrixPlan, PartLaunch, apply_formats
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
 from megaopt.kernels.step.reference import step_tensor

@@ -31,18 +31,11 @@ from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
 from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun
 from megaopt.kernels.matrix.exchange import WHOLLY, Bucket, MatrixBox, ParameterMatrix
+from megaopt.kernels.muon.layout import Area, MatrixGroup, waves
 from megaopt.kernels.muon.newton_schulz import MatrixScales
 from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.orthogonal import FP16
-from megaopt.kernels.muon.wave import (
-    Area,
-    Iteration,
-    MatrixGroup,
-    PartLaunches,
-    cast,
-    scales_by_norms,
-    waves,
-)
+from megaopt.kernels.muon.wave import Iteration, PartLaunches, cast, scales_by_norms
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place

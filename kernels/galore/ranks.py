@@ -38,7 +38,13 @@ from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
 from megaopt.kernels.galore.tiles import tiles_of
 from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, places_of
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
-from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, params_of, renewed
+from megaopt.kernels.matrix.bucket import (
+    BucketMemory,
+    SharedStepRun,
+    params_of,
+    part_numbers,
+    renewed,
+)
 from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMaker
 from megaopt.kernels.matrix.plan import MatrixPlan, PartLaunch, apply_formats
 from megaopt.kernels.place import Place
@@ -184,7 +190,7 @@ class GaLoreBucket:
         assert formats.matrix is not None
         self._how, self._bucket, self._low, self._device = how, bucket, low, device
         # launches over this rank's own parts: Adam's step of low ones, the update of whole ones
-        rule, parts, lows = formats.matrix.rule, _parts(bucket), _parts(low)
+        rule, parts, lows = formats.matrix.rule, part_numbers(bucket), part_numbers(low)
         arguments = (groups, low_places, device)
         self._direction = PartLaunch(how.direction, rule.inner, *lows, *arguments)
         arguments = (groups, places, device)
@@ -350,13 +356,6 @@ class GaLoreBucket:
         # all else that the launches read and write lies in the step's memory
         addresses = [matrix.data_ptr() for matrices in projections for matrix in matrices]
         replayed((stream_of(self._device), memory.whole.data_ptr(), addresses), launches)
-
-
-def _parts(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
-    """Returns each part's parameter, how many of its numbers lie before the part, and its size."""
-    params = [bucket.pieces[part.piece].param for part in bucket.parts]
-    firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
-    return params, firsts, sizes
 
 
 # --- the plan

@@ -194,55 +194,43 @@ class How:
         return -(-terms // SLAB)
 
 
-@dataclass(frozen=True)
 class WholeLaunch:
-    """The last launch over matrices of whole tiles."""
+    """The last launch over matrices of whole tiles, by strips or by blocks."""
 
-    name: str
-    """The kernel's name."""
-    chunks: Chunks
-    """Strips, or tiles."""
-    programs: int
-    numbers: tuple[int, ...]
-    """The kernel's last arguments."""
-    options: dict[str, object]
+    def __init__(
+        self, tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
+    ) -> None:
+        # int64 [matrices], tiles one below another and one beside another
+        heights, widths = (numpy.array(shapes) // (tile.rows, tile.columns)).T
+        # the programs that have room on the card at a time
+        most = tile.at_once * processors(device)
+        self._options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+        self._options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._numbers: tuple[int, ...] = ()
+        if tile.inner is not None:
+            # by blocks each tile is one piece of work
+            self._name, tiles = "back_blocks_kernel", heights * widths
+            self._options["INNER"] = tile.inner // operand_bytes(low_rank)
+        else:
+            # rounds of strips, times what the longest strip takes
+            def time(down: int) -> float:
+                strips = int((-(-heights // down) * widths).sum())
+                return -(-strips // most) * (down + TURN)
+
+            # of a few lengths that which takes the least time, where no program is done early
+            down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
+            self._name, tiles = "back_strips_kernel", -(-heights // down) * widths
+            self._options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
+            self._numbers = (down,)
+        self._chunks = Chunks(tiles.tolist(), ONE_TILE, device)
+        self._programs = min(self._chunks.count, most)
 
     def __call__(self, arguments: tuple[Any, ...], options: dict[str, object]) -> None:
         """Launches it; arguments, options: those that it has in common with back_project_kernel."""
         set_allocator(scratch)  # for descriptors
-        (table, *rest), all_options = arguments, {**options, **self.options}
-        everything = (table, self.chunks.table, *rest, *self.numbers)
-        call(getattr(kernel, self.name), self.programs, everything, all_options)
-
-
-def whole_launch(
-    tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
-) -> WholeLaunch:
-    """Makes the launch by strips, or by blocks."""
-    # most: the programs that have room on the card at a time
-    (heights, widths), most = tile.counts(shapes), tile.at_once * processors(device)
-    options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    # by blocks each tile is one piece of work
-    if tile.inner is not None:
-        options["INNER"] = tile.inner // operand_bytes(low_rank)
-        tiles = Chunks((heights * widths).tolist(), ONE_TILE, device)
-        return WholeLaunch("back_blocks_kernel", tiles, min(tiles.count, most), (), options)
-
-    # int64 [matrices], how many strips each is cut into
-    def strips(down: int) -> numpy.ndarray:
-        counts: numpy.ndarray = -(-heights // down) * widths
-        return counts
-
-    # rounds of strips, times what the longest strip takes
-    def time(down: int) -> float:
-        return -(-int(strips(down).sum()) // most) * (down + TURN)
-
-    # of a few lengths that which takes the least time, where no program is done early
-    down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
-    chunks = Chunks(strips(down).tolist(), ONE_TILE, device)
-    options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
-    return WholeLaunch("back_strips_kernel", chunks, min(chunks.count, most), (down,), options)
+        (table, *rest), all_options = arguments, {**options, **self._options}
+        everything = (table, self._chunks.table, *rest, *self._numbers)
+        call(getattr(kernel, self._name), self._programs, everything, all_options)
 
 
 class Products:
@@ -296,10 +284,9 @@ class Products:
 
         # the last launch goes by descriptors where all matrices are of whole tiles
         tile = how.whole_tile(device, apply)
-        is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
-        self._whole = (
-            whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
-        )
+        self._whole = None
+        if tile and all(m % tile.rows == 0 and n % tile.columns == 0 for m, n in shapes):
+            self._whole = WholeLaunch(tile, shapes, how.low_rank, device)
 
         # tiles of the projections, and how many numbers each copy takes
         projection_shapes = [how.low_rank.projection_shape(shape) for shape in shapes]
@@ -311,15 +298,10 @@ class Products:
         # int64 [ROW_COUNT, matrices]; addresses come with each step
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
-    @property
-    def rounded_numel(self) -> int:
+        self.rounded_numel = (2 if how.turns else 1) * sum(self._copies) * how.tiles.ahead
         """Numbers of `how.projection` that `round` makes."""
-        return (2 if self.how.turns else 1) * sum(self._copies) * self.how.tiles.ahead
-
-    @property
-    def slabs_numel(self) -> int:
+        self.slabs_numel = self.numel * self._slabs * self._apart
         """fp32 numbers of slabs, which are added up behind the launch; 0 where it does this."""
-        return self.numel * self._slabs * self._apart
 
     def addresses(self, whole: torch.Tensor) -> numpy.ndarray:
         """Returns the addresses of projected gradients or directions in a workspace of `numel`."""

@@ -24,6 +24,14 @@ from megaopt.kernels.rules.matrix import SAME, Work
 from megaopt.kernels.step.controls import SKIP
 
 
+def part_numbers(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
+    """Returns each part's parameter, how many of its numbers lie before the part, and its size."""
+    # in the order of `bucket.parts`
+    params = [bucket.pieces[part.piece].param for part in bucket.parts]
+    firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
+    return params, firsts, sizes
+
+
 class PartSteps:
     """Elementwise steps of this rank's parts in a bucket; the arguments as SharedSteps has them.
 
@@ -41,9 +49,7 @@ class PartSteps:
         device: torch.device,
     ) -> None:
         self._parts, self._formats = bucket.parts, formats
-        # of each part, in the order of `bucket.parts`: its parameter, and the count of its numbers
-        self._params = [bucket.pieces[part.piece].param for part in bucket.parts]
-        self._numels = [part.numel for part in bucket.parts]
+        self._params, _, self._numels = part_numbers(bucket)
         # random bits go by the parameter's numbers, whichever rank has them
         pairs = zip(self._params, bucket.parts, strict=True)
         spots = [places[param].after(part.first, part.numel) for param, part in pairs]
@@ -168,7 +174,8 @@ class TorchBucket:
         self.sums: torch.Tensor | None = None
         """The sums that ranks add up between `direct` and `send`."""
         # of one step: what one phase makes and a later one reads
-        self._notes: Any = None
+        self.notes: Any = None
+        """What is known of the matrices by the sums; None where this rank failed to make it."""
         self._directions: Tensors = []
         self._out: Tensors = []
 
@@ -228,13 +235,8 @@ class TorchBucket:
     def send(self, memory: BucketMemory) -> None:
         """Makes what is sent of the directions, by the sums over all ranks."""
         # of all matrices of the bucket: the sums of other owners' matrices are here, too
-        self._notes = self._making.notes(self.sums, self._low.pieces)
-        self._making.send(self._directions, self._low.parts, self._notes, self._out)
-
-    @property
-    def notes(self) -> Any:
-        """The notes of the matrices; None where this rank failed to make them."""
-        return self._notes
+        self.notes = self._making.notes(self.sums, self._low.pieces)
+        self._making.send(self._directions, self._low.parts, self.notes, self._out)
 
     def make(self, run: SharedStepRun, memory: BucketMemory, update: torch.Tensor | None) -> None:
         """Makes updates, and leaves their parts in `far`; what states keep is stepped.
@@ -256,7 +258,7 @@ class TorchBucket:
         if update is None:
             wholes = unpacked(self._low, far)
             # each owner makes its own matrices
-            updates = making.make(wholes, bucket.pieces, bucket.indices, self._notes, states)
+            updates = making.make(wholes, bucket.pieces, bucket.indices, self.notes, states)
         else:
             # all ranks have the update, and its owner alone steps what is kept
             updates = making.finish([update], states) if pieces else []
@@ -277,7 +279,7 @@ class TorchBucket:
         back = memory.back.view(self._making.sent.dtype)
         parts = self.apply.views(back, self._bucket.returned)
         self.apply.step(run.buffers, run.scalars, run.left_out, grad=parts)
-        self._notes, self.sums, self._directions, self._out = None, None, [], []
+        self.notes, self.sums, self._directions, self._out = None, None, [], []
 
 
 def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:

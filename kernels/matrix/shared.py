@@ -146,26 +146,6 @@ class SharedSteps:
         self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
         self._measured.accumulate(bins)
 
-    @property
-    def _phases(self) -> list[tuple[int, Callable[[int, SharedStepRun], None]]]:
-        """The phases of a turn, each for the bucket that began so many turns before.
-
-        All buckets are on their way at once: while the products of one are made, the directions of
-        the next one go to owners, and the updates of the last one come from them. What a rank must
-        know of the sums over all is asked for while no long message is in front of it.
-        """
-        if self._is_projected:
-            # gradients go there, low ones come back, directions go there, updates come back
-            return [
-                *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
-                *((3, self._make), (3, self._return), (4, self._finish)),
-            ]
-        # updates of the bucket two turns before leave ahead of this one's directions
-        return [
-            *((0, self._direct), (2, self._return), (0, self._leave)),
-            *((1, self._make), (2, self._finish)),
-        ]
-
     def _placed(self, steps: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
         """Returns the bytes of each area of a step's memory, and each bucket's areas of its pieces.
 
@@ -269,6 +249,21 @@ class SharedSteps:
         if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
             scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
 
+        # The phases of a turn, each for the bucket that began so many turns before. All buckets are
+        # on their way at once: while the products of one are made, the directions of the next one
+        # go to owners, and the updates of the last one come from them. What a rank must know of the
+        # sums over all is asked for while no long message is in front of it.
+        phases = [
+            # updates of the bucket two turns before leave ahead of this one's directions
+            *((0, self._direct), (2, self._return), (0, self._leave)),
+            *((1, self._make), (2, self._finish)),
+        ]
+        if self._is_projected:
+            # gradients go there, low ones come back, directions go there, updates come back
+            phases = [
+                *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
+                *((3, self._make), (3, self._return), (4, self._finish)),
+            ]
         run = SharedStepRun(buffers, works, scalars, controls, left_out, self.renewal)
         if self._making.launches is not None and self._memory:
             # launches keep their tables as long as all tensors and the memory lie where they did
@@ -276,10 +271,10 @@ class SharedSteps:
             lies: list[Any] = [row.tobytes() for row in run.addresses.values()]
             lies.append(self._memory[0].whole.data_ptr())
             run.has_moved = lies != before
-            self._go(self._phases, run)
+            self._go(phases, run)
             self._lay = lies  # not after an error
         else:
-            self._go(self._phases, run)
+            self._go(phases, run)
 
     def renew(self, buffers: Buffers, works: Sequence[Work]) -> None:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy
@@ -106,37 +105,25 @@ class Notes:
 # --- the launches
 
 
-class Norms:
-    """Makes the factors of a wave's matrices by the norms of their directions, and casts these.
+class DirectionTable:
+    """The table of launches over directions in a workspace, as a step's: int64 [10, directions]."""
 
-    ratios: fp32 [matrices], of the last products.
-    """
-
-    def __init__(self, layout: Layout, ratios: torch.Tensor) -> None:
-        self._layout, self._ratios, device = layout, ratios, ratios.device
-        # the launches read a table as a step's, int64 [10, matrices]
-        numels = [math.prod(piece.shape) for piece in layout.pieces]
-        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
+    def __init__(self, numels: Sequence[int], device: torch.device) -> None:
+        self.chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
         self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
         self._rows[int(table_rows.NUMEL)] = numels
-        # int64 [2, matrices], bytes from the workspace on: directions, and where their casts go
-        self._places = numpy.stack([layout.places(layout.wide), layout.places(layout.first)])
 
-    def step(self, workspace: torch.Tensor) -> None:
-        """Makes the factors of the directions in a workspace."""
-        layout = self._layout
-        # bins: int64 [matrices, BANKS, ROWS, 2]; scales: fp32 [5, matrices]
-        bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
-        # the workspace may lie elsewhere than in the step before
+    def lie(self, directions: numpy.ndarray, casts: numpy.ndarray) -> None:
+        """Hears where directions and their casts lie, in bytes from the workspace on."""
+        self._places = numpy.stack([directions, casts])
+
+    def update(self, workspace: torch.Tensor) -> torch.Tensor:
+        """Returns the table on the device, where the workspace may lie elsewhere than before."""
         places = workspace.data_ptr() + self._places
         self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
+        # 1 where both begin at a multiple of 16 bytes
         self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
-        table = self._table.update(self._rows)
-        # squares are added up, make norms and factors, and by these fp16 directions are cast
-        NormPlan(GRADS[layout.wide.dtype]).accumulate(table, self._chunks, bins.zero_())
-        scales_by_norms(bins, self._ratios, scales, layout.how.eps, layout.is_scaled)
-        if layout.is_scaled:
-            cast(table, self._chunks, scales, layout.how.dtype)
+        return self._table.update(self._rows)
 
 
 def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch.dtype) -> None:
@@ -279,14 +266,27 @@ class Iteration:
             self._second = SecondMoments(layout, groups, self._ratios)
             self._ratios = torch.ones_like(self._ratios)
         self._tables, self._products = Tables(), list[NotedLaunch]()
+        # made where nobody else has made the factors
+        self._directions: DirectionTable | None = None
         # where the workspace lies when products are noted
         self._noted_at, self.result = 0, layout.first
         """The area in which the updates are."""
 
-    @cached_property
-    def norms(self) -> Norms:
-        """Makes the factors of directions in the workspace, where nobody else has made them."""
-        return Norms(self.layout, self._ratios)
+    def scale(self, workspace: torch.Tensor) -> None:
+        """Makes the factors of directions in the workspace by their norms, and casts fp16 ones."""
+        layout = self.layout
+        if self._directions is None:
+            sizes = [math.prod(piece.shape) for piece in layout.pieces]
+            self._directions = DirectionTable(sizes, workspace.device)
+            self._directions.lie(layout.places(layout.wide), layout.places(layout.first))
+        # bins: int64 [matrices, BANKS, ROWS, 2]; scales: fp32 [5, matrices]
+        bins, scales = layout.bins.of(workspace), layout.scales.of(workspace)
+        table, chunks = self._directions.update(workspace), self._directions.chunks
+        # squares are added up, make norms and factors, and by these directions are cast
+        NormPlan(GRADS[layout.wide.dtype]).accumulate(table, chunks, bins.zero_())
+        scales_by_norms(bins, self._ratios, scales, layout.how.eps, layout.is_scaled)
+        if layout.is_scaled:
+            cast(table, chunks, scales, layout.how.dtype)
 
     def note(self, workspace: torch.Tensor) -> None:
         """Notes the products, and where their results will be, before the first step.
@@ -357,6 +357,6 @@ class MuonWave:
         self._parts.look(addresses, directions, updates)
         # momenta, then norms and casts, then products and second moments, then weights
         self._parts.direct(scalars, controls)
-        iteration.norms.step(workspace)
+        iteration.scale(workspace)
         iteration.step(workspace, addresses, left_out)
         self._parts.apply(scalars, left_out)

@@ -15,8 +15,8 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.muon.launch import muon_plan
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
+from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON, MUON_PEER
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row

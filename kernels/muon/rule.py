@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import WEIGHTS
-from megaopt.kernels.matrix.shared import MatrixPart, ParameterMatrix, UpdateMaker
+from megaopt.kernels.matrix.exchange import MatrixPart, ParameterMatrix, UpdateMaker
 from megaopt.kernels.muon import newton_schulz
 from megaopt.kernels.muon.newton_schulz import (
     Immediate,

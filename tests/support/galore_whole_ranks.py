@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
 from megaopt.kernels.galore import ranks, rule
-from megaopt.kernels.matrix import boxes, shared
+from megaopt.kernels.matrix import boxes, bucket, shared
 
 
 def placed_galore(options, steps, *placed_as, **named):
@@ -112,7 +112,7 @@ def said_of(kind, options, shapes):
     group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
     give(params, gradients(3, shapes, params[0].dtype))
     places = {
-        "exchange": (shared, "unpacked"),
+        "exchange": (bucket, "unpacked"),
         "refresh": (rule, "refreshed"),
         "update": (rule, "projected_back"),
         "launched exchange": (boxes.PartCopies, "copy"),

@@ -12,7 +12,7 @@ from unfused_torch import BETAS, EPS
 from megaopt import GaLoreAdamW
 from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.kernels.galore import rule
-from megaopt.kernels.matrix import shared
+from megaopt.kernels.matrix import bucket
 from megaopt.params.view import EMBEDDING
 
 KEPT = ("projection", "captured_energy")
@@ -153,7 +153,7 @@ def alone(case, steps=10, factors=None):
 
 
 PLACES = {
-    "exchange": (shared, "unpacked"),
+    "exchange": (bucket, "unpacked"),
     "refresh": (rule, "refreshed"),
     "update": (rule, "projected_back"),
 }

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import boxes, shared, tiles
+from megaopt.kernels.matrix import boxes, bucket, tiles
 from megaopt.kernels.muon import launch, newton_schulz, wave
 from megaopt.kernels.muon import ranks as muon_ranks
 from megaopt.step.ranks import owners
@@ -93,7 +93,7 @@ def in_small_buckets(room, *arguments, made=placed, **named):
 def by_launches(options, *arguments, made=placed, **named):
     """What `made` returns where no rank steps a bucket by torch's operations, as the twin does."""
     refused = AssertionError("a bucket of torch's operations")
-    with mock.patch.object(shared.TorchBucket, "direct", side_effect=refused):
+    with mock.patch.object(bucket.TorchBucket, "direct", side_effect=refused):
         return made({**options, "backend": "triton"}, *arguments, **named)
 
 
@@ -181,7 +181,7 @@ LAUNCHES = {
     "apply": (wave.PartLaunches, "apply"),
     "local": (launch.MuonLaunches, "step"),
 }
-PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+PLACES = {"exchange": (bucket, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
 """Where a step fails."""
 AT_FIRST = {
     "plans": (muon_ranks, "BoxCopies"),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megaopt
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import shared
+from megaopt.kernels.matrix import bucket
 from megaopt.kernels.muon import newton_schulz
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (20, 33), (5, 6, 7), (4, 3, 2, 2)]
@@ -120,7 +120,7 @@ def said_of(what, options, shapes=SHAPES):
         elif is_last and what in CHANGED:
             group.update(CHANGED[what])
         elif is_last:
-            place = {"exchange": (shared, "unpacked"), "product": (newton_schulz, "products")}[what]
+            place = {"exchange": (bucket, "unpacked"), "product": (newton_schulz, "products")}[what]
             failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
             stack.enter_context(failing)
         error = raised_by(optimizer.step)

@@ -17,7 +17,6 @@ from megaopt.kernels.matrix.galore import (
     GALORE,
     GALORE_WHOLE,
     LEFT,
-    PROJECTION,
     RIGHT,
     LowRank,
     saves,
@@ -26,7 +25,7 @@ from megaopt.kernels.matrix.galore_ranks import galore_plan
 from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, is_fused, why_not_kernel
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.rules.matrix import PROJECTION, Matrix
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, takes
 from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse

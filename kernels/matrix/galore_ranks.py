@@ -32,7 +32,7 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
-from megaopt.kernels.matrix.galore import PROJECTION, projected, projected_back
+from megaopt.kernels.matrix.galore import projected, projected_back
 from megaopt.kernels.matrix.launch import (
     BY_SHAPE,
     LAUNCHED,
@@ -63,6 +63,7 @@ from megaopt.kernels.matrix.shared import (
 )
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
+from megaopt.kernels.rules.matrix import PROJECTION
 from megaopt.kernels.step.reference import step_tensor
 
 UPDATES = Formats(GRADS["float32"], WEIGHTS["float32"], NONE, (), ())

@@ -19,7 +19,7 @@ from megaopt.kernels.chunks.spec import KernelSpec
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, addresses_of, stream_of
 from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.matrix import kernel
-from megaopt.kernels.matrix.galore import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
+from megaopt.kernels.matrix.galore import LEFT, RIGHT, SLAB, LowRank, projected
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     MatrixPlan,
@@ -34,7 +34,7 @@ from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import PROJECTION, Work
 from megaopt.kernels.step.launch import TritonPlan
 
 # --- how large the tiles of the two launches are: it shows in no bit

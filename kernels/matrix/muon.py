@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.formats import WEIGHTS
-from megaopt.kernels.matrix.normuon import BETA2, SECOND_MOMENT, normalized
+from megaopt.kernels.matrix.normuon import BETA2, normalized
 from megaopt.kernels.matrix.shared import MatrixPart, ParameterMatrix, UpdateMaker
 from megaopt.kernels.norm.bins import ROWS, new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.products.launch import products, symmetric_products
 from megaopt.kernels.rules.matrix import (
     SAME,
+    SECOND_MOMENT,
     WHOLE,
     Cut,
     Matrix,

@@ -22,11 +22,10 @@ from megaopt.kernels.matrix.muon import OWN, MuonMaking
 from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
 from megaopt.kernels.matrix.muon_ranks import MuonBucket
 from megaopt.kernels.matrix.muon_wave import MatrixGroup, MuonWave, parts_of, waves
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
 from megaopt.kernels.matrix.shared import NEUTRAL, WHOLLY, Local
 from megaopt.kernels.place import Place, in_order
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import step_tensor

@@ -39,7 +39,6 @@ from megaopt.kernels.matrix.muon_wave import (
     scales_by_norms,
     waves,
 )
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.matrix.shared import (
     WHOLLY,
     Bucket,
@@ -51,6 +50,7 @@ from megaopt.kernels.matrix.shared import (
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import SECOND_MOMENT
 
 WITHOUT_END = 2**62
 """Bytes of which one wave has room for all matrices of a bucket."""

@@ -34,14 +34,14 @@ from megaopt.kernels.matrix.muon import (
     iterated,
     ordered,
 )
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.matrix.normuon import numbers_of
 from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.epilogue import ProductCoefficients
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
-from megaopt.kernels.rules.matrix import Shape
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Shape
 
 UNIT = 256
 """The bytes at whose multiples areas of the workspace begin."""

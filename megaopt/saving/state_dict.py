@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS, Format
-from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.matrix import CAPTURED_ENERGY, PROJECTION, SECOND_MOMENT
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,

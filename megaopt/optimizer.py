@@ -529,7 +529,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         new = {"state": loaded.states, "param_groups": loaded.groups}
         # the caller's masters are written in place; behind them states and groups change at once
         overwrite(loaded.masters, lambda: vars(self).update(new))
-        self.stepper.given_counts.kept.clear()  # as are the moments in state dicts of before
+        self.stepper.given_counts.remaining.clear()  # as are the moments in state dicts of before
         # batches and versions are of tensors that are gone
         self.stepper.reset(self._owned, self.state, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

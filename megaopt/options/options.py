@@ -21,7 +21,6 @@ from megaopt.kernels.formats import (
     WEIGHTS,
     Format,
 )
-from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.kernels.step.reference import step_tensor
@@ -398,12 +397,6 @@ class Options:
         """The step_counts of a contract where nobody asked: torch counts for each parameter."""
         return "parameter" if self.contract == "torch" else "group"
 
-    def makes_state(self, param: torch.Tensor) -> bool:
-        """Whether a step makes the state of a parameter that has no gradient in it."""
-        return self.makes_states == "all" or (
-            self.makes_states == "trainable" and param.requires_grad
-        )
-
     @property
     def _moments(self) -> list[str]:
         names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
@@ -456,6 +449,8 @@ class Options:
         backend: what steps other parameters of the device. shapes, groups and places are of each
         matrix: its own, its row of scalars, and where it lies in its parameter.
         """
+        from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan  # for matrices alone
+
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
 

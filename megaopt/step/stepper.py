@@ -34,10 +34,16 @@ from megaopt.step.collect import Check, collect, completed_states, make_batches,
 from megaopt.step.counts import GivenCounts
 from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
 from megaopt.step.gradients import check_written_grads
-from megaopt.step.matrix import is_exchanged
 from megaopt.step.probing import is_asked_by_torch, is_probe
 from megaopt.step.ranks.answers import of_groups
-from megaopt.step.ranks.meeting import Meeting, Sharers, agreement_of, meeting_of, sharers_of
+from megaopt.step.ranks.meeting import (
+    Meeting,
+    Sharers,
+    agreement_of,
+    is_exchanged,
+    meeting_of,
+    sharers_of,
+)
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
 
 States = Any
@@ -372,7 +378,7 @@ class Stepper:
             if isinstance(error, Exception) or not self._finish(run):
                 batches.take_back()
             # Ctrl-C, and the step was finished: counts in state dicts go up as well
-            elif self.given_counts.kept:
+            elif self.given_counts.remaining:
                 self.given_counts.follow(groups, state)
             # weights may have been written and put back: torch's counters go up in any case
             batches.watch.count_up()
@@ -381,7 +387,7 @@ class Stepper:
         # the step is whole: copies of what it has written are let go
         batches.forget()
         # counts in state dicts that somebody has kept
-        if self.given_counts.kept and run.rows is not None:
+        if self.given_counts.remaining and run.rows is not None:
             self.given_counts.follow(groups, state)
         # autograd hears that weights were written; `Versions` takes these versions as its own
         batches.watch.count_up()
@@ -459,7 +465,9 @@ class Stepper:
                 check_written_grads(grads, run.owned.labels)
             # plans without a table of addresses get their tensors, or contiguous copies of them
             if batches.fed:
-                batches.feed(seen, writes)
+                for batch, shards in zip(batches.batches, seen.shards, strict=True):
+                    if not batch.addresses:
+                        batch.feed(seen.grads, shards, writes)
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
             # whom the first stage of this step meets, and whether the host waits for the answer
@@ -985,7 +993,7 @@ def check_captured_batches(device: torch.device, last: Batches | None, fit: bool
             "take one step like this one before the capture; only the gradients' addresses may "
             "differ"
         )
-    if any(batch.source.staged for batch in last.batches):
+    if any(batch.staged for batch in last.batches):
         raise RuntimeError(
             "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
             "only contiguous ones are allowed in a capture"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
+from megaopt.kernels.rules.matrix import WHOLE
 from megaopt.kernels.step.preparation import Measured, Request
 from megaopt.params import ParamView
 from megaopt.step.ranks.answers import (
@@ -389,6 +390,12 @@ class Meeting:
             torch._foreach_copy_(amaxes, list(parts))
         # a rank that refuses a later step stands in with as many
         self._amax_counts = {group: len(together) for group, _, together in gathered}
+
+
+def is_exchanged(view: ParamView) -> bool:
+    """Whether ranks send each other parts of a matrix in every step."""
+    is_whole = view.matrix is not None and view.matrix.rule.meets == WHOLE
+    return is_whole and view.split is not None
 
 
 def sharers_of(views: Iterable[ParamView]) -> list[Sharers]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -12,7 +12,6 @@ from megaopt.options.choices import MasterWeights
 from megaopt.options.options import FLAGS, OF_OPTIMIZERS, Options
 
 Kind = TypeVar("Kind", bound=Options)
-Class = TypeVar("Class", bound=type)
 
 
 def options_of(
@@ -67,35 +66,30 @@ def options_of(
     return numbers, options, masters
 
 
-def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
+def show_options(optimizer: type, kind: type[Options], *shared: type) -> None:
     """Shows each of an optimizer's **options in its class's signature and docstring.
 
     kind: the class of its options. shared: SharedOptions, and what is based on it.
     """
-
-    def show(optimizer: Class) -> Class:
-        # the signature without **options, which is its last parameter
-        init: Any = vars(optimizer)["__init__"]
-        signature = inspect.signature(init)
-        *parameters, _ = signature.parameters.values()
-        defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}
-        for name, annotation in shared[-1].__annotations__.items():
-            # forward references as text, as the annotations of others are
-            text = getattr(annotation, "__forward_arg__", annotation)
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=text
-                )
+    # the signature without **options, which is its last parameter
+    init: Any = vars(optimizer)["__init__"]
+    signature = inspect.signature(init)
+    *parameters, _ = signature.parameters.values()
+    defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}
+    for name, annotation in shared[-1].__annotations__.items():
+        # forward references as text, as the annotations of others are
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=text
             )
-        init.__signature__ = signature.replace(parameters=parameters)
-        # what the constructor takes beside self and params
-        kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
-        # argument docs of the shared options go between the class's own and Raises
-        if optimizer.__doc__:
-            first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
-            docs = [inspect.cleandoc(options.__doc__ or "") for options in shared]
-            parts = [doc.partition("Args:\n")[2] for doc in docs]
-            optimizer.__doc__ = "\n".join([first, *parts]) + raises + errors
-        return optimizer
-
-    return show
+        )
+    init.__signature__ = signature.replace(parameters=parameters)
+    # what the constructor takes beside self and params
+    kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
+    # argument docs of the shared options go between the class's own and Raises
+    if optimizer.__doc__:
+        first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
+        docs = [inspect.cleandoc(options.__doc__ or "") for options in shared]
+        parts = [doc.partition("Args:\n")[2] for doc in docs]
+        optimizer.__doc__ = "\n".join([first, *parts]) + raises + errors

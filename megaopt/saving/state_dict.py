@@ -503,7 +503,7 @@ def _group(
 
 def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
-    missing = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
+    missing = [n for n in TELLING if n in options.names_but_step and n not in saved]
     if missing and "contract" not in saved and saved["params"]:
         raise ValueError(
             f"{where} of the state dict has no {listed(missing)}, and so is another kind of "

@@ -12,10 +12,7 @@ from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.place import Place
-from megaopt.kernels.quantizers.launch import CastPlan
-from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
 
@@ -82,6 +79,10 @@ class Triton:
         places: Sequence[Place] | None = None,
     ) -> Plan:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
+        # launches are loaded where kernels run
+        from megaopt.kernels.quantizers.launch import CastPlan
+        from megaopt.kernels.step.launch import TritonPlan
+
         if formats.cast is not None and extents is not None:
             return CastPlan(formats, rule, numels, groups, device, extents, places)
         return TritonPlan(formats, rule, numels, groups, device, None, places)
@@ -113,6 +114,8 @@ class Reference:
     ) -> Plan:
         """The plan of a batch; it lays nothing out ahead."""
         if formats.cast is not None and extents is not None:
+            from megaopt.kernels.quantizers.reference import CastReferencePlan  # of fp8 weights
+
             return CastReferencePlan(formats, rule, groups, extents, places)
         return ReferencePlan(formats, rule, groups, places)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -50,17 +49,13 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     of addresses meet are looked at element by element.
     """
     for entry in tensors:
-        check_writable(entry.tensor, str(entry))
+        check_writable(entry.tensor, f"{entry.where}: {entry.name}")
     # device by device; empty tensors take no memory
     used = [entry for entry in tensors if entry.tensor.numel()]
-    for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
-        on_device = list(group)
+    for device in sorted({str(entry.tensor.device) for entry in used}):
+        on_device = [entry for entry in used if str(entry.tensor.device) == device]
         for cluster in _clusters(on_device):
             _check_elements([on_device[index] for index in cluster])
-
-
-def _device(entry: NamedTensor) -> str:
-    return str(entry.tensor.device)
 
 
 def _end(tensor: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.options.placement import MASTER, STEP
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import whole_shape_of
@@ -93,7 +94,8 @@ class Batch:
             devices.append(tensors[0].device)
             # shapes of scales, packed codes and matrix moments; None: the parameters'
             of_matrix = formats.matrix is not None and name != MASTER
-            has_shapes = of_matrix or formats.is_reshaped(slot)
+            form = formats.by_slot.get(slot)
+            has_shapes = of_matrix or form is None or form.packed > 1
             scales.append([tensor.shape for tensor in tensors] if has_shapes else None)
         guards = Guards(
             positions=self.positions,
@@ -308,12 +310,6 @@ class Batches:
             return None
         return seen if elsewhere == seen.elsewhere else seen._replace(elsewhere=elsewhere)
 
-    def keep_counts(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Copies the counts on the device, where the host's calls count."""
-        if any(batch.plan.many_calls for batch in self.fed):
-            counts = [group["step"] for group in groups]
-            self.undo += [(count, count.detach().clone()) for count in counts]
-
     def abandon(self) -> None:
         """Lets go of all copies where nothing is stepped after all."""
         for batch in self.fed:
@@ -345,3 +341,65 @@ def put_back(copies: Copies) -> None:
     for tensor, before in copies:
         tensor.detach().copy_(before)
     copies.clear()
+
+
+# --- CUDA graphs
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may capture steps on a device."""
+    return device.type == "cuda"
+
+
+def check_capture(
+    device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
+) -> bool:
+    """Whether a CUDA graph captures; RuntimeError for a step that reads numbers of the host.
+
+    Args:
+        device: the optimizer's.
+        capturable: whether numbers are on the device.
+        backend: names that of a device.
+    """
+    if not is_capturing(device):
+        return False
+    name = backend(device)
+    if name != "triton":
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
+            "backend='triton' can be captured"
+        )
+    if not capturable:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
+            "step's lr and step for ever; pass capturable=True"
+        )
+    return True
+
+
+def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:
+    """Raises RuntimeError for what a step can do only outside a graph.
+
+    Args:
+        device: the optimizer's.
+        last: the batches of the last step.
+        fit: whether this step has the same.
+    """
+    if not is_capturing(device):
+        return
+    if last is None or not fit:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and the parameters, gradients or states are not those "
+            "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
+            "take one step like this one before the capture; only the gradients' addresses may "
+            "differ"
+        )
+    if any(batch.staged for batch in last.batches):
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
+            "only contiguous ones are allowed in a capture"
+        )
+    for batch in last.batches:
+        reason = batch.why_not_captured()
+        if reason is not None:
+            raise RuntimeError(f"a CUDA graph is being captured, and {reason}")

@@ -12,18 +12,23 @@ import torch
 from megaopt.float8.convert import REPLACED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.options.placement import STEP
+from megaopt.options.placement import MASTER, STEP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions
+from megaopt.state.ownership import Versions, commit
 from megaopt.state.tensors import State, completed_state, state_name, written_tensors
 from megaopt.state.watch import Grads, grads_of
+from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.counts import StepRows, new_count, rows_of
 from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
+from megaopt.step.probing import is_asked_by_torch
+
+NO_GRADIENTS = "no gradients"
+"""The mark among the warnings given: steps without gradients were warned of, or are meant."""
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """The facts that the parameters of a batch share: device, formats, whether copies are stepped, and
@@ -44,7 +49,7 @@ class Collected:
     places: list[int]
     """The places of all parameters that are stepped."""
     staged: set[int]
-    """Those of which copies are stepped."""
+    """The ones of which copies are stepped."""
 
 
 def collect(
@@ -189,16 +194,66 @@ def completed_states(
     return completed
 
 
-def make_batches(
-    owned: Owned, state: Mapping[Any, State], collected: Collected, versions: Versions
+def new_batches(
+    owned: Owned, state: Any, grads: Grads, check: Check | None, writes: ExternalWrites
 ) -> Batches:
-    """The batches of what was collected; the states are complete."""
+    """Checks everything, completes the states, and makes the batches of a step.
+
+    Args: as for `collect`. writes: notices who else writes the weights.
+    """
+    # checks alone: nothing has changed if one of these raises
+    collected = collect(owned, state, grads, check)
+    if not collected.kinds:
+        _warn_without_gradients(owned, writes.said)
+    writes.warn_without_masters(owned, collected.states)
+    take_over(owned, state, collected.states, writes)  # now that nothing was refused
+    # version counters of the weights that these batches write
+    writes.versions = Versions(owned.params, collected.places, writes.versions, state)
     # which row of scalars each parameter takes, then a batch for each kind
     counts = rows_of(owned, state, collected.places)
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
-    return Batches(batches, owned.groups, state, versions, counts, masters, *choices)
+    return Batches(batches, owned.groups, state, writes.versions, counts, masters, *choices)
+
+
+def _warn_without_gradients(owned: Owned, warnings: set[str]) -> None:
+    """Warns once of a step that moves nothing; torch's question for states is no such step."""
+    if not owned.params or NO_GRADIENTS in warnings or is_asked_by_torch():
+        return
+    warnings.add(NO_GRADIENTS)
+    names = ("grad", "decoupled_grad", "main_grad")
+    elsewhere = [n for n in names if any(getattr(p, n, None) is not None for p in owned.params)]
+    where = (
+        f"there are gradients in .{elsewhere[0]}, which this optimizer does not read "
+        "(use_decoupled_grad=True reads .decoupled_grad, False .grad)"
+        if elsewhere
+        else "the backward pass must come before step(), zero_grad() after it, and the "
+        "optimizer must have the parameters that the model has now: fully_shard and the like "
+        "make new ones, so make the optimizer after them. Where batches are left out on "
+        "purpose, step_counts='parameter' counts only the steps that a parameter took"
+    )
+    warn_caller(
+        f"none of the {len(owned.params)} parameters has a gradient: this step is counted, and "
+        f"moves no weight. Look at this: {where}"
+    )
+
+
+def take_over(
+    owned: Owned, state: Any, completed: Mapping[torch.Tensor, State], writes: ExternalWrites
+) -> None:
+    """Takes over completed states; masters that they lacked were made of their weights."""
+    # who had no master, or had a state without one
+    lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
+    if not owned.has_external_masters:
+        params = [param for param in lacking if completed[param].get(MASTER) is not None]
+        # who sets one to None asks for a new one
+        lost = [param for param in params if MASTER not in state.get(param, {})]
+        writes.warn_of_lost_masters(owned, lost)
+    # masters made here follow their weights until a first step is counted
+    writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
+    commit(state, completed)
+    writes.versions.match(lacking, state)
 
 
 def _batch(

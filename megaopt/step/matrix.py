@@ -20,9 +20,9 @@ from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
-from megaopt.step.ranks.meeting import is_exchanged
 from megaopt.step.ranks.owners import Owners, group_of
 from megaopt.step.ranks.peers import hand_out, reduced
+from megaopt.step.ranks.sharers import is_exchanged
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN

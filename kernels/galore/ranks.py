@@ -34,7 +34,7 @@ from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.galore.compiled import CompiledStep
 from megaopt.kernels.galore.launch import LAUNCHED, launched_plan, waves
 from megaopt.kernels.galore.products import IEEE
-from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
+from megaopt.kernels.galore.rule import projected, projected_back
 from megaopt.kernels.galore.tiles import tiles_of
 from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, places_of
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
@@ -49,6 +49,7 @@ from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMa
 from megaopt.kernels.matrix.plan import MatrixPlan, PartLaunch, apply_formats
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
+from megaopt.kernels.rules.matrix import PROJECTION
 from megaopt.kernels.step.reference import step_tensor
 
 UPDATES = Formats(GRADS["float32"], WEIGHTS["float32"], NONE, (), ())

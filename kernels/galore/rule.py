@@ -24,6 +24,8 @@ from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import (
     ALONE,
+    CAPTURED_ENERGY,
+    PROJECTION,
     ROWS,
     WHOLE,
     MatrixRule,
@@ -34,8 +36,6 @@ from megaopt.kernels.rules.matrix import (
 )
 
 RIGHT, LEFT = "right", "left"
-PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
-"""The names of what a state has beside the moments; zeros until the parameter's first step."""
 SLAB = 1024
 """Terms of a projected gradient's sum that are added up by themselves.
 

@@ -18,7 +18,7 @@ from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.galore import kernel
 from megaopt.kernels.galore.products import BF16, IEEE, TF32, Product
-from megaopt.kernels.galore.rule import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
+from megaopt.kernels.galore.rule import LEFT, RIGHT, SLAB, LowRank, projected
 from megaopt.kernels.galore.tiles import (
     BARRIERS,
     PARTS,
@@ -40,6 +40,7 @@ from megaopt.kernels.place import Place
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
+from megaopt.kernels.rules.matrix import PROJECTION
 from megaopt.kernels.step.launch import TritonPlan
 
 BY_SHAPE = "by shape"

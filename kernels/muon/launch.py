@@ -18,10 +18,9 @@ from megaopt.kernels.chunks.table import DeviceTable, addresses_of, stream_of
 from megaopt.kernels.formats import NONE
 from megaopt.kernels.matrix.exchange import NEUTRAL, WHOLLY, Local
 from megaopt.kernels.muon.layout import MatrixGroup, waves
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.wave import MuonWave
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.muon.normuon import BETA2, SECOND_MOMENT
-from megaopt.kernels.rules.matrix import Cut, Shape
+from megaopt.kernels.muon.normuon import BETA2
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Cut, Shape
 
 # --- the polynomials
 

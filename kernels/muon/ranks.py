@@ -31,12 +31,12 @@ from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, part_numb
 from megaopt.kernels.matrix.exchange import WHOLLY, Bucket, MatrixBox, ParameterMatrix
 from megaopt.kernels.muon.layout import Area, MatrixGroup, waves
 from megaopt.kernels.muon.newton_schulz import MatrixScales
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.orthogonal import FP16
 from megaopt.kernels.muon.wave import DirectionTable, Iteration, PartLaunches, cast, scales_by_norms
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import SECOND_MOMENT
 
 WITHOUT_END = 2**62
 """Bytes of which one wave has room for all matrices of a bucket."""

@@ -28,11 +28,12 @@ from megaopt.kernels.muon.newton_schulz import (
     iterated,
     ordered,
 )
-from megaopt.kernels.muon.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.muon.normuon import numbers_of
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.epilogue import ProductCoefficients
 from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
+from megaopt.kernels.rules.matrix import SECOND_MOMENT
 
 ONE_ROW = Geometry(1, 1)
 """Chunks of a row each."""

@@ -29,8 +29,9 @@ from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
+from megaopt.step.collect import NO_GRADIENTS
 from megaopt.step.request import Asked
-from megaopt.step.stepper import NO_GRADIENTS, Stepper
+from megaopt.step.stepper import Stepper
 
 WHILE = "while gradients are released"
 FSDP1 = "FullyShardedDataParallel"

@@ -12,9 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.galore.rule import CAPTURED_ENERGY, PROJECTION
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.matrix import CAPTURED_ENERGY, PROJECTION, SECOND_MOMENT
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,
@@ -279,7 +278,7 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
 
     # groups first: their numbers decide formats and shapes of states
     for index, group in enumerate(saved.groups):
-        missing = [n for n in TELLING if n in options.NUMBERS.names and n not in group]
+        missing = [n for n in TELLING if n in options.names_but_step and n not in group]
         if missing and "contract" not in group and group["params"]:
             raise ValueError(
                 f"group {index} of the state dict has no {listed(missing)}, and so is another "

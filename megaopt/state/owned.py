@@ -422,7 +422,8 @@ class Owned:
             return
         view.check(label, self.options, self.moments(view), self.wants_masters)
         # host memory that a kernel can read, where states are to be there
-        reason = self.homes.why_not(param)
+        home = view.home
+        reason = None if home is None else home.memory.by.why_not(param.device)
         if reason is not None:
             raise RuntimeError(
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "

@@ -43,10 +43,6 @@ class ExternalWrites:
         for place in written:
             self.versions.forget(param_list[place])
 
-    def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
-        """Watches, from now on, the parameters at these places, which steps write."""
-        self.versions = Versions(owned.params, places, self.versions, state)
-
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.
 

@@ -202,6 +202,7 @@ def test_where_one_process_fails_all_end():
     try:
         with pytest.raises(Failed, match="OverflowError"):
             team.ask(1000, 100)
+        assert team.is_over
     finally:
         team.end()
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from megaopt.commands.bench.command import (
     select,
 )
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Record, count_device_work, with_rates
+from megaopt.commands.bench.measure import Record, count_device_work, time_steps, with_rates
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.report import table_of
 from megaopt.commands.bench.sets import HOST, SETS
@@ -54,6 +55,16 @@ def test_percent_and_bandwidth() -> None:
     assert FIGURES["launches"] == 1
     assert with_rates(FIGURES | {"kernels": {"a": 2, "b": 3}})["launches"] == 5
     assert with_rates(FIGURES | {"kernels": {}})["launches"] is None
+
+
+def test_a_step_is_timed_behind_what_goes_before_it() -> None:
+    calls: list[str] = []
+    names = ("prepare", "queue", "before")
+    others = {name: partial(calls.append, name) for name in names}
+    times = time_steps(partial(calls.append, "step"), 2, torch.device("cpu"), **others)
+    assert calls == [*names, "step"] * 2
+    assert [len(values) for values in times] == [2] * 4
+    assert all(host <= wall for host, wall in zip(times.host, times.wall, strict=True))
 
 
 def test_only_work_on_the_device_is_counted() -> None:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megaopt.commands.bench.instance import Instance, state_tensors
 from megaopt.commands.bench.sets import TensorSet
@@ -31,23 +30,21 @@ def check(mode: Subject, tensors: TensorSet, device: torch.device) -> Check:
     contract stays unchecked.
     """
     peer = PEERS[mode.twin] if mode.twin else None
-    if peer is not None and peer.why_not() is None:
-        try:
-            return Check(peer.name, _difference(mode, peer, tensors, device))
-        except Exception as error:  # another library fails in its own way; the run goes on
-            return Check(peer.name, f"not compared: {type(error).__name__}: {error}")
-    if "reference" in CONTRACTS[mode.contract].backends:
-        return Check("reference", _difference(mode, None, tensors, device))
-    return Check(None)
-
-
-def _difference(
-    mode: Subject, peer: Subject | None, tensors: TensorSet, device: torch.device
-) -> str | None:
-    for label, candidate, baseline in pairs(mode, peer, tensors, device):
-        if difference := first_difference(candidate, baseline):
-            return f"{label} gradients, {difference}"
-    return None
+    if peer is not None and peer.why_not() is not None:
+        peer = None
+    if peer is None and "reference" not in CONTRACTS[mode.contract].backends:
+        return Check(None)
+    against = "reference" if peer is None else peer.name
+    try:
+        for label, candidate, baseline in pairs(mode, peer, tensors, device):
+            if difference := first_difference(candidate, baseline):
+                return Check(against, f"{label} gradients, {difference}")
+    except Exception as error:
+        if peer is None:
+            raise
+        # another library fails in its own way; the run goes on
+        return Check(against, f"not compared: {type(error).__name__}: {error}")
+    return Check(against)
 
 
 def pairs(
@@ -85,20 +82,15 @@ def first_difference(candidate: Instance, baseline: Instance, steps: int = 4) ->
 
 def compare(candidate: Instance, baseline: Instance) -> str | None:
     """Return the first difference between two instances of one case, None where there is none."""
-    one, two = (dict(_tensors(instance)) for instance in (candidate, baseline))
-    kinds = (
-        {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} for tensors in (one, two)
-    )
-    mismatches = differences(*kinds) or differences(_digests(one), _digests(two))
+    kinds, digests = [], []
+    for instance in (candidate, baseline):
+        tensors = {
+            f"{name} of tensor {index}": tensor
+            for index, parameter in enumerate(instance.parameters)
+            for name, tensor in state_tensors(instance, parameter).items()
+        }
+        kinds.append({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+        codes = digest_many(list(tensors.values())).cpu()
+        digests.append(dict(zip(tensors, map(hexadecimal, codes), strict=True)))
+    mismatches = differences(*kinds) or differences(*digests)
     return str(mismatches[0]) if mismatches else None
-
-
-def _tensors(instance: Instance) -> Iterator[tuple[str, Tensor]]:
-    for index, parameter in enumerate(instance.parameters):
-        for name, tensor in state_tensors(instance, parameter).items():
-            yield f"{name} of tensor {index}", tensor
-
-
-def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    digests = digest_many(list(tensors.values())).cpu()
-    return dict(zip(tensors, map(hexadecimal, digests), strict=True))

@@ -1,6 +1,6 @@
 """A case made real: parameters, gradients, an optimizer, and the bytes that a step must move."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,43 @@ def _allocate(tensors: TensorSet, dtype: torch.dtype, device: torch.device) -> l
     return list(torch.split(whole, list(tensors.sizes)))
 
 
+# --- what a weight and its state are made of, as stored
+
+
+def is_float8(parameter: Parameter) -> bool:
+    """Return whether the weight is in fp8: a Float8Weight, or a tensor of TransformerEngine's."""
+    return isinstance(parameter, Float8Weight) or hasattr(parameter, "_quantizer")
+
+
+def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
+    """Return the tensors of a weight, as stored, "weight" first.
+
+    Of fp8 weights "weight" is the codes, float8 of the weight's shape; beside it stand
+    "weight_scale_inv" and, with delayed scaling, "weight_scale" and "weight_amax_history", of
+    Float8Weight's shapes, TransformerEngine's too.
+    """
+    if isinstance(parameter, Float8Weight):
+        tensors = parameter.tensors()
+        codes = tensors.pop("data8")
+        return {"weight": codes, **{f"weight_{name}": t for name, t in tensors.items()}}
+    if not is_float8(parameter):
+        return {"weight": parameter.detach()}
+    # a Float8Tensor or Float8BlockwiseQTensor in e4m3, to which `float8_parameter` of
+    # bench.subjects added the history
+    weight: Any = parameter
+    if hasattr(weight, "_rowwise_data"):
+        # columns of scales are filled up to a multiple of 4
+        columns = -(-weight.shape[-1] // 128)
+        codes, scale_inv = weight._rowwise_data, weight._rowwise_scale_inv[:, :columns]
+    else:
+        codes, scale_inv = weight._data, weight._scale_inv
+    tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scale_inv}
+    if (history := getattr(weight, "amax_history", None)) is not None:
+        tensors["weight_scale"] = weight._quantizer.scale
+        tensors["weight_amax_history"] = history.flatten()
+    return tensors
+
+
 def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]:
     """Return the weight, and the moments, master and scales of one parameter, as stored.
 
@@ -113,6 +150,32 @@ def state_tensors(instance: Instance, parameter: Parameter) -> dict[str, Tensor]
     return tensors
 
 
+def _stored(instance: Instance, parameter: Parameter) -> Iterator[Tensor]:
+    """Give the plain tensors that make up a state, of whatever library; no tables of codes."""
+    for key, value in instance.optimizer.state[parameter].items():
+        if key.startswith("qmap"):
+            continue
+        if isinstance(getattr(value, "_data", None), Tensor):  # beside it there may be a transpose
+            yield value._data
+        elif hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            yield from (getattr(value, name) for name in names if name != "qmap")
+        elif isinstance(value, Tensor):
+            yield value
+        elif hasattr(value, "__dict__"):
+            yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))
+
+
+def bytes_held(instance: Instance) -> int:
+    """Return the bytes of all weights and states, without gradients and tables of codes."""
+    return sum(
+        tensor.nbytes
+        for parameter in instance.parameters
+        for tensor in (*weight_tensors(parameter).values(), *_stored(instance, parameter))
+        if tensor.numel() > 1
+    )
+
+
 def bytes_per_step(instance: Instance) -> int:
     """Return the bytes that a step must move, counted on the tensors that it uses.
 
@@ -121,102 +184,25 @@ def bytes_per_step(instance: Instance) -> int:
     master of an fp8 weight whose scale comes from its own new amax is read twice. Scales of blocks
     count, single numbers and tables of codes do not. Call it after a first step.
     """
-    return sum(_bytes_of(instance, parameter) for parameter in instance.parameters)
-
-
-def bytes_held(instance: Instance) -> int:
-    """Return the bytes of all weights and states, without gradients and tables of codes."""
-    return sum(
-        _bytes_of_many((*weight_tensors(parameter).values(), *_state_of(instance, parameter)))
-        for parameter in instance.parameters
-    )
-
-
-def _bytes_of(instance: Instance, parameter: Parameter) -> int:
-    gradient: Tensor = getattr(parameter, instance.grad_name)
-    state = instance.optimizer.state[parameter]
-    stored = 2 * _bytes_of_many(_state_of(instance, parameter))
-    if isinstance(state.get(PROJECTION), Tensor):
-        stored -= state[PROJECTION].nbytes
-    master, written = state.get("master_param"), parameter.nbytes
-    if is_float8(parameter):
-        tensors = weight_tensors(parameter)
-        written = _bytes_of_many([tensors["weight"], tensors["weight_scale_inv"]])
-    if master is None or MASTERS[master.dtype].joined:  # the value is that of the weight
-        return gradient.nbytes + stored + 2 * written
-    read_again = is_float8(parameter) and is_cast_afterwards(parameter)
-    return gradient.nbytes + stored + written + (master.nbytes if read_again else 0)
-
-
-def _state_of(instance: Instance, parameter: Parameter) -> Iterator[Tensor]:
-    for name, value in instance.optimizer.state[parameter].items():
-        if not name.startswith("qmap"):
-            yield from _stored_in(value)
-
-
-def _bytes_of_many(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors if tensor.numel() > 1)
-
-
-def _stored_in(value: Any) -> Iterator[Tensor]:
-    """Give the plain tensors that make up an entry of a state, of whatever library."""
-    if isinstance(getattr(value, "_data", None), Tensor):  # beside it there may be a transpose
-        yield value._data
-    elif hasattr(value, "__tensor_flatten__"):
-        names, _ = value.__tensor_flatten__()
-        yield from (getattr(value, name) for name in names if name != "qmap")
-    elif isinstance(value, Tensor):
-        yield value
-    elif hasattr(value, "__dict__"):
-        yield from (entry for entry in vars(value).values() if isinstance(entry, Tensor))
-
-
-# --- what a weight is made of: one plain tensor, or fp8 codes and scales
-
-
-def is_float8(parameter: Parameter) -> bool:
-    """Return whether the weight is in fp8: a Float8Weight, or a tensor of TransformerEngine's."""
-    return isinstance(parameter, Float8Weight) or hasattr(parameter, "_quantizer")
-
-
-def is_cast_afterwards(parameter: Parameter) -> bool:
-    """Return whether fp8 codes need all new values first: one scale, from the tensor's amax."""
-    if isinstance(parameter, Float8Weight):
-        return parameter.recipe.quantizer.store.left is Left.CODES
-    quantizer = getattr(parameter, "_quantizer", None)
-    return type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
-
-
-def weight_tensors(parameter: Parameter) -> dict[str, Tensor]:
-    """Return the tensors of a weight, as stored, "weight" first.
-
-    Of fp8 weights "weight" is the codes, float8 of the weight's shape; beside it stand
-    "weight_scale_inv" and, with delayed scaling, "weight_scale" and "weight_amax_history", of
-    Float8Weight's shapes, TransformerEngine's too.
-    """
-    if isinstance(parameter, Float8Weight):
-        tensors = parameter.tensors()
-        codes = tensors.pop("data8")
-        return {"weight": codes, **{f"weight_{name}": t for name, t in tensors.items()}}
-    if is_float8(parameter):
-        return _of_transformer_engine(parameter)
-    return {"weight": parameter.detach()}
-
-
-def _of_transformer_engine(parameter: Parameter) -> dict[str, Tensor]:
-    """The tensors of a Float8Tensor or Float8BlockwiseQTensor in e4m3.
-
-    `float8_parameter` of bench.subjects adds the history.
-    """
-    weight: Any = parameter
-    if hasattr(weight, "_rowwise_data"):
-        # columns of scales are filled up to a multiple of 4
-        columns = -(-weight.shape[-1] // 128)
-        codes, scale_inv = weight._rowwise_data, weight._rowwise_scale_inv[:, :columns]
-    else:
-        codes, scale_inv = weight._data, weight._scale_inv
-    tensors = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale_inv": scale_inv}
-    if (history := getattr(weight, "amax_history", None)) is not None:
-        tensors["weight_scale"] = weight._quantizer.scale
-        tensors["weight_amax_history"] = history.flatten()
-    return tensors
+    total = 0
+    for parameter, gradient in zip(instance.parameters, instance.gradients, strict=True):
+        state, tensors = instance.optimizer.state[parameter], weight_tensors(parameter)
+        stored = [tensor for tensor in _stored(instance, parameter) if tensor.numel() > 1]
+        moved = [gradient, *stored, *stored]
+        if isinstance(state.get(PROJECTION), Tensor):
+            total -= state[PROJECTION].nbytes
+        # of an fp8 weight the codes and their scales
+        written = [tensors["weight"]]
+        if is_float8(parameter) and tensors["weight_scale_inv"].numel() > 1:
+            written.append(tensors["weight_scale_inv"])
+        moved += written
+        master = state.get("master_param")
+        if master is None or MASTERS[master.dtype].joined:  # the value is that of the weight
+            moved += written
+        elif isinstance(parameter, Float8Weight):
+            moved += [master] * (parameter.recipe.quantizer.store.left is Left.CODES)
+        else:
+            quantizer = type(getattr(parameter, "_quantizer", None)).__name__
+            moved += [master] * (quantizer == "Float8CurrentScalingQuantizer")
+        total += sum(tensor.nbytes for tensor in moved)
+    return total

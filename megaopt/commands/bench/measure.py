@@ -1,12 +1,14 @@
-"""The timing of a step: interleaved with a copy, on a queue that is never empty."""
+"""The engine of all benches: times a step on the device and on the host, and measures the card."""
 
+import gc
 import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,9 +39,83 @@ class Copy:
         self.target = torch.empty_like(self.source)
         self.bytes = 2 * self.source.nbytes
 
-    def __call__(self) -> None:
-        """Enqueue the copy."""
-        self.target.copy_(self.source)
+    def __call__(self, times: int = 1) -> None:
+        """Enqueue the copy, so many times."""
+        for _ in range(times):
+            self.target.copy_(self.source)
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of steps, in the order of the steps."""
+
+    before: list[float]
+    """The device's time of what goes directly before the step."""
+    step: list[float]
+    """The device's time of the step, with the host's where the device waits for it."""
+    host: list[float]
+    """The time until the call of the step returns."""
+    wall: list[float]
+    """The time until the device is done with it."""
+
+
+def finish() -> None:
+    """Waits for the current CUDA device, where there is one."""
+    if torch.cuda.is_available():  # tests time steps on the CPU
+        torch.cuda.synchronize()
+
+
+def nothing() -> None:
+    """Does nothing: what goes before a step that follows nothing."""
+
+
+def time_steps(
+    step: Callable[[], object],
+    count: int,
+    device: torch.device,
+    *,
+    prepare: Callable[[], object] = nothing,
+    queue: Callable[[], object] = nothing,
+    before: Callable[[], object] = nothing,
+) -> StepTimes:
+    """Time so many steps, each on a device that is idle or at work on what `queue` gave it.
+
+    Args:
+        step: What is timed.
+        count: How often.
+        device: Where it runs; on a CPU all times are the host's.
+        prepare: Goes first, untimed; the device has finished it before anything else begins.
+        queue: Goes next, untimed. While the device works on it, the host enqueues what is timed, so
+            that events enclose the device's work and not the host's.
+        before: Goes directly before the step, and has a time of its own.
+    """
+
+    def mark() -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    rows = []
+    for _ in range(count):
+        prepare()
+        finish()
+        queue()
+        marks = [mark()]
+        before()
+        marks.append(mark())
+        start = time.perf_counter()
+        step()
+        host = time.perf_counter() - start
+        marks.append(mark())
+        finish()
+        wall = time.perf_counter() - start
+        device_times = [
+            first.elapsed_time(last) if device.type == "cuda" else 1e3 * (last - first)
+            for first, last in pairwise(marks)
+        ]
+        rows.append((*device_times, 1e3 * host, 1e3 * wall))
+    return StepTimes(*map(list, zip(*rows, strict=True)))
 
 
 def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Record:
@@ -60,33 +136,32 @@ def measure(instance: Instance, copy: Copy, most: int = MOST_STEPS) -> Record:
         scratch_bytes: memory that a step takes above what is allocated before it.
         And what `with_rates` adds.
     """
-    step = instance.optimizer.step
+    step, device = instance.optimizer.step, instance.parameters[0].device
     for _ in range(2):  # compile, allocate the state, fill the plan
         step()
     scratch, seconds = scratch_and_time(step)
     # a slow step is repeated less often
     count = min(most, max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS / seconds))))
-    copies, steps = _device_times(step, copy, count)
-    kernels, transfers = launches(step)
-    return with_rates(
-        {
-            "tensors": len(instance.parameters),
-            "elements": sum(parameter.numel() for parameter in instance.parameters),
-            "bytes": bytes_per_step(instance),
-            "held_bytes": bytes_held(instance),
-            "repetitions": count,
-            "step_ms": statistics.median(steps),
-            "step_ms_quartiles": _quartiles(steps),
-            "copy_bytes": copy.bytes,
-            "copy_ms": statistics.median(copies),
-            "copy_ms_quartiles": _quartiles(copies),
-            "wall_ms": wall_ms(step, lambda: None, count),
-            "wall_moved_ms": wall_ms(step, instance.move_gradients, count),
-            "kernels": kernels,
-            "transfers": transfers,
-            "scratch_bytes": scratch,
-        }
-    )
+    # the copies also leave nothing of the case in the cache
+    queued = time_steps(step, count, device, queue=partial(copy, 10), before=copy)
+    figures: Record = {
+        "tensors": len(instance.parameters),
+        "elements": sum(parameter.numel() for parameter in instance.parameters),
+        "bytes": bytes_per_step(instance),
+        "held_bytes": bytes_held(instance),
+        "repetitions": count,
+        "copy_bytes": copy.bytes,
+        "scratch_bytes": scratch,
+    }
+    for name, times in (("step", queued.step), ("copy", queued.before)):
+        low, _, high = statistics.quantiles(times, n=4)
+        figures |= {f"{name}_ms": statistics.median(times), f"{name}_ms_quartiles": (low, high)}
+    figures["kernels"], figures["transfers"] = launches(step)
+    # medians, not means: some libraries compile again at a later step
+    for name, prepare in (("wall", nothing), ("wall_moved", instance.move_gradients)):
+        walls = time_steps(step, count, device, prepare=prepare).wall
+        figures[f"{name}_ms"] = statistics.median(walls)
+    return with_rates(figures)
 
 
 def with_rates(figures: Record) -> Record:
@@ -101,62 +176,6 @@ def with_rates(figures: Record) -> Record:
         "copy_bandwidth": copied * 1e3,
         "percent_of_copy": 100 * (figures["bytes"] / figures["step_ms"]) / copied,
     }
-
-
-def _device_times(
-    step: Callable[[], object], copy: Copy, count: int
-) -> tuple[list[float], list[float]]:
-    """Return the times of the copies and of the steps, interleaved, in milliseconds.
-
-    Untimed copies go first: while the device works on them, the host enqueues the timed pair, so
-    that the events enclose the device's work and not the host's. They also leave nothing of the
-    case in the cache.
-    """
-    pairs = []
-    for _ in range(count):
-        for _ in range(10):
-            copy()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        copy()
-        events[1].record()
-        step()
-        events[2].record()
-        torch.cuda.synchronize()
-        pairs.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
-    copies, steps = zip(*pairs, strict=True)
-    return list(copies), list(steps)
-
-
-def _quartiles(times: list[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(times, n=4)
-    return low, high
-
-
-def wall_ms(
-    step: Callable[[], object], prepare: Callable[[], object], count: int, waits: bool = True
-) -> float:
-    """Return the median milliseconds of a step on an idle device; `prepare` goes before, untimed.
-
-    Until the device has finished the step or, where it does not wait, until the call returns.
-    """
-    times = []
-    for _ in range(count):
-        prepare()
-        finish()
-        start = time.perf_counter()
-        step()
-        if waits:
-            finish()
-        times.append(time.perf_counter() - start)
-    # not the mean: some libraries compile again at a later step
-    return 1e3 * statistics.median(times)
-
-
-def finish() -> None:
-    """Waits for the current CUDA device, where there is one."""
-    if torch.cuda.is_available():  # tests time steps on the CPU
-        torch.cuda.synchronize()
 
 
 def launches(step: Callable[[], object]) -> tuple[dict[str, int], dict[str, int]]:
@@ -198,12 +217,17 @@ def product_speed(device: torch.device, precision: str) -> float:
     The first ones find the card's clock low, the last ones may find its power spent.
     """
     dtype = torch.bfloat16 if precision == BF16 else torch.float32
-    some, out = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(PRODUCTS + 1)]  # type: ignore[no-untyped-call]
+    matrix, out = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+
+    def multiply() -> None:
+        torch.mm(matrix, matrix, out=out)
+
     with fp32_products(TF32 if precision == TF32 else IEEE):
-        for event in events:
-            event.record()
-            torch.mm(some, some, out=out)
-    torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in pairwise(events)]
-    return float(2 * SIDE**3 / (1e-3 * min(times)))
+        times = time_steps(multiply, PRODUCTS, device, before=multiply)
+    return float(2 * SIDE**3 / (1e-3 * min(times.step)))
+
+
+def free_memory() -> None:
+    """Gives back what the optimizer of a case had on the GPU."""
+    gc.collect()  # an optimizer can be part of a reference cycle
+    torch.cuda.empty_cache()

@@ -1,5 +1,6 @@
 """The modes of ours that are measured: the formats and contracts of a step."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -86,23 +87,6 @@ def _float8(name: str, *peers: str) -> Iterator[Subject]:
         yield replace(mode, recipe=replace(recipe, direct=direct))
 
 
-def _float8_alone(name: str) -> Iterator[Subject]:
-    """Give the modes of a recipe without fp32 masters, moments in 8 bits beside the codes."""
-    for key, words, size, options in (
-        ("stochastic", "stochastic", 8, NO_MASTER),
-        ("remainder8", "8 more bits beside each", 10, REMAINDER8),
-    ):
-        formats = f"{describe_float8(name).split(',')[0]}, {words}, no fp32 masters, 8-bit moments"
-        row = (f"fp8-{name}-{key}-8bit", {**options, **BLOCKS})
-        yield from _modes(*row, described=(formats, size), recipe=RECIPES[name])
-
-
-def _alone(
-    name: str, formats: str, size: float, options: Mapping[str, Any], kind: str = "FusedAdam"
-) -> Iterator[Subject]:
-    return _modes(name, options, described=(formats, size), kind=kind)
-
-
 def _all() -> Iterator[Subject]:
     yield from _as_transformer_engine("bf16", MASTER)
     yield from _as_transformer_engine("bf16-remainders", REMAINDERS)
@@ -116,17 +100,28 @@ def _all() -> Iterator[Subject]:
     yield from _float8("current", f"{engine}-current")
     yield from _float8("block_128x128", f"{engine}-block_128x128")
     yield from _float8("mxfp8")
-    for recipe in RECIPES:
-        yield from _float8_alone(recipe)
-    formats = "bf16 weights without masters and bf16 moments, stochastic"
-    yield from _alone("stochastic", formats, 14, NO_MASTER | _moments("bfloat16_stochastic"))
-    formats = "bf16 weights, 24-bit masters, stochastic"
-    yield from _alone("remainder8_stochastic", formats, 24, REMAINDER8)
-    formats = "bf16 weights, Kahan compensation, stochastic"
-    yield from _alone("kahan_stochastic", formats, 26, KAHAN)
-    yield from _alone("lion", "Lion, bf16 weights, fp32 masters", 20, MASTER, "FusedLion")
-    formats = "SGD with momentum, bf16 weights, fp32 masters"
-    yield from _alone("sgd", formats, 20, MASTER | {"momentum": 0.9}, "FusedSGD")
+    # without fp32 masters, moments in 8 bits beside the codes
+    masters = (
+        ("stochastic", "stochastic", 8, NO_MASTER),
+        ("remainder8", "8 more bits beside each", 10, REMAINDER8),
+    )
+    for name, (key, rounding, size, options) in itertools.product(RECIPES, masters):
+        matrices, *_ = describe_float8(name).split(",")
+        words = f"{matrices}, {rounding}, no fp32 masters, 8-bit moments"
+        row = (f"fp8-{name}-{key}-8bit", options | BLOCKS)
+        yield from _modes(*row, described=(words, size), recipe=RECIPES[name])
+    words = "bf16 weights without masters and bf16 moments, stochastic"
+    moments = NO_MASTER | _moments("bfloat16_stochastic")
+    yield from _modes("stochastic", moments, described=(words, 14))
+    words = "bf16 weights, 24-bit masters, stochastic"
+    yield from _modes("remainder8_stochastic", REMAINDER8, described=(words, 24))
+    words = "bf16 weights, Kahan compensation, stochastic"
+    yield from _modes("kahan_stochastic", KAHAN, described=(words, 26))
+    words = "Lion, bf16 weights, fp32 masters"
+    yield from _modes("lion", MASTER, described=(words, 20), kind="FusedLion")
+    words = "SGD with momentum, bf16 weights, fp32 masters"
+    momentum = MASTER | {"momentum": 0.9}
+    yield from _modes("sgd", momentum, described=(words, 20), kind="FusedSGD")
     te = {"te": None}
     yield from _modes("blocks", NO_MASTER | BLOCKS, *OF_10_BYTES, twins=te)
     yield from _modes("blocks-nearest", NO_MASTER | NEAREST_BLOCKS, *OF_10_BYTES, twins=te)

@@ -1,32 +1,40 @@
-"""Asks for a GPU, tells of cases, writes and draws bars, for every bench."""
+"""One run of a bench: its checks, its cases one after another, its table, record and pictures."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from matplotlib.axes import Axes
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaopt.commands.bench.measure import Record
-from megaopt.commands.console import coloured, make_table, print_table
+from megaopt.commands.bench.measure import Record, free_memory
+from megaopt.commands.console import coloured, make_console, make_table, print_table
+from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.regression.picture import save
-from megaopt.commands.toml_tables import ConfigError
+from megaopt.commands.source import describe_source, made_with
+from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.files import write_json
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
 Columns = Mapping[str, Callable[[Record], str | Text]]
 """Headings, and what makes the cells beneath."""
-KINDS = (Patch(color=OURS, label="megaopt"), Patch(color=PEER, label="other libraries"))
-"""Bars' colours in a legend."""
+MS: Columns = {">ms": lambda case: f"{case['step_ms']:.3f}"}
+OF_FLOOR: Columns = {">of floor": lambda case: f"{100 * case['floor_ms'] / case['step_ms']:.1f}%"}
+WALL: Columns = {">wall": lambda case: f"{case['wall_ms']:.3f}"}
+LAUNCHES: Columns = {
+    ">launches": lambda case: str(case["launches"] or "unknown"),
+    ">scratch MiB": lambda case: f"{case['scratch_bytes'] / 2**20:.1f}",
+}
 
 
 def require_gpu(command: str) -> None:
@@ -38,39 +46,80 @@ def require_gpu(command: str) -> None:
         raise ConfigError(f"{command} cannot run here: {reason}")
 
 
-def told(console: Console, name: str, what: str, run: Callable[[], Record]) -> Record:
-    """The record that `run` makes of a case; the console hears of it, and why it has no speed."""
-    # a line and no spinner: its thread would stand in the way of the host's times
-    console.print(f"{name}: {what}", highlight=False)
-    case = run()
-    free_memory()
-    if case["problem"]:
-        console.print(f"{name}: no speed: {case['problem']}", style="red")
-    return case
+def require_names(name: str, values: Sequence[str], table: Collection[str], least: int = 1) -> None:
+    """Raises ConfigError where a value of an argument is not in the table, or there are too few."""
+    allowed = f"of {', '.join(table)}"
+    for value in values:
+        require(value in table, name, value, allowed)
+    require(len(values) >= least, name, None, allowed)
 
 
-def free_memory() -> None:
-    """Gives back what the optimizer of a case had on the GPU."""
-    gc.collect()  # an optimizer can be part of a reference cycle
-    torch.cuda.empty_cache()
+def require_counts(**values: int) -> None:
+    """Raises ConfigError for an argument below 1."""
+    for name, value in values.items():
+        require(value >= 1, name, value, "a whole number >= 1")
 
 
-def write(
-    console: Console,
-    out: Path,
-    record: Mapping[str, Any],
-    tables: Iterable[Table],
-    pictures: Mapping[str, Callable[[], Figure]],
-) -> None:
-    """Prints tables, writes record.json and pictures into a folder, and says where they are."""
-    # before the files are written, which may fail
-    for table in tables:
-        print_table(console, table)
-    write_json(out / "record.json", record)
-    for name, draw in pictures.items():
-        save(out / name, draw())
-    files = [out / name for name in ("record.json", *pictures)]
-    console.print(", ".join(map(str, files)))
+class BenchRun:
+    """A run of a bench: its record, and the time after which nothing more is begun.
+
+    Args:
+        out: Folder for the record and the pictures, which is made.
+        seconds: From now on; 0: no limit.
+    """
+
+    def __init__(self, out: Path, seconds: float = 0) -> None:
+        self.record: Record = made_with(describe_source())
+        self.out, self.console = out, make_console()
+        make_folder(out)
+        self._last = time.monotonic() + (seconds or math.inf)
+
+    def is_late(self) -> bool:
+        """Returns whether the time is over."""
+        return time.monotonic() > self._last
+
+    def skip(self, reasons: Iterable[str]) -> None:
+        """Tells what is left out, and why."""
+        for reason in reasons:
+            self.console.print(f"skipped: {reason}")
+
+    def case(self, name: str, what: str, run: Callable[[], Record]) -> Record:
+        """The record that `run` makes of a case; the console hears of it, and of a failure."""
+        # a line and no spinner: its thread would stand in the way of the host's times
+        self.console.print(f"{name}: {what}", highlight=False)
+        case = run()
+        free_memory()
+        self.fail(name, case["problem"])
+        return case
+
+    def fail(self, name: str, problem: str | None) -> None:
+        """Tells why a case has no speed, if it has none."""
+        if problem:
+            self.console.print(f"{name}: no speed: {problem}", style="red")
+
+    def end(self, tables: Iterable[Table], pictures: Mapping[str, Callable[[], Figure]]) -> None:
+        """Prints tables, writes record.json and pictures, and says where they are."""
+        # before the files are written, which may fail
+        for table in tables:
+            print_table(self.console, table)
+        write_json(self.out / "record.json", self.record)
+        for name, draw in pictures.items():
+            save(self.out / name, draw())
+        files = [self.out / name for name in ("record.json", *pictures)]
+        self.console.print(", ".join(map(str, files)))
+
+
+def is_timed(case: Record) -> bool:
+    """Returns whether something was measured."""
+    return "step_ms" in case
+
+
+def grouped(cases: Iterable[Record], name: str = "set") -> dict[Any, list[Record]]:
+    """The cases by what they have under a name, in order."""
+    groups: dict[Any, list[Record]] = {}
+    for case in cases:
+        groups.setdefault(case[name], []).append(case)
+    return groups
 
 
 def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns) -> Table:
@@ -94,20 +143,6 @@ def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns
     return table
 
 
-def is_timed(case: Record) -> bool:
-    """Returns whether something was measured."""
-    return "step_ms" in case
-
-
-MS: Columns = {">ms": lambda case: f"{case['step_ms']:.3f}"}
-OF_FLOOR: Columns = {">of floor": lambda case: f"{100 * case['floor_ms'] / case['step_ms']:.1f}%"}
-WALL: Columns = {">wall": lambda case: f"{case['wall_ms']:.3f}"}
-LAUNCHES: Columns = {
-    ">launches": lambda case: str(case["launches"] or "unknown"),
-    ">scratch MiB": lambda case: f"{case['scratch_bytes'] / 2**20:.1f}",
-}
-
-
 def make_figure(title: str, size: tuple[float, float], dpi: int = 150) -> Figure:
     """An empty picture with a title."""
     figure = Figure(figsize=size, dpi=dpi, layout="constrained")
@@ -115,25 +150,63 @@ def make_figure(title: str, size: tuple[float, float], dpi: int = 150) -> Figure
     return figure
 
 
+class Bar(NamedTuple):
+    """A horizontal bar."""
+
+    label: str
+    length: float
+    """0: there is none."""
+    is_ours: bool
+    note: str
+
+
 def draw_bars(
-    axes: Axes,
-    places: Sequence[float],
-    bars: Sequence[tuple[str, float, bool, str]],
-    column: float | None = None,
-) -> None:
-    """Horizontal bars, each beside a note.
+    title: str,
+    label: str,
+    fields: Mapping[str, Sequence[Bar]],
+    *,
+    floors: Mapping[str, float] | None = None,
+    floor_label: str = "",
+    limit: float | None = None,
+) -> Figure:
+    """A field of horizontal bars under each heading, the first one on top, beside their notes.
 
     Args:
-        axes: Where they are drawn.
-        places: Of the bars, from the top.
-        bars: Label, length (0: there is none), whether it is ours, and note.
-        column: Where notes begin; None: behind their bars.
+        title: Of the picture.
+        label: Of the lengths.
+        fields: The bars by headings.
+        floors: The place of a line, by headings.
+        floor_label: What the line is.
+        limit: The length that all fields show, with notes in a column behind it; None: each field
+            shows its longest bar, and notes stand behind bars.
     """
-    labels, lengths, are_ours, notes = zip(*bars, strict=True)
-    axes.barh(places, lengths, color=[OURS if is_ours else PEER for is_ours in are_ours])
-    axes.set_yticks(places, labels, fontsize=8)
-    for place, length, note in zip(places, lengths, notes, strict=True):
-        colour = "black" if length else FAILED
-        at = length if column is None else column
-        axes.text(at, place, note, va="center", fontsize=8, color=colour)
-    axes.spines[["top", "right"]].set_visible(False)
+    heights = [1 + len(bars) for bars in fields.values()] or [1]
+    figure = make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
+    every_axes = figure.subplots(
+        len(heights), 1, squeeze=False, height_ratios=heights, sharex=limit is not None
+    )[:, 0]
+    for axes, (heading, bars) in zip(every_axes, fields.items(), strict=False):
+        places, lengths = range(len(bars)), [bar.length for bar in bars]
+        axes.barh(places, lengths, color=[OURS if bar.is_ours else PEER for bar in bars])
+        axes.set_yticks(places, [bar.label for bar in bars], fontsize=8)
+        for place, bar in enumerate(bars):
+            column = bar.length if limit is None else limit
+            colour = "black" if bar.length else FAILED
+            axes.text(column, place, bar.note, va="center", fontsize=8, color=colour)
+        if floors and heading in floors:
+            axes.axvline(floors[heading], color=FLOOR, linewidth=1.2, linestyle="--")
+        axes.set_xlim(0, 1.15 * max(1e-9, *lengths) if limit is None else 1.5 * limit)
+        axes.invert_yaxis()
+        axes.set_title(heading, loc="left", fontsize=9, style="italic", color="#555555")
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    every_axes[-1].set_xlabel(label, fontsize=9)
+    marks: list[Artist] = [
+        Patch(color=OURS, label="megaopt"),
+        Patch(color=PEER, label="other libraries"),
+    ]
+    if floor_label:
+        marks.append(Line2D([], [], color=FLOOR, linestyle="--", label=floor_label))
+    style: Record = {"fontsize": 8, "frameon": False}
+    figure.legend(handles=marks, loc="outside lower center", ncols=3, **style)
+    return figure

@@ -40,26 +40,22 @@ class TensorSet:
         sizes = tuple(min(size, max(1, size * elements // total)) for size in chosen)
         if not self.shapes:
             return replace(self, sizes=sizes)
-        shapes = map(_shrunk, self.shapes[::step], sizes)
-        return self.of_shapes(self.name, self.description, tuple(shapes))
 
+        def multiple(size: int, *divisors: int) -> int:
+            return next((size - size % divisor for divisor in divisors if size >= divisor), size)
 
-def _shrunk(shape: Shape, elements: int) -> Shape:
-    """Return a shape in the proportions of this one, of at most so many elements.
-
-    Rows and columns are multiples of 16 where there is room, as products in fp8 want them, and
-    columns of 128 where they can be, as moments in blocks want them.
-    """
-    if len(shape) != 2:
-        return (elements,)
-    ideal = int(shape[1] * math.sqrt(elements / math.prod(shape)))
-    least = next(size for size in (128, 16, 1) if size * size <= elements)
-    columns = _multiple(min(max(ideal, least), elements // least, shape[1]))
-    return _multiple(elements // columns, (16,)), columns
-
-
-def _multiple(size: int, divisors: Sequence[int] = (128, 16)) -> int:
-    return next((size - size % divisor for divisor in divisors if size >= divisor), size)
+        shapes: list[Shape] = []
+        for shape, size in zip(self.shapes[::step], sizes, strict=True):
+            if len(shape) != 2:
+                shapes.append((size,))
+                continue
+            # rows and columns are multiples of 16 where there is room, as products in fp8 want
+            # them, and columns of 128 where they can be, as moments in blocks want them
+            ideal = int(shape[1] * math.sqrt(size / math.prod(shape)))
+            least = next(side for side in (128, 16, 1) if side * side <= size)
+            columns = multiple(min(max(ideal, least), size // least, shape[1]), 128, 16)
+            shapes.append((multiple(size // columns, 16), columns))
+        return self.of_shapes(self.name, self.description, shapes)
 
 
 def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple[Shape, ...]:
@@ -71,32 +67,24 @@ def _llama(hidden: int, key_value: int, feed_forward: int, layers: int) -> tuple
     return (ends, *layer * layers, norm, ends)
 
 
-def _off_alignment(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Move every second cut of a flat buffer by one element, as cuts between ranks can fall."""
-    return tuple(size + (1 if index % 2 == 0 else -1) for index, size in enumerate(sizes))
-
-
-def _experts(layers: int = 4, experts: int = 64) -> tuple[Shape, ...]:
-    hidden, feed_forward = 2048, 1408
-    expert = [(feed_forward, hidden), (feed_forward, hidden), (hidden, feed_forward)]
-    layer = [*[(hidden, hidden)] * 4, (experts, hidden), (hidden,), (hidden,)]
-    return (*layer, *expert * experts) * layers
-
-
-def _gpt2() -> tuple[Shape, ...]:
-    """Return the shapes of GPT-2's 148 tensors: each weight is followed by its bias."""
-    hidden, layers = 768, 12
-    attention = [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,)]
-    feed_forward = [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,)]
-    norm = [(hidden,), (hidden,)]
-    layer = [*norm, *attention, *norm, *feed_forward]
-    return ((50257, hidden), (1024, hidden), *layer * layers, *norm)
-
-
-def _eighth(shape: Shape) -> Shape:
-    return (shape[0] // 8, *shape[1:])
-
-
+LLAMA_8B = [(shape[0] // 8, *shape[1:]) for shape in _llama(4096, 1024, 14336, 32)]
+"""An eighth of each tensor."""
+LLAMA_70B = [
+    # every second cut of a flat buffer is moved by one element, as cuts between ranks can fall
+    math.prod(shape) // 64 + (1 if index % 2 == 0 else -1)
+    for index, shape in enumerate(_llama(8192, 1024, 28672, 80))
+]
+"""The elements of a 64th of each tensor."""
+EXPERTS = [
+    *[*[(2048, 2048)] * 4, (64, 2048), (2048,), (2048,)],
+    *[(1408, 2048), (1408, 2048), (2048, 1408)] * 64,
+]
+"""A layer."""
+GPT2 = [
+    *[(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)],
+    *[(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)],
+]
+"""A layer: norm, attention, norm, feed-forward; each weight is followed by its bias."""
 SETS = {
     tensor_set.name: tensor_set
     for tensor_set in (
@@ -104,22 +92,24 @@ SETS = {
         TensorSet.of_shapes(
             "B",
             "Llama-3.1-8B's 291 tensors, an eighth of each",
-            [_eighth(shape) for shape in _llama(4096, 1024, 14336, 32)],
+            LLAMA_8B,
         ),
         TensorSet(name="C", description="4,000 tensors of 1,024 elements", sizes=(1024,) * 4000),
         TensorSet(
             name="llama70b-64",
             description="Llama-3.1-70B's 723 tensors, 1/64 of each, one buffer, half unaligned",
-            sizes=_off_alignment(
-                [math.prod(shape) // 64 for shape in _llama(8192, 1024, 28672, 80)]
-            ),
+            sizes=tuple(LLAMA_70B),
             flat=True,
         ),
         TensorSet.of_shapes(
             "moe64",
             "4 layers of 64 experts, hidden 2,048, expert 1,408: 796 tensors",
-            _experts(),
+            EXPERTS * 4,
         ),
-        TensorSet.of_shapes("gpt2", "GPT-2's 148 tensors (124M)", _gpt2()),
+        TensorSet.of_shapes(
+            "gpt2",
+            "GPT-2's 148 tensors (124M)",
+            [(50257, 768), (1024, 768), *GPT2 * 12, (768,), (768,)],
+        ),
     )
 }

@@ -76,9 +76,12 @@ class Subject:
     @property
     def weight(self) -> Callable[[Tensor], Parameter] | None:
         """Return what makes a matrix an fp8 weight; None where weights are of weight_dtype."""
-        if self.recipe is None:
+        recipe = self.recipe
+        if recipe is None:
             return None
-        return partial(_float8_weight if self.is_ours else float8_parameter, recipe=self.recipe)
+        if self.is_ours:
+            return lambda values: Parameter(Float8Weight.from_values(values, recipe))
+        return partial(float8_parameter, recipe=recipe)
 
     def why_not(self) -> str | None:
         """Return None where the library can be imported, else the reason."""
@@ -119,10 +122,6 @@ def _why_not(module: str) -> str | None:
     return None
 
 
-def _float8_weight(values: Tensor, recipe: Float8Recipe) -> Parameter:
-    return Parameter(Float8Weight.from_values(values, recipe))
-
-
 # --- TransformerEngine's Adam on its own fp8 weights, called as its modules and Megatron call it
 
 
@@ -138,20 +137,20 @@ def float8_parameter(values: Tensor, recipe: Float8Recipe) -> Parameter:
             Float8Weight's does, from the values' amax; the parameter then has an `amax_history`,
             fp32 (1024, 1).
     """
-    library = _library()
-    e4m3 = library.DType.kFloat8E4M3
+    e4m3 = _library().DType.kFloat8E4M3
     usage = {"rowwise": True, "columnwise": False}
+    kind = "float8_blockwise" if recipe.scaling.startswith("block") else "float8"
+    module: Any = importlib.import_module(f"transformer_engine.pytorch.tensor.{kind}_tensor")
     history = None
     if recipe.scaling == "delayed":
         history = values.new_zeros((recipe.amax_history_len, 1), dtype=torch.float32)
         amax = values.abs().amax().float().reshape(1)
         scale = scale_from_amax_reference(amax, recipe.code_max)
-        quantizer = _tensor_kind("float8", "Float8Quantizer")(scale, history[0], e4m3, **usage)
+        quantizer = module.Float8Quantizer(scale, history[0], e4m3, **usage)
     elif recipe.scaling == "current":
-        kind = _tensor_kind("float8", "Float8CurrentScalingQuantizer")
-        quantizer = kind(e4m3, values.device, **usage)
+        quantizer = module.Float8CurrentScalingQuantizer(e4m3, values.device, **usage)
     else:
-        quantizer = _tensor_kind("float8_blockwise", "Float8BlockQuantizer")(e4m3, **usage)
+        quantizer = module.Float8BlockQuantizer(e4m3, **usage)
     with torch.no_grad():
         weight: Any = Parameter(quantizer(values))
     weight.initial_value, weight.amax_history = values, history
@@ -163,12 +162,6 @@ def _library() -> Any:
     """The extension module; it can only be loaded after the package."""
     importlib.import_module("transformer_engine.pytorch")
     return importlib.import_module("transformer_engine_torch")
-
-
-def _tensor_kind(module: str, name: str) -> Any:
-    return getattr(
-        importlib.import_module(f"transformer_engine.pytorch.tensor.{module}_tensor"), name
-    )
 
 
 class FusedFloat8Adam:
@@ -282,13 +275,9 @@ def one_rank_group(backend: str) -> Any:
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch's documentation has it there
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        atexit.register(_end_group)
+        # nobody may have ended it before
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
     return dist.group.WORLD
-
-
-def _end_group() -> None:
-    if dist.is_initialized():  # nobody ended it before
-        dist.destroy_process_group()
 
 
 # --- other libraries' optimizers; each is imported only when it is used

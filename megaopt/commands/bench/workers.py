@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from multiprocessing.connection import Connection
 from typing import Any
 
 from megaopt.commands.regression.group import apart, deaf
@@ -21,90 +21,82 @@ class Failed(RuntimeError):
     """The work raised an error, took too long, or ended its process."""
 
 
-class Worker:
-    """A process that calls a function for each question; it does not hear Ctrl-C. End it.
+class Team:
+    """Processes that call a function each for every question; none hears Ctrl-C. End it.
 
     Args:
-        work: what answers a question; it and all questions and answers can be pickled.
+        works: what answers a question; they and all questions and answers can be pickled.
     """
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, works: Sequence[Callable[[Any], Any]]) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA allows no copies
-        self._pipe, child_pipe = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, child_pipe))
-        with apart(), deaf():
-            self._process.start()
-        child_pipe.close()
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        for work in works:
+            pipe, child_pipe = context.Pipe()
+            process = context.Process(target=_serve, args=(work, child_pipe))
+            with apart(), deaf():
+                process.start()
+            child_pipe.close()
+            self._processes.append(process)
+            self._pipes.append(pipe)
 
-    def ask(self, question: Any, seconds: float) -> Any:
-        """The answer to a question; Failed where there is none, and after so many seconds."""
+    def ask(self, question: Any, seconds: float) -> list[Any]:
+        """The answers of all, in order; Failed with the first failure, and after so many seconds.
+
+        Whoever has not answered by then may wait for the one that failed, and is ended.
+        """
+        answers: dict[int, Any] = {}
+        last = time.monotonic() + seconds
         try:
-            self._pipe.send(question)
-            has_answer = self._pipe.poll(seconds)
-            is_done, answer = self._pipe.recv() if has_answer else (False, None)
+            for pipe in self._pipes:
+                pipe.send(question)
+            while waiting := [pipe for i, pipe in enumerate(self._pipes) if i not in answers]:
+                ready = multiprocessing.connection.wait(waiting, max(0, last - time.monotonic()))
+                if not ready:
+                    raise Failed(f"no answer within {seconds:g} seconds")
+                for index in (i for i, pipe in enumerate(self._pipes) if pipe in ready):
+                    is_done, answers[index] = self._pipes[index].recv()
+                    if not is_done:
+                        raise Failed(answers[index])
         except (EOFError, OSError):
-            self.end()
+            self._kill(self._processes)
             raise Failed("its process ended") from None
-        if not has_answer:
-            self.end()
-            raise Failed(f"no answer within {seconds:g} seconds")
-        if not is_done:
-            raise Failed(answer)
-        return answer
+        except Failed:
+            self._kill([p for i, p in enumerate(self._processes) if i not in answers])
+            raise
+        return [answers[index] for index in range(len(self._pipes))]
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the process has ended."""
-        return not self._process.is_alive()
-
-    def kill(self) -> None:
-        """Kills the process, and what it has started; `ask` then fails in whichever thread."""
-        if self._process.is_alive() and self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
+        """Returns whether one of the processes has ended."""
+        return not all(process.is_alive() for process in self._processes)
 
     def end(self) -> None:
-        """Ends the process, and what it has started."""
-        self.kill()
-        self._process.join()
-        self._pipe.close()
+        """Ends all processes, and what they have started."""
+        self._kill(self._processes)
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _kill(self, processes: Sequence[Any]) -> None:
+        for process in processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError, AttributeError):  # before its _serve
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+        for process in processes:
+            process.join()
 
 
-class Team:
-    """Workers of one job, asked together: where one fails all end. End it."""
-
-    def __init__(self, works: Sequence[Callable[[Any], Any]]) -> None:
-        self._workers = [Worker(work) for work in works]
-
-    def ask(self, question: Any, seconds: float) -> list[Any]:
-        """The answers of all, in order; Failed with the first failure."""
-        with ThreadPoolExecutor(len(self._workers)) as pool:
-            answers = [pool.submit(worker.ask, question, seconds) for worker in self._workers]
-            try:
-                done, _ = wait(answers, return_when=FIRST_EXCEPTION)
-                return [answer.result() for answer in sorted(done, key=answers.index)]
-            except BaseException:
-                for worker in self._workers:  # which may wait for the one that failed
-                    worker.kill()
-                raise
-
-    def end(self) -> None:
-        """Ends all processes."""
-        for worker in self._workers:
-            worker.end()
-
-
-def _serve(work: Callable[[Any], Any], pipe: Connection) -> None:
+def _serve(work: Callable[[Any], Any], pipe: Any) -> None:
+    """Answers questions: whether the work was done, and its result or error."""
     if hasattr(os, "setsid"):  # not on Windows
         os.setsid()
     with contextlib.suppress(EOFError, OSError):  # nobody asks any more
         while True:
-            pipe.send(_answered(work, pipe.recv()))
-
-
-def _answered(work: Callable[[Any], Any], question: Any) -> tuple[bool, Any]:
-    try:
-        return True, work(question)
-    except Exception as error:  # another library fails in its own way
-        return False, f"{type(error).__name__}: {error}"[:LONGEST]
+            question = pipe.recv()
+            try:
+                answer = True, work(question)
+            except Exception as error:  # another library fails in its own way
+                answer = False, f"{type(error).__name__}: {error}"[:LONGEST]
+            pipe.send(answer)

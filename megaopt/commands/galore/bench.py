@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
 import sys
-import time
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
@@ -19,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch.nn import Parameter
 
 from megaopt.commands import exits
@@ -35,18 +30,15 @@ from megaopt.commands.bench.measure import (
     product_speed,
     with_rates,
 )
-from megaopt.commands.bench.report import Columns
+from megaopt.commands.bench.report import BenchRun, Columns
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
-from megaopt.commands.console import make_console
-from megaopt.commands.galore.errors import KERNELS, WEIGHTS, Setup, check_setup, measure_errors
-from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.source import describe_source, made_with
+from megaopt.commands.galore.check import KERNELS, WEIGHTS, Setup, check_setup, measure_errors
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
 from megaopt.kernels.files import write_json
 from megaopt.kernels.galore.launch import why_not_kernel
-from megaopt.kernels.galore.products import BF16, IEEE, PRECISIONS, TF32
+from megaopt.kernels.galore.products import BF16, IEEE, PRECISIONS, TF32, fp32_products
 from megaopt.kernels.galore.rule import RIGHT
 from megaopt.options.checks import refuse
 
@@ -61,95 +53,9 @@ COLOURS = {
     "torch": "#b4b4b4", "galore_torch": "#a53b3b",
 }  # fmt: skip
 COMPILED, GALORE_TORCH = "compiled", "galore_torch"
-PEERS = (COMPILED, GALORE_TORCH)
 PACKAGES = ("galore_torch", "transformers")
 """The packages that galore_torch needs."""
 BETAS, EPS = (0.9, 0.999), 1e-6
-
-
-def floor_bytes(setup: Setup) -> int:
-    """The bytes that a step without a refresh must move, of m rows, n columns and rank r.
-
-    m * n * (gradient read + weight written + its fp32 value read [+ written, of a master])
-    + 2 * 2 * L (two moments, read and written, in bytes) + 4 * K (the projection, read once),
-    where on the right L is of m * r numbers and K = r * n, on the left L of r * n and K = m * r.
-    The projected gradient and its direction are not counted: a step need not keep them in memory.
-    All times the number of matrices.
-    """
-    shape, low_rank = (setup.rows, setup.columns), setup.low_rank
-    size = WEIGHTS[setup.weights].itemsize
-    master = 0 if setup.weights == "float32" else 4
-    low = torch.Size(low_rank.low_shape(shape)).numel()
-    projection = torch.Size(low_rank.projection_shape(shape)).numel()
-    grad = WEIGHTS[setup.grad or setup.weights].itemsize
-    element_bytes, moments = grad + size + 4 + master, WEIGHTS[setup.moments].itemsize * low
-    bytes_of_one = setup.rows * setup.columns * element_bytes + 2 * 2 * moments + 4 * projection
-    return setup.matrices * bytes_of_one
-
-
-def operations(setup: Setup) -> int:
-    """Floating-point operations of the two products, a multiplication and an addition each."""
-    return setup.matrices * 2 * 2 * setup.rows * setup.columns * setup.rank
-
-
-def select(
-    options: Mapping[str, Sequence[Any]], device: torch.device, matched: bool = False
-) -> list[Setup]:
-    """The cases of a run; kernels stand beside each other.
-
-    Args:
-        options: the values of each option by its name; N: of (rows, columns).
-        device: where they are to run.
-        matched: as `main` has it.
-
-    Raises:
-        ValueError: there are none, or `check_setup` refuses one of them on the device.
-    """
-    for name, values in options.items():
-        require(len(values) > 0, name, [], "at least one value")
-    fields = ("weights", "grad", "moments", "precision", "matrices", "rank", "kernel")
-    setups = [
-        Setup(rows=rows, columns=columns, **dict(zip(fields, settings, strict=True)))
-        for (rows, columns), *settings in itertools.product(*options.values())
-    ]
-    for setup in setups:
-        check_case(setup, device)
-    return [setup for setup in setups if is_there(setup) and (not matched or _is_matched(setup))]
-
-
-def _is_matched(setup: Setup) -> bool:
-    own_dtype = (setup.precision == BF16) == (setup.weights == "bfloat16")
-    return own_dtype and (setup.kernel != "hybrid" or setup.precision == IEEE)
-
-
-def check_case(setup: Setup, device: torch.device) -> None:
-    """Raises ValueError as `check_setup`, also for a peer that does not run on the device."""
-    if setup.kernel not in PEERS:
-        check_setup(setup, device)
-        return
-    check_setup(replace(setup, kernel="torch"), device)
-    if reason := why_not_peer(setup.kernel, device):
-        refuse("kernels", f"others than {setup.kernel} here", f"{setup.kernel}: {reason}")
-
-
-def record_of(
-    setup: Setup, speed: float, figures: Record | None, problem: str | None = None
-) -> Record:
-    """The record of a case: its floor is a copy of the bytes that it must move, or its operations.
-
-    Args:
-        setup: What was measured.
-        speed: Operations per second of a large product of torch's, of the same precision.
-        figures: None where there are none.
-        problem: Why there are none.
-    """
-    record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations(setup)}
-    record["problem"] = problem
-    if figures is not None:
-        record |= with_rates(figures | {"bytes": floor_bytes(setup)})
-        moving = floor_bytes(setup) / figures["copy_bandwidth"]
-        record |= {"speed": speed, "floor_ms": 1e3 * max(moving, operations(setup) / speed)}
-    return record
 
 
 def main(
@@ -199,42 +105,174 @@ def main(
         OSError: the record or the picture cannot be written.
     """
     report.require_gpu("galore bench")
-    device, console = torch.device("cuda", torch.cuda.current_device()), make_console()
+    device = torch.device("cuda", torch.cuda.current_device())
     options: dict[str, Any] = {"N": [(M, columns) for columns in N], "weights": weights}
     options |= {"grads": [grad or None for grad in grads], "moments": moments}
     options |= {"precisions": (TF32,) if allow_tf32 else precisions, "matrices": matrices}
     options |= {"ranks": ranks, "kernels": kernels}
     try:
         setups = select(options, device, matched)
-        source = describe_source()
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    make_folder(out)
-    measured: dict[Setup, Record] = {}
-    record: dict[str, Any] = made_with(source)
-    for setup, case in _measured(setups, device, console, repetitions, seconds or math.inf):
-        measured[setup] = case
-        record["cases"] = [measured[key] for key in setups if key in measured]
-        write_json(out / "record.json", record)  # each time: a run may be ended
-    table = report.table_of(TITLE, record["cases"], NAMED, TIMED)
-    report.write(console, out, record, [table], {"speed.png": partial(draw, record)})
-    return exits.DONE if all(map(report.is_timed, record["cases"])) else exits.DIFFERENT
-
-
-def _measured(
-    setups: Sequence[Setup], device: torch.device, console: Console, most: int, seconds: float
-) -> Iterator[tuple[Setup, Record]]:
-    """Gives each case with its record, rank by rank; those of COMPILED come last."""
-    copy, start = Copy(device), time.monotonic()
+    bench, copy = BenchRun(out, seconds), Copy(device)
     speeds = {name: product_speed(device, name) for name in {setup.precision for setup in setups}}
-    ranks = list(dict.fromkeys(setup.rank for setup in setups))
-    for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, ranks.index(e.rank))):
+    in_order = list(dict.fromkeys(setup.rank for setup in setups))
+    measured: dict[Setup, Record] = {}
+    for setup in sorted(setups, key=lambda e: (e.kernel == COMPILED, in_order.index(e.rank))):
         speed = speeds[setup.precision]
-        measured = partial(run, setup, device, copy, speed, most)
-        if time.monotonic() - start > seconds:
-            problem = f"not begun within {seconds} seconds"
-            measured = partial(record_of, setup, speed, None, problem)
-        yield setup, report.told(console, _name(setup), setup.kernel, measured)
+        case = partial(run, setup, device, copy, speed, repetitions)
+        if bench.is_late():
+            case = partial(record_of, setup, speed, None, f"not begun within {seconds} seconds")
+        measured[setup] = bench.case(_name(setup), setup.kernel, case)
+        bench.record["cases"] = [measured[key] for key in setups if key in measured]
+        write_json(out / "record.json", bench.record)  # each time: a run may be ended
+    table = report.table_of(TITLE, bench.record["cases"], NAMED, TIMED)
+    bench.end([table], {"speed.png": partial(draw, bench.record)})
+    return exits.DONE if all(map(report.is_timed, measured.values())) else exits.DIFFERENT
+
+
+# --- the cases of a run
+
+
+def select(
+    options: Mapping[str, Sequence[Any]], device: torch.device, matched: bool = False
+) -> list[Setup]:
+    """The cases of a run; kernels stand beside each other.
+
+    Args:
+        options: the values of each option by its name; N: of (rows, columns).
+        device: where they are to run.
+        matched: as `main` has it.
+
+    Raises:
+        ValueError: there are none, or `check_setup` refuses one of them on the device.
+    """
+    for name, values in options.items():
+        require(len(values) > 0, name, [], "at least one value")
+    fields = ("weights", "grad", "moments", "precision", "matrices", "rank", "kernel")
+    setups = [
+        Setup(rows=rows, columns=columns, **dict(zip(fields, settings, strict=True)))
+        for (rows, columns), *settings in itertools.product(*options.values())
+    ]
+    for setup in setups:
+        check_case(setup, device)
+    if matched:  # elsewhere hybrid is the same as grouped
+        setups = [
+            setup
+            for setup in setups
+            if _is_plain(setup) and (setup.kernel != "hybrid" or setup.precision == IEEE)
+        ]
+    return list(filter(is_there, setups))
+
+
+def _is_plain(setup: Setup) -> bool:
+    """Returns whether products have the dtype of the weights."""
+    return (setup.precision == BF16) == (setup.weights == "bfloat16")
+
+
+def is_there(setup: Setup) -> bool:
+    """Returns whether there is such a case: galore_torch's products have its weights' dtype."""
+    is_usual = setup.grad is None and setup.moments == "float32"
+    return setup.kernel != GALORE_TORCH or (is_usual and _is_plain(setup))
+
+
+def check_case(setup: Setup, device: torch.device) -> None:
+    """Raises ValueError as `check_setup`, also for a peer that does not run on the device."""
+    if setup.kernel not in PEERS:
+        check_setup(setup, device)
+        return
+    check_setup(replace(setup, kernel="torch"), device)
+    if setup.kernel == COMPILED:
+        reason = why_not_kernel(COMPILED, device)
+    else:
+        missing = [name for name in PACKAGES if name not in sys.modules and find_spec(name) is None]
+        reason = f"it needs {', '.join(missing)}" if missing else None
+    if reason is not None:
+        refuse("kernels", f"others than {setup.kernel} here", f"{setup.kernel}: {reason}")
+
+
+def run(
+    setup: Setup, device: torch.device, copy: Copy, speed: float, most: int = MOST_STEPS
+) -> Record:
+    """Measures a case; of ours only where its errors are within their bounds.
+
+    Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
+    """
+    try:
+        checked = replace(setup, grad=None, moments="float32")
+        wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
+        if beyond := [finding.name for finding in wrong if not finding.holds]:
+            problem = f"errors beyond their bounds: {', '.join(beyond)}"
+            return record_of(setup, speed, None, problem)
+        return record_of(setup, speed, measure(instance_of(setup, device), copy, most))
+    except torch.OutOfMemoryError as error:
+        return record_of(setup, speed, None, f"out of memory: {error}")
+
+
+def instance_of(setup: Setup, device: torch.device) -> Instance:
+    """A case made real, whose optimizer makes no projection behind its first step."""
+
+    def make(parameters: Sequence[Parameter]) -> Any:
+        if setup.kernel in PEERS:
+            return PEERS[setup.kernel](parameters, setup)
+        return GaLoreAdamW(
+            parameters,
+            **SHARED,
+            **setup.options,
+            update_proj_gap=NO_REFRESH,
+            dtype=None if setup.weights == "float32" else torch.float32,
+            use_decoupled_grad=setup.grad is not None,
+        )
+
+    shapes = [(setup.rows, setup.columns)] * setup.matrices
+    tensors, dtype = TensorSet.of_shapes(_name(setup), _name(setup), shapes), WEIGHTS[setup.weights]
+    grads = WEIGHTS[setup.grad] if setup.grad else None
+    return build(make, tensors, dtype, device, grad_dtype=grads, seed=setup.seed)
+
+
+def record_of(
+    setup: Setup, speed: float, figures: Record | None, problem: str | None = None
+) -> Record:
+    """The record of a case: its floor is a copy of the bytes that it must move, or its operations.
+
+    Args:
+        setup: What was measured.
+        speed: Operations per second of a large product of torch's, of the same precision.
+        figures: None where there are none.
+        problem: Why there are none.
+    """
+    # a multiplication and an addition each, of both products
+    operations = setup.matrices * 2 * 2 * setup.rows * setup.columns * setup.rank
+    record = {**asdict(setup), "floor_bytes": floor_bytes(setup), "operations": operations}
+    record["problem"] = problem
+    if figures is not None:
+        record |= with_rates(figures | {"bytes": floor_bytes(setup)})
+        moving = floor_bytes(setup) / figures["copy_bandwidth"]
+        record |= {"speed": speed, "floor_ms": 1e3 * max(moving, operations / speed)}
+    return record
+
+
+def floor_bytes(setup: Setup) -> int:
+    """The bytes that a step without a refresh must move, of m rows, n columns and rank r.
+
+    m * n * (gradient read + weight written + its fp32 value read [+ written, of a master])
+    + 2 * 2 * L (two moments, read and written, in bytes) + 4 * K (the projection, read once),
+    where on the right L is of m * r numbers and K = r * n, on the left L of r * n and K = m * r.
+    The projected gradient and its direction are not counted: a step need not keep them in memory.
+    All times the number of matrices.
+    """
+    shape, low_rank = (setup.rows, setup.columns), setup.low_rank
+    size = WEIGHTS[setup.weights].itemsize
+    master = 0 if setup.weights == "float32" else 4
+    low = torch.Size(low_rank.low_shape(shape)).numel()
+    projection = torch.Size(low_rank.projection_shape(shape)).numel()
+    grad = WEIGHTS[setup.grad or setup.weights].itemsize
+    element_bytes, moments = grad + size + 4 + master, WEIGHTS[setup.moments].itemsize * low
+    bytes_of_one = setup.rows * setup.columns * element_bytes + 2 * 2 * moments + 4 * projection
+    return setup.matrices * bytes_of_one
+
+
+# --- table and picture
 
 
 def _name(setup: Setup) -> str:
@@ -270,45 +308,6 @@ TIMED: Columns = {
 }
 
 
-def run(
-    setup: Setup, device: torch.device, copy: Copy, speed: float, most: int = MOST_STEPS
-) -> Record:
-    """Measures a case; of ours only where its errors are within their bounds.
-
-    Of fp32 moments, and gradients in the weights' dtype: other roundings have no bounds.
-    """
-    try:
-        checked = replace(setup, grad=None, moments="float32")
-        wrong = [] if setup.kernel in PEERS else measure_errors(checked, device)
-        if beyond := [finding.name for finding in wrong if not finding.holds]:
-            problem = f"errors beyond their bounds: {', '.join(beyond)}"
-            return record_of(setup, speed, None, problem)
-        return record_of(setup, speed, measure(_instance(setup, device), copy, most))
-    except torch.OutOfMemoryError as error:
-        return record_of(setup, speed, None, f"out of memory: {error}")
-
-
-def _instance(setup: Setup, device: torch.device) -> Instance:
-    def make(parameters: Sequence[Parameter]) -> Any:
-        if setup.kernel in PEERS:
-            kind = Compiled if setup.kernel == COMPILED else GaLoreTorch
-            return kind(parameters, setup)
-        return GaLoreAdamW(
-            parameters,
-            **SHARED,
-            **setup.options,
-            update_proj_gap=NO_REFRESH,
-            dtype=None if setup.weights == "float32" else torch.float32,
-            use_decoupled_grad=setup.grad is not None,
-        )
-
-    shapes = [(setup.rows, setup.columns)] * setup.matrices
-    tensors, dtype = TensorSet.of_shapes(_name(setup), _name(setup), shapes), WEIGHTS[setup.weights]
-    grads = WEIGHTS[setup.grad] if setup.grad else None
-    arguments = (make, tensors, dtype, device)
-    return build(*arguments, weight=Parameter, grad_dtype=grads, seed=setup.seed)
-
-
 def draw(record: Record) -> Figure:
     """A field for each matrix and dtype, with a line for each kernel."""
     fields: dict[str, list[Record]] = {}
@@ -321,52 +320,30 @@ def draw(record: Record) -> Figure:
     figure = report.make_figure(title, (1 + 4.5 * columns, 1 + 3.2 * rows))
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes, (title, cases) in zip(grid, fields.items(), strict=False):
-        _draw_field(axes, title, cases)
+        timed = sorted(filter(report.is_timed, cases), key=itemgetter("rank"))
+        for kernel in dict.fromkeys(case["kernel"] for case in cases):
+            times = {case["rank"]: case["step_ms"] for case in timed if case["kernel"] == kernel}
+            style = {"marker": "o", "color": COLOURS[kernel], "label": kernel}
+            axes.plot(list(times), list(times.values()), **style)
+        floors = {case["rank"]: case["floor_ms"] for case in timed}
+        style = {"color": report.FLOOR, "linewidth": 1, "linestyle": "--"}
+        label = "a copy of the bytes, or the operations"
+        axes.plot(list(floors), list(floors.values()), label=label, **style)
+        axes.set_xscale("log", base=2)
+        ranks = sorted({case["rank"] for case in cases})
+        axes.set_xticks(ranks, [str(rank) for rank in ranks])
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.set_xlabel("rank")
+        axes.set_ylabel("ms")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     for axes in grid[len(fields) :]:
         axes.set_visible(False)
     return figure
 
 
-def _draw_field(axes: Axes, title: str, cases: Sequence[Record]) -> None:
-    timed = sorted(filter(report.is_timed, cases), key=lambda case: case["rank"])
-    for kernel in dict.fromkeys(case["kernel"] for case in cases):
-        times = {case["rank"]: case["step_ms"] for case in timed if case["kernel"] == kernel}
-        style = {"marker": "o", "color": COLOURS[kernel], "label": kernel}
-        axes.plot(list(times), list(times.values()), **style)
-    floors = {case["rank"]: case["floor_ms"] for case in timed}
-    style = {"color": report.FLOOR, "linewidth": 1, "linestyle": "--"}
-    label = "a copy of the bytes, or the operations"
-    axes.plot(list(floors), list(floors.values()), label=label, **style)
-    axes.set_xscale("log", base=2)
-    ranks = sorted({case["rank"] for case in cases})
-    axes.set_xticks(ranks, [str(rank) for rank in ranks])
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("rank")
-    axes.set_ylabel("ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-
-
 # --- the peers: the pull request's reference, compiled, and galore_torch
-
-
-def is_there(setup: Setup) -> bool:
-    """Returns whether there is such a case: galore_torch's products have its weights' dtype."""
-    if setup.kernel != GALORE_TORCH:
-        return True
-    is_plain = setup.grad is None and setup.moments == "float32"
-    return is_plain and (setup.precision == BF16) == (setup.weights == "bfloat16")
-
-
-def why_not_peer(name: str, device: torch.device) -> str | None:
-    """The reason why a peer does not run on a device; None where it does."""
-    if name == COMPILED:
-        return why_not_kernel("compiled", device)
-    missing = [
-        package for package in PACKAGES if package not in sys.modules and find_spec(package) is None
-    ]
-    return f"it needs {', '.join(missing)}" if missing else None
 
 
 def reference(
@@ -413,7 +390,7 @@ class Compiled:
     @torch.no_grad()
     def step(self) -> None:
         """Steps every matrix once."""
-        with _tf32(self._setup.precision == TF32), warnings.catch_warnings():
+        with _torchs_products(self._setup), warnings.catch_warnings():
             # the compiler advises TF32 where fp32 was asked for
             warnings.filterwarnings("ignore", "TensorFloat32", UserWarning)
             for param, state in self.state.items():
@@ -430,12 +407,18 @@ class GaLoreTorch:
 
     def __init__(self, params: Sequence[Parameter], setup: Setup) -> None:
         """Makes galore_torch's optimizer, and its projections, which would take an SVD each."""
-        options: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": 2**30, "scale": 1.0}
+        if "galore_torch" not in sys.modules:
+            # the package's own __init__ wants more than AdamW does
+            package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
+            assert spec is not None
+            package.__path__, package.__spec__ = list(spec.submodule_search_locations or ()), spec
+            sys.modules["galore_torch"] = package
+        module = importlib.import_module("galore_torch.adamw")
+        options: dict[str, Any] = {"rank": setup.rank, "update_proj_gap": NO_REFRESH, "scale": 1.0}
         options["proj_type"] = setup.proj_type
-        module = _adamw()
         group = {"params": list(params), **options}
         self._optimizer = module.AdamW([group], **SHARED, no_deprecation_warning=True)
-        self.state, self._tf32 = self._optimizer.state, setup.precision == TF32
+        self.state, self._setup = self._optimizer.state, setup
         for param in params:
             projector = module.GaLoreProjector(**options)
             projector.ortho_matrix = _projection(setup, param, param.dtype)
@@ -443,33 +426,19 @@ class GaLoreTorch:
 
     def step(self) -> None:
         """Steps every matrix once."""
-        with _tf32(self._tf32):
+        with _torchs_products(self._setup):
             self._optimizer.step()
+
+
+PEERS: dict[str, Callable[..., Any]] = {COMPILED: Compiled, GALORE_TORCH: GaLoreTorch}
+
+
+def _torchs_products(setup: Setup) -> Any:
+    """Products of fp32 numbers in TF32, or not, by torch's own switch."""
+    return fp32_products(TF32 if setup.precision == TF32 else IEEE)
 
 
 def _projection(setup: Setup, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a random projection, with rows or columns about as long as an orthonormal one's."""
     size = setup.low_rank.projection_shape(param.shape)
     return torch.randn(size, device=param.device).div_(max(size) ** 0.5).to(dtype)
-
-
-@contextmanager
-def _tf32(is_on: bool) -> Iterator[None]:
-    """Products of fp32 numbers in TF32, or not, by torch's own switch."""
-    place: Any = torch.backends.cuda.matmul
-    before = place.fp32_precision
-    place.fp32_precision = TF32 if is_on else "ieee"
-    try:
-        yield
-    finally:
-        place.fp32_precision = before
-
-
-def _adamw() -> Any:
-    """The module galore_torch.adamw; the package's own __init__ wants more than AdamW does."""
-    if "galore_torch" not in sys.modules:
-        package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
-        assert spec is not None
-        package.__path__, package.__spec__ = list(spec.submodule_search_locations or ()), spec
-        sys.modules["galore_torch"] = package
-    return importlib.import_module("galore_torch.adamw")

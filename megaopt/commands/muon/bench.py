@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from rich.console import Console
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
@@ -25,19 +22,16 @@ from megaopt.commands.bench.measure import (
     MOST_STEPS,
     Copy,
     Record,
+    free_memory,
     measure,
     product_speed,
-    wall_ms,
+    time_steps,
     with_rates,
 )
-from megaopt.commands.bench.report import Columns
+from megaopt.commands.bench.report import Bar, BenchRun, Columns
 from megaopt.commands.bench.sets import Shape, TensorSet
 from megaopt.commands.bench.subjects import Subject
-from megaopt.commands.bench.workers import Failed, Worker
-from megaopt.commands.console import make_console
-from megaopt.commands.regression.outputs import make_folder
-from megaopt.commands.source import describe_source, made_with
-from megaopt.commands.toml_tables import require
+from megaopt.commands.bench.workers import Failed, Team
 from megaopt.kernels.galore.products import BF16
 
 TITLE = (
@@ -104,38 +98,42 @@ def _subject(
     )
 
 
-def _subjects() -> Iterator[Subject]:
-    yield _subject("ours", "FusedMuon, bf16", "bf16, standard form", method="standard")
-    yield _subject("ours-fp16", "FusedMuon, fp16", "fp16, form by shape", precision="fp16")
-    yield _subject("torch", "torch.optim.Muon, bf16", "bf16, one after another", "torch.optim")
-    module = "emerging_optimizers.orthogonalized_optimizers.muon"
-    options: dict[str, Any] = {"nesterov": True, "coefficient_type": "simple"}
-    yield _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", module, **options)
-    row = ("emerging-syrk", "the same, syrk", "the same by syrk", module)
-    yield _subject(*row, use_syrk=True, **options)
-    yield _subject("dion", "dion, bf16", "bf16, stacked by shape", "dion", nesterov=True)
-    row = ("dion-triton", "the same, Triton", "the same by Triton", "dion")
-    yield _subject(*row, nesterov=True, use_triton=True)
-    words, module = "fp16, Gram's form by quack", "gram_newton_schulz"
-    row = (module.replace("_", "-"), "gram-newton-schulz, fp16", words, module)
-    yield _subject(*row, nesterov=True)
-
-
-SUBJECTS = {subject.name: subject for subject in _subjects()}
+EMERGING = "emerging_optimizers.orthogonalized_optimizers.muon"
+SIMPLE = {"nesterov": True, "coefficient_type": "simple"}
+GRAM = "gram_newton_schulz"
+GRAM_WORDS = ("gram-newton-schulz, fp16", "fp16, Gram's form by quack")
+SUBJECTS = {
+    subject.name: subject
+    for subject in (
+        _subject("ours", "FusedMuon, bf16", "bf16, standard form", method="standard"),
+        _subject("ours-fp16", "FusedMuon, fp16", "fp16, form by shape", precision="fp16"),
+        _subject("torch", "torch.optim.Muon, bf16", "bf16, one after another", "torch.optim"),
+        _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", EMERGING, **SIMPLE),
+        _subject(
+            "emerging-syrk", "the same, syrk", "the same by syrk", EMERGING, use_syrk=True, **SIMPLE
+        ),
+        _subject("dion", "dion, bf16", "bf16, stacked by shape", "dion", nesterov=True),
+        _subject(
+            "dion-triton",
+            "the same, Triton",
+            "the same by Triton",
+            "dion",
+            nesterov=True,
+            use_triton=True,
+        ),
+        _subject("gram-newton-schulz", *GRAM_WORDS, GRAM, nesterov=True),
+    )
+}
 """All have momentum 0.95, nesterov and 5 steps; coefficients, which cost none, are others."""
 
 
-def _llama(layers: int) -> list[tuple[int, int]]:
-    attention = [(4096, 4096)] * 2 + [(1024, 4096)] * 2
-    return (attention + [(14336, 4096)] * 2 + [(4096, 14336)]) * layers
-
-
-_gpt = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
-_experts = ([(1408, 2048)] * 2 + [(2048, 1408)]) * 64
+_llama = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)]
+_gpt = [(2304, 768), (768, 768), (3072, 768), (768, 3072)]
+_expert = [(1408, 2048)] * 2 + [(2048, 1408)]
 SETS = {
-    "L": TensorSet.of_shapes("L", "4 layers of Llama-3-8B", _llama(4)),
-    "G": TensorSet.of_shapes("G", "GPT of 124M", _gpt),
-    "E": TensorSet.of_shapes("E", "64 experts of 1408 x 2048", _experts),
+    "L": TensorSet.of_shapes("L", "4 layers of Llama-3-8B", _llama * 4),
+    "G": TensorSet.of_shapes("G", "GPT of 124M", _gpt * 12),
+    "E": TensorSet.of_shapes("E", "64 experts of 1408 x 2048", _expert * 64),
 }
 
 
@@ -196,67 +194,58 @@ def main(
             kernels run.
         OSError: the record or the picture cannot be written.
     """
-    for name, values, table in (("sets", sets, SETS), ("only", only, SUBJECTS)):
-        unknown = next((value for value in values if value not in table), None)
-        require(unknown is None and len(values) > 0, name, unknown, f"of {', '.join(table)}")
-    for name, value in (("rounds", rounds), ("patience", patience), ("repetitions", repetitions)):
-        require(value >= 1, name, value, "a whole number >= 1")
+    report.require_names("sets", sets, SETS)
+    report.require_names("only", only, SUBJECTS)
+    report.require_counts(rounds=rounds, patience=patience, repetitions=repetitions)
     report.require_gpu("muon bench")
-    source, console = describe_source(), make_console()
-    make_folder(out)
+    bench = BenchRun(out, seconds)
     skipped = [name for name in only if not SUBJECTS[name].is_installed]
-    for name in skipped:
-        console.print(f"skipped: {name}: {SUBJECTS[name].package} is not installed")
+    bench.skip(f"{name}: {SUBJECTS[name].package} is not installed" for name in skipped)
     names = [name for name in only if name not in skipped]
-    turns = list(itertools.product(sets, range(rounds), names))
-    cases = _in_turn(names, turns, patience, seconds or math.inf, repetitions, console)
-    record = made_with(source) | {"skipped": skipped, "cases": cases}
+    cases = _in_turn(bench, sets, names, rounds, patience, repetitions)
+    bench.record |= {"skipped": skipped, "cases": cases}
     tables = [report.table_of(TITLE, cases, NAMED, _timed(cases))]
-    report.write(console, out, record, tables, {"speed.png": partial(draw, record)})
+    bench.end(tables, {"speed.png": partial(draw, bench.record)})
     failed = [case for case in cases if _is_ours(case) and not report.is_timed(case)]
     return exits.DIFFERENT if failed else exits.DONE
 
 
 def _in_turn(
+    bench: BenchRun,
+    sets: Sequence[str],
     names: Sequence[str],
-    turns: Sequence[tuple[str, int, str]],
+    rounds: int,
     patience: float,
-    seconds: float,
     most: int,
-    console: Console,
 ) -> list[Record]:
-    """The records of all turns, each of a set, a round and an optimizer.
+    """The records of all optimizers on all sets; in each round of a set all take their turn.
 
-    An optimizer that lost its process, and any after so many seconds, is not asked.
+    An optimizer that lost its process, and any after the run's seconds, is not asked.
     """
-    workers = {name: Worker(partial(measured, name)) for name in dict.fromkeys(names)}
-    records: dict[tuple[str, str], list[Record]] = {
-        (tensors, name): [] for tensors, _, name in turns
-    }
+    teams = {name: Team([partial(measured, name)]) for name in dict.fromkeys(names)}
+    figures: dict[tuple[str, str], list[Record]] = {}
     problems: dict[tuple[str, str], str] = {}
     gone: dict[str, str] = {}
-    last = time.monotonic() + seconds
     try:
-        for tensors, _, name in turns:
+        for tensors, _, name in itertools.product(sets, range(rounds), names):
             key = tensors, name
-            if name in gone or time.monotonic() > last:
+            times = figures.setdefault(key, [])
+            if name in gone or bench.is_late():
                 problems.setdefault(key, gone.get(name, "not begun in time"))
                 continue
             try:
-                figures: Record = workers[name].ask((tensors, most), patience)
+                times += teams[name].ask((tensors, most), patience)
+                words = f"{tensors}, {name}: {times[-1]['step_ms']:.3f} ms"
+                bench.console.print(words, highlight=False)
             except Failed as error:
                 problems[key] = str(error)
-                if workers[name].is_over:
+                if teams[name].is_over:
                     gone[name] = f"its process ended with set {tensors}"
-                console.print(f"{tensors}, {name}: {error}", style="red")
-                continue
-            records[key].append(figures)
-            words = f"{tensors}, {name}: {figures['step_ms']:.3f} ms"
-            console.print(words, highlight=False)
+                bench.console.print(f"{tensors}, {name}: {error}", style="red")
     finally:
-        for worker in workers.values():
-            worker.end()
-    return [record_of(*key, rounds, problems.get(key)) for key, rounds in records.items()]
+        for team in teams.values():
+            team.end()
+    return [record_of(*key, times, problems.get(key)) for key, times in figures.items()]
 
 
 def measured(name: str, question: tuple[str, int]) -> Record:
@@ -269,18 +258,17 @@ def measured(name: str, question: tuple[str, int]) -> Record:
     """
     (tensors, most), subject = question, SUBJECTS[name]
     device = torch.device("cuda", torch.cuda.current_device())
-    report.free_memory()
+    free_memory()
     speed, tensor_set = product_speed(device, BF16), SETS[tensors]
     instance = subject.instance(tensor_set, device)
     figures = with_rates(measure(instance, Copy(device), most) | {"bytes": floor_bytes(tensor_set)})
-    count = figures["repetitions"]
-    figures["host_ms"] = wall_ms(instance.optimizer.step, lambda: None, count, waits=False)
+    times = time_steps(instance.optimizer.step, figures["repetitions"], device)
+    figures |= {"host_ms": statistics.median(times.host), "speed": speed}
     if any(bool(parameter.isnan().any()) for parameter in instance.parameters):
         raise RuntimeError("weights became NaN")
-    figures["speed"] = speed
     figures["version"] = "" if subject.is_ours else subject.version()
     del instance
-    report.free_memory()  # for the next one's process
+    free_memory()  # for the next one's process
     return figures
 
 
@@ -294,16 +282,19 @@ def record_of(
     tensors: str, name: str, rounds: Sequence[Record], problem: str | None = None
 ) -> Record:
     """The record of a case: of the round of median time, the slower of two; and all times."""
-    tensor_set, moved = SETS[tensors], floor_bytes(SETS[tensors])
+    tensor_set = SETS[tensors]
     record: Record = {"set": tensor_set.description, "optimizer": name}
     record |= {"what": SUBJECTS[name].description, "problem": problem}
-    record |= {"floor_bytes": moved, "operations": operations(tensor_set)}
+    record |= {"floor_bytes": floor_bytes(tensor_set), "operations": operations(tensor_set)}
     if rounds:
         in_order = sorted(rounds, key=itemgetter("step_ms"))
         record |= in_order[len(rounds) // 2]
         record["floor_ms"] = floor_ms(record, record["speed"])
         record["rounds_ms"] = [figures["step_ms"] for figures in rounds]
     return record
+
+
+# --- table and picture
 
 
 def _is_ours(case: Record) -> bool:
@@ -344,40 +335,24 @@ def _timed(cases: Sequence[Record]) -> Columns:
 
 
 def draw(record: Record) -> Figure:
-    """Milliseconds as horizontal bars, a field for each set."""
-    groups: dict[str, list[Record]] = {}
-    for case in record["cases"]:
-        groups.setdefault(case["set"], []).append(case)
-    heights = [1 + len(cases) for cases in groups.values()]
-    title = "One step of Muon: bf16 weights and gradients, fp32 masters and momentum"
-    figure = report.make_figure(title, (10, 1.6 + 0.3 * sum(heights)), dpi=120)
-    fields = figure.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, cases in zip(fields, groups.values(), strict=True):
-        _draw_set(axes, cases)
-    label = f"ms of one step on one {record['environment']['gpu']}; shorter is better"
-    fields[-1].set_xlabel(label, fontsize=9)
-    shown = "fewest operations known, at the speed of torch's large product, and a copy"
-    marks = [*report.KINDS, Line2D([], [], color=report.FLOOR, linestyle="--", label=shown)]
-    figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return figure
-
-
-def _draw_set(axes: Axes, cases: Sequence[Record]) -> None:
-    """The fastest first; below them those without a time."""
-    bars = []
-    for case in sorted(cases, key=lambda case: case.get("step_ms", math.inf)):
-        ms, title = case.get("step_ms", 0.0), SUBJECTS[case["optimizer"]].title
-        note = f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
-        bars.append((title, ms, _is_ours(case), note))
-    report.draw_bars(axes, range(len(bars)), bars)
-    if floors := [case["floor_ms"] for case in cases if report.is_timed(case)]:
-        axes.axvline(min(floors), color=report.FLOOR, linewidth=1.2, linestyle="--")
-    axes.set_xlim(0, 1.15 * max(1e-9, *(ms for _, ms, _, _ in bars)))
-    axes.invert_yaxis()
-    tensor_set = _set_of(cases[0])
-    title = (
-        f"{tensor_set.description}: {len(tensor_set.sizes)} matrices, "
-        f"{sum(tensor_set.sizes) / 1e6:.0f}e6 parameters"
+    """Milliseconds as bars, a field for each set, the fastest first; those without a time last."""
+    fields: dict[str, list[Bar]] = {}
+    floors: dict[str, float] = {}
+    for cases in report.grouped(record["cases"]).values():
+        tensors = _set_of(cases[0])
+        count, size = len(tensors.sizes), sum(tensors.sizes) / 1e6
+        heading = f"{tensors.description}: {count} matrices, {size:.0f}e6 parameters"
+        fields[heading] = []
+        for case in sorted(cases, key=lambda case: case.get("step_ms", math.inf)):
+            ms, title = case.get("step_ms", 0.0), SUBJECTS[case["optimizer"]].title
+            note = f" {ms:.3g} ms" if ms else f" {(case['problem'] or '')[:60]}"
+            fields[heading].append(Bar(title, ms, _is_ours(case), note))
+        if timed := [case["floor_ms"] for case in cases if report.is_timed(case)]:
+            floors[heading] = min(timed)
+    return report.draw_bars(
+        "One step of Muon: bf16 weights and gradients, fp32 masters and momentum",
+        f"ms of one step on one {record['environment']['gpu']}; shorter is better",
+        fields,
+        floors=floors,
+        floor_label="fewest operations known, at the speed of torch's large product, and a copy",
     )
-    axes.set_title(title, loc="left", fontsize=9, style="italic", color="#555555")
-    axes.tick_params(labelsize=8)

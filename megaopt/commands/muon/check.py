@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,8 @@ from rich.text import Text
 from torch.nn import Parameter
 
 from megaopt import FusedMuon
-from megaopt.commands import exits
+from megaopt.commands.bench.errors import VERDICTS, conclude, current_device, distance
 from megaopt.commands.console import coloured, make_console, make_table, print_table
-from megaopt.commands.galore.check import current_device
 from megaopt.commands.toml_tables import require
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, GRAM, GRAM_RATIO, RATIOS, STANDARD
@@ -131,35 +131,6 @@ def main(
         ConfigError: an argument is out of its range, or nothing is left to be tested.
     """
     device = current_device()
-    check_arguments(shapes, spectra, methods, precisions, matrices, seed)
-    combinations = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
-    cases = [
-        case for shape, *how in combinations if (case := OrthogonalCase(*shape, *how)).is_there
-    ]
-    if not cases:
-        long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
-        allowed = f"gram alone with fp16 and {long}"
-        require(False, "methods", methods, allowed)
-    reason = BACKENDS["triton"].why_not(device) if launches else "it was not asked for"
-    console = make_console()
-    console.print(f"on {device}; launches: {reason or 'by Triton'}", highlight=False)
-    findings = [measure(case, matrices, seed, device, reason is None) for case in cases]
-    print_table(console, table_of(findings))
-    wrong = sum(not finding.holds for finding in findings)
-    words = f"above torch's part, or of other bits: {wrong}" if wrong else "none is above its part"
-    console.print(words, style="red" if wrong else "green", highlight=False)
-    return exits.DIFFERENT if wrong else exits.DONE
-
-
-def check_arguments(
-    shapes: Sequence[tuple[int, int]],
-    spectra: Sequence[str],
-    methods: Sequence[str],
-    precisions: Sequence[str],
-    matrices: int,
-    seed: int,
-) -> None:
-    """Raises ConfigError for an argument of `main` that is out of its range."""
     choices = (("spectra", spectra, SPECTRA), ("methods", methods, (STANDARD, GRAM)))
     for name, values, allowed in (*choices, ("precisions", precisions, ("bf16", "fp16"))):
         for value in values:
@@ -169,55 +140,57 @@ def check_arguments(
         require(all(1 <= size <= MOST for size in shape), "shapes", shape, sizes)
     require(matrices >= FEWEST, "matrices", matrices, f"a whole number >= {FEWEST}")
     require(0 <= seed < 2**63, "seed", seed, "a whole number from 0 to 2**63 - 1")
+    combinations = itertools.product(shapes or SHAPES[device.type], spectra, methods, precisions)
+    cases = [
+        case for shape, *how in combinations if (case := OrthogonalCase(*shape, *how)).is_there
+    ]
+    long = f"a matrix at least {GRAM_RATIO:g} times as long as wide"
+    require(len(cases) > 0, "methods", methods, f"gram alone with fp16 and {long}")
+    reason = BACKENDS["triton"].why_not(device) if launches else "it was not asked for"
+    console = make_console()
+    console.print(f"on {device}; launches: {reason or 'by Triton'}", highlight=False)
+    findings = [measure(case, matrices, seed, device, reason is None) for case in cases]
+    print_table(console, table_of(findings))
+    count = sum(not finding.holds for finding in findings)
+    wrong = f"above torch's part, or of other bits: {count}" if count else None
+    return conclude(console, wrong, "none is above its part")
 
 
 def measure(
     case: OrthogonalCase, count: int, seed: int, device: torch.device, launches: bool
 ) -> CaseErrors:
     """Steps so many matrices at once; the first alone, too, by the twin on a CPU."""
-    matrices = drawn(case, count, seed)
+    # random matrices, fp32 on the CPU: the same numbers for every device
+    generator, columns = torch.Generator().manual_seed(seed), case.columns
+    falls = torch.logspace(0, -DECADES, columns) if case.spectrum == "decaying" else 1.0
+    matrices = [torch.randn(case.rows, columns, generator=generator) * falls for _ in range(count)]
     placed = [matrix.to(device) for matrix in matrices]
 
-    def ours(backend: str) -> Callable[[list[Parameter]], Any]:
-        more: dict[str, Any] = {
-            "method": case.method,
-            "precision": case.precision,
-            "backend": backend,
-        }
-        return lambda params: FusedMuon(params, **EXACT, **more)
+    def updates(kind: Callable[..., Any], grads: Matrices, **how: str) -> Matrices:
+        """Returns what an optimizer subtracts in a step of these gradients, fp32."""
+        params = [Parameter(torch.zeros_like(grad)) for grad in grads]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone()
+        kind(params, **EXACT, **how).step()
+        return [-param.detach() for param in params]
 
+    fused = partial(updates, FusedMuon, method=case.method, precision=case.precision)
     is_slow = launches and device.type == "cpu"
-    first = updates(ours("triton"), placed[:2]) if is_slow else []
-    fused_updates = updates(ours("triton" if launches and not is_slow else "reference"), placed)
-    torchs = updates(lambda params: torch.optim.Muon(params, **EXACT), placed)
+    first = fused(placed[:2], backend="triton") if is_slow else []
+    fused_updates = fused(placed, backend="triton" if launches and not is_slow else "reference")
+    torchs = updates(torch.optim.Muon, placed)
     short, long = sorted((case.rows, case.columns))
     same = None
     if launches and 10 * short * short * (2 * long + short) <= MOST_TWINS:
-        (twin,) = updates(ours("reference"), matrices[:1])
+        (twin,) = fused(matrices[:1], backend="reference")
         launched = (first or fused_updates)[0].cpu()
         same = torch.equal(twin.view(torch.int32), launched.view(torch.int32))
     exact = [in_fp64(matrix) for matrix in placed]
-    pairs = zip(fused_updates, torchs, exact, strict=True)
-    above = [not distance([a], [c]) <= case.part * distance([b], [c]) for a, b, c in pairs]
-    errors = distance(fused_updates, exact), distance(torchs, exact)
-    return CaseErrors(case, *errors, count, sum(above), same)
-
-
-def drawn(case: OrthogonalCase, count: int, seed: int) -> Matrices:
-    """Random matrices, fp32 on the CPU: the same numbers for every device."""
-    generator, columns = torch.Generator().manual_seed(seed), case.columns
-    falls = torch.logspace(0, -DECADES, columns) if case.spectrum == "decaying" else 1.0
-    matrices = [torch.randn(case.rows, columns, generator=generator) for _ in range(count)]
-    return [matrix * falls for matrix in matrices]
-
-
-def updates(make: Callable[[list[Parameter]], Any], grads: Matrices) -> Matrices:
-    """Returns what an optimizer of parameters subtracts in a step of these gradients, fp32."""
-    params = [Parameter(torch.zeros_like(grad)) for grad in grads]
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.clone()
-    make(params).step()
-    return [-param.detach() for param in params]
+    triples = zip(fused_updates, torchs, exact, strict=True)
+    above = [not distance([a], [c]) <= case.part * distance([b], [c]) for a, b, c in triples]
+    norm = math.sqrt(sum(float(matrix.square().sum()) for matrix in exact))
+    error, torchs_error = (distance(values, exact) / norm for values in (fused_updates, torchs))
+    return CaseErrors(case, error, torchs_error, count, sum(above), same)
 
 
 def in_fp64(grad: torch.Tensor) -> torch.Tensor:
@@ -235,35 +208,19 @@ def in_fp64(grad: torch.Tensor) -> torch.Tensor:
     return update
 
 
-def distance(matrices: Matrices, exact: Matrices) -> float:
-    """The norm of all differences, in parts of the norm of all of `exact`."""
-    pairs = zip(matrices, exact, strict=True)
-    away = sum(
-        float((matrix.double() - exact_matrix).square().sum()) for matrix, exact_matrix in pairs
-    )
-    return math.sqrt(away / sum(float(matrix.square().sum()) for matrix in exact))
-
-
 def table_of(findings: Sequence[CaseErrors]) -> Table:
     """Errors beside torch's and the bound, a case a row."""
     headings = ("matrix", "spectrum", "method", "precision", ">error", ">torch's error",
                 ">error / torch's", ">in the mean", ">above", "twin's bits", "")  # fmt: skip
     table = make_table("against fp64, by norm", headings)
-    bits: dict[bool | None, str | Text] = {
-        None: "",
-        True: "the same",
-        False: coloured("red", "OTHERS"),
-    }
+    same, differ = "the same", coloured("red", "OTHERS")
+    bits: dict[bool | None, str | Text] = {None: "", True: same, False: differ}
     for finding in findings:
         case, part = finding.case, finding.error / finding.torchs if finding.torchs else math.nan
-        numbers = (
-            f"{finding.error:.3g}",
-            f"{finding.torchs:.3g}",
-            f"{part:.3f}",
-            f"<= {case.part:g}",
-        )
-        named = f"{case.rows} x {case.columns}", case.spectrum, case.method, case.precision
-        verdict = "within" if finding.holds else coloured("red", "BEYOND")
-        above = f"{finding.above} of {finding.count}"
-        table.add_row(*named, *numbers, above, bits[finding.same_bits], verdict)
+        table.add_row(
+            f"{case.rows} x {case.columns}", case.spectrum, case.method, case.precision,
+            f"{finding.error:.3g}", f"{finding.torchs:.3g}", f"{part:.3f}", f"<= {case.part:g}",
+            f"{finding.above} of {finding.count}", bits[finding.same_bits],
+            VERDICTS[finding.holds],
+        )  # fmt: skip
     return table

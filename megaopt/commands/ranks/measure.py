@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,16 +17,25 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 
-from megaopt.commands.bench import report
-from megaopt.commands.bench.measure import Record, finish, launches, scratch_and_time
+from megaopt.commands.bench.measure import (
+    Copy,
+    Record,
+    finish,
+    free_memory,
+    launches,
+    nothing,
+    scratch_and_time,
+    time_steps,
+)
 from megaopt.commands.bench.sets import Shape
-from megaopt.commands.ranks import llama
 from megaopt.commands.ranks.subjects import ENTRIES, LLAMA
 
 WARM_UP = 4
 CHECKED = 3
 """Steps before the weights are compared, each by other gradients; they warm up, too."""
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
+CLIP = 1.0
+"""The norm to which gradients of a Llama are clipped."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,17 @@ class ProcessPlace:
 
 
 @dataclass(frozen=True)
+class Size:
+    """The sizes of a Llama of 0.43e9 parameters, and of a rank's batch."""
+
+    layers: int = 12
+    width: int = 1536
+    vocabulary: int = 32000
+    tokens: int = 512
+    batch: int = 2
+
+
+@dataclass(frozen=True)
 class Question:
     """The question that all ranks are asked: what to measure."""
 
@@ -52,7 +71,7 @@ class Question:
     """The set's name."""
     shapes: tuple[Shape, ...] = ()
     repetitions: int = 10
-    size: llama.Size = llama.USUAL
+    size: Size = Size()
     speed_bytes: int = 2**30
 
 
@@ -62,11 +81,10 @@ def answered(place: ProcessPlace, question: Question) -> Record:
     if not question.subject:
         figures = _speeds(device, question.speed_bytes)
     elif question.tensors == LLAMA:
-        parts = llama.parts_of(question.subject, question.size, device, mesh, place.rank)
-        figures = _measured(*parts, device, question.repetitions) | {"row_ms": None}
+        figures = _iterations(place.rank, device, mesh, question)
     else:
         figures = _steps(device, mesh, question)
-    report.free_memory()  # for the next case's processes
+    free_memory()  # for the next case's processes
     return figures
 
 
@@ -90,50 +108,95 @@ def _met(place: ProcessPlace) -> tuple[torch.device, DeviceMesh | None]:
 
 def _steps(device: torch.device, mesh: DeviceMesh | None, question: Question) -> Record:
     """The figures of a step, and digests of the whole weights after CHECKED steps."""
-    parameters = _parameters(question.shapes, device, mesh)
+
+    def drawn(shape: Shape, seed: int) -> Tensor:
+        chance = torch.Generator(device).manual_seed(seed)
+        return torch.randn(shape, generator=chance, device=device, dtype=torch.bfloat16)
+
+    # one module's weights, sharded where there is a mesh: the same whole ones on all ranks
+    module = nn.Module()
+    values = (0.02 * drawn(shape, index) for index, shape in enumerate(question.shapes))
+    module.weights = nn.ParameterList(map(Parameter, values))
+    if mesh is not None:
+        fully_shard(module, mesh=mesh)
+    parameters = list(module.parameters())
     subject = ENTRIES[question.subject].subject
     more = {"distributed_mesh": mesh} if subject.package == "dion" and mesh is not None else {}
     optimizer = subject.optimizer(parameters, **more)
     for step in range(CHECKED):
         for index, param in enumerate(parameters):
-            whole = _drawn(question.shapes[index], (step + 1) * 100_000 + index, device)
-            param.grad = _part(whole, param)
+            grad = drawn(question.shapes[index], (step + 1) * 100_000 + index)
+            if isinstance(param, DTensor):  # this rank's part of it; nothing is sent
+                place = param.device_mesh, param.placements
+                grad = distribute_tensor(grad, *place, src_data_rank=None)
+            param.grad = grad
         optimizer.step()
-    digests = [_digest(param) for param in parameters]
-    figures = _measured(lambda: None, optimizer.step, device, question.repetitions)
-    figures["row_ms"] = _in_a_row(optimizer.step, device, question.repetitions)
-    return figures | {"digests": digests}
+    digests = []
+    for param in parameters:  # whole, which all ranks gather
+        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        codes = whole.detach().cpu().contiguous().view(torch.uint8).numpy()
+        digests.append(hashlib.sha256(codes.data).hexdigest())
+    figures = _measured(nothing, optimizer.step, device, question.repetitions)
+
+    def steps() -> None:  # in a row: the host begins one while the device is at work
+        for _ in range(question.repetitions):
+            optimizer.step()
+
+    in_a_row = time_steps(steps, 1, device, prepare=_meet).step[0]
+    return figures | {"row_ms": in_a_row / question.repetitions, "digests": digests}
 
 
-def _parameters(
-    shapes: tuple[Shape, ...], device: torch.device, mesh: DeviceMesh | None
-) -> list[Parameter]:
-    """Weights of one module, sharded where there is a mesh: the same whole ones on all ranks."""
-    module = nn.Module()
-    values = (0.02 * _drawn(shape, index, device) for index, shape in enumerate(shapes))
-    module.weights = nn.ParameterList(map(Parameter, values))
+# --- a Hugging Face Llama, sharded layer by layer
+
+
+def llama_of(name: str, size: Size, device: torch.device, mesh: DeviceMesh | None) -> Any:
+    """A new model in bf16, of the same weights on all ranks, whole without a mesh; its optimizer.
+
+    Muon has the layers' matrices, AdamW all else.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    options: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    options |= {"hidden_size": size.width, "intermediate_size": 3 * size.width}
+    options |= {"vocab_size": size.vocabulary, "num_hidden_layers": size.layers}
+    options |= {"max_position_embeddings": size.tokens, "use_cache": False}
+    options["attn_implementation"] = "eager"
+    torch.manual_seed(0)
+    with device:
+        model: Any = LlamaForCausalLM(LlamaConfig(**options)).bfloat16()
     if mesh is not None:
-        fully_shard(module, mesh=mesh)
-    return list(module.parameters())
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+    params: list[Any] = list(model.parameters())
+    if name == "muon":
+        params = [{"params": []}, {"params": [], "use_muon": False}]
+        for key, param in model.named_parameters():
+            is_hidden = param.ndim == 2 and ".layers." in key
+            params[0 if is_hidden else 1]["params"].append(param)
+    return model, ENTRIES[name].subject.optimizer(params)
 
 
-def _drawn(shape: Shape, seed: int, device: torch.device) -> Tensor:
-    chance = torch.Generator(device).manual_seed(seed)
-    return torch.randn(shape, generator=chance, device=device, dtype=torch.bfloat16)
+def _iterations(
+    rank: int, device: torch.device, mesh: DeviceMesh | None, question: Question
+) -> Record:
+    """The figures of whole iterations: forward and backward pass, clipping, step."""
+    size, subject = question.size, ENTRIES[question.subject].subject
+    model, optimizer = llama_of(question.subject, size, device, mesh)
+    chance = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.tokens), generator=chance).to(device)
 
+    def passes() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens).loss.backward()
 
-def _part(whole: Tensor, param: Parameter) -> Tensor:
-    """Returns this rank's part of a whole tensor; nothing is sent."""
-    if not isinstance(param, DTensor):
-        return whole
-    return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    def step() -> None:
+        if subject.is_ours:
+            optimizer.step(clip_norm=CLIP)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
 
-
-def _digest(param: Parameter) -> str:
-    """SHA-256 of the whole weight, which all ranks gather."""
-    whole = param.full_tensor() if isinstance(param, DTensor) else param
-    codes = whole.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(codes.data).hexdigest()
+    return _measured(passes, step, device, question.repetitions) | {"row_ms": None}
 
 
 # --- times, memory, launches
@@ -150,32 +213,18 @@ def _measured(
         before it; kernels, nccl: launches of a step and those of NCCL among them. The last three
         are None on a CPU.
     """
-    rows = [_timed(before, step, device) for _ in range(WARM_UP + repetitions)]
-    medians = map(statistics.median, zip(*rows[WARM_UP:], strict=True))
-    times: Record = dict(zip(("iteration_ms", "step_ms", "host_ms"), medians, strict=True))
+    times = time_steps(step, WARM_UP + repetitions, device, prepare=_meet, before=before)
+    iterations = [sum(pair) for pair in zip(times.before, times.step, strict=True)]
+    named = (("iteration_ms", iterations), ("step_ms", times.step), ("host_ms", times.host))
+    figures: Record = {name: statistics.median(values[WARM_UP:]) for name, values in named}
     if device.type != "cuda":
-        return times | dict.fromkeys(("memory_bytes", "kernels", "nccl"))
+        return figures | dict.fromkeys(("memory_bytes", "kernels", "nccl"))
     before()
     memory, _ = scratch_and_time(step)
     before()
     kernels, _ = launches(step)
     nccl = sum(count for name, count in kernels.items() if "nccl" in name.lower())
-    return times | {"memory_bytes": memory, "kernels": sum(kernels.values()), "nccl": nccl}
-
-
-def _timed(
-    before: Callable[[], object], step: Callable[[], object], device: torch.device
-) -> tuple[float, float, float]:
-    _meet()
-    marks = [_mark(device)]
-    before()
-    marks.append(_mark(device))
-    start = time.perf_counter()
-    step()
-    host = 1e3 * (time.perf_counter() - start)
-    marks.append(_mark(device))
-    finish()
-    return _between(marks[0], marks[2]), _between(marks[1], marks[2]), host
+    return figures | {"memory_bytes": memory, "kernels": sum(kernels.values()), "nccl": nccl}
 
 
 def _meet() -> None:
@@ -183,33 +232,6 @@ def _meet() -> None:
     finish()
     if dist.is_initialized():
         dist.barrier()
-        finish()
-
-
-def _in_a_row(step: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    """Milliseconds of a step behind others: the host begins it while the device is at work."""
-    _meet()
-    first = _mark(device)
-    for _ in range(repetitions):
-        step()
-    last = _mark(device)
-    finish()
-    return _between(first, last) / repetitions
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _between(first: Any, last: Any) -> float:
-    return float(1e3 * (last - first) if isinstance(first, float) else first.elapsed_time(last))
-
-
-# --- what the hardware does
 
 
 def _speeds(device: torch.device, size: int) -> Record:
@@ -218,15 +240,14 @@ def _speeds(device: torch.device, size: int) -> Record:
     link is of an exchange of all with all, and None on one card.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    size -= size % ranks
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
+    copy = Copy(device, size - size % (4 * ranks))
 
-    def seconds(work: Callable[[], object]) -> float:
-        return float(1e-3 * _measured(lambda: None, work, device, WARM_UP)["step_ms"])
+    def milliseconds(work: Callable[[], object]) -> float:
+        return float(_measured(nothing, work, device, WARM_UP)["step_ms"])
 
-    memory = 2 * size / seconds(lambda: target.copy_(source))
+    memory = 1e3 * copy.bytes / milliseconds(copy)
     if ranks == 1:
         return {"memory": memory, "link": None}
-    link = (size - size // ranks) / seconds(lambda: dist.all_to_all_single(target, source))
-    return {"memory": memory, "link": link}
+    sent = copy.bytes // 2 * (ranks - 1) // ranks
+    exchange = partial(dist.all_to_all_single, copy.target, copy.source)
+    return {"memory": memory, "link": 1e3 * sent / milliseconds(exchange)}

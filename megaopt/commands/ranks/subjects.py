@@ -1,9 +1,13 @@
-"""The optimizers that are stepped over ranks, the sets of each, and what their steps do."""
+"""The optimizers that are stepped over ranks, the sets of each, and how their steps grow.
+
+A small model says how a step's time grows with the cards: exchange, products, memory, host.
+"""
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +15,6 @@ import torch
 from megaopt.commands.bench.sets import Shape, TensorSet
 from megaopt.commands.bench.subjects import Subject
 from megaopt.commands.muon import bench as muon
-from megaopt.commands.ranks.growth import StepWork
 
 LLAMA = "llama"
 """The set of whole iterations of a model in place of steps by random gradients."""
@@ -43,38 +46,66 @@ def _ours(name: str, description: str, kind: str, moved: float, **options: objec
     )
 
 
-def _entries() -> Iterator[Entry]:
-    kind, moved = "FusedMuon", muon.BYTES
-    yield Entry(_ours("muon", "bf16", kind, moved), ("L", "G", "E", LLAMA), True)
-    fp16 = {"precision": "fp16", "method": "auto"}
-    yield Entry(_ours("muon-fp16", "fp16", kind, moved, **fp16), ("L", "G", "E"), True)
-    options = {"precision": "bf16", "rank": RANK, **NO_REFRESH}
-    yield Entry(_ours("galore", f"bf16, rank {RANK}", "GaLoreAdamW", 12, **options), ("L",), True)
-    yield Entry(_ours("adam", "bf16", "FusedAdam", 28), ("L", "G", LLAMA), True)
-    adamw = Subject(
-        name="torch",
-        title="torch AdamW, fused",
-        description="bf16, no masters",
-        module="torch.optim",
-        kind="AdamW",
-        options={"fused": True},
-        bytes_per_parameter=14,
+MUON = "FusedMuon"
+FP16 = {"precision": "fp16", "method": "auto"}
+GALORE = {"precision": "bf16", "rank": RANK, **NO_REFRESH}
+ADAMW = Subject(
+    name="torch",
+    title="torch AdamW, fused",
+    description="bf16, no masters",
+    module="torch.optim",
+    kind="AdamW",
+    options={"fused": True},
+    bytes_per_parameter=14,
+)
+ENTRIES = {
+    entry.subject.name: entry
+    for entry in (
+        Entry(_ours("muon", "bf16", MUON, muon.BYTES), ("L", "G", "E", LLAMA), True),
+        Entry(_ours("muon-fp16", "fp16", MUON, muon.BYTES, **FP16), ("L", "G", "E"), True),
+        Entry(_ours("galore", f"bf16, rank {RANK}", "GaLoreAdamW", 12, **GALORE), ("L",), True),
+        Entry(_ours("adam", "bf16", "FusedAdam", 28), ("L", "G", LLAMA), True),
+        Entry(ADAMW, ("L", "G", LLAMA)),
+        Entry(muon.SUBJECTS["dion"], ("L", "G")),
     )
-    yield Entry(adamw, ("L", "G", LLAMA))
-    yield Entry(muon.SUBJECTS["dion"], ("L", "G"))
+}
+
+# the 64 experts' matrices of one kind are one weight of three dimensions
+_kinds = muon.SETS["E"].shapes[: len(muon.SETS["E"].shapes) // 64]
+_stacked = [(64, *shape) for shape in _kinds]
+SETS = {**muon.SETS, "E": TensorSet.of_shapes("E", muon.SETS["E"].description, _stacked)}
 
 
-ENTRIES = {entry.subject.name: entry for entry in _entries()}
+# --- the model of growth
 
 
-def _stacked(tensors: TensorSet, together: int) -> TensorSet:
-    """The set with so many matrices of one kind in each weight of three dimensions."""
-    kinds = tensors.shapes[: len(tensors.shapes) // together]
-    shapes = tuple((together, *shape) for shape in kinds)
-    return TensorSet.of_shapes(tensors.name, tensors.description, shapes)
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """The work of a step, over all cards."""
+
+    moved: float
+    """Bytes of gradients, weights and states that are read and written, each element on one card.
+    """
+    owned: tuple[float, ...] = ()
+    """Operations of each matrix that one card makes for all, its owner."""
+    shared: float = 0.0
+    """Operations that the cards share evenly."""
+    exchanged: float = 0.0
+    """Bytes of all matrices that go to owners, and back from them."""
 
 
-SETS = {**muon.SETS, "E": _stacked(muon.SETS["E"], 64)}
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """The speeds of one card."""
+
+    memory: float
+    """Bytes moved a second."""
+    link: float
+    """Bytes sent a second, to all other cards together."""
+    operations: float
+    """Operations a second; of no meaning where there are none."""
+    host_ms: float
+    """Milliseconds of the host's share of a step on one card."""
 
 
 def work_of(name: str, shapes: Sequence[Shape]) -> StepWork:
@@ -97,3 +128,44 @@ def work_of(name: str, shapes: Sequence[Shape]) -> StepWork:
     owned = tuple(map(float, map(muon.operations_of, matrices)))
     exchanged = 4.0 * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     return StepWork(moved=moved, owned=owned, exchanged=exchanged)
+
+
+def most_of(costs: Iterable[float], cards: int) -> float:
+    """The load of the card with most, where the largest are dealt out first, to who has least."""
+    loads = [0.0] * cards
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
+
+def predicted_ms(work: StepWork, speeds: Speeds, cards: int) -> float:
+    """Milliseconds of a step on so many cards.
+
+    Its operations, its bytes and what it sends follow each other; the host goes on beside them, in
+    the time that it takes on one card.
+    """
+    # a card sends of its part what others own, and what it made for others
+    sent = work.exchanged / cards * (cards - 1) / cards
+    seconds = work.moved / cards / speeds.memory + sent / speeds.link
+    if operations := most_of(work.owned, cards) + work.shared / cards:
+        seconds += operations / speeds.operations
+    return max(1e3 * seconds, speeds.host_ms)
+
+
+def speeds_of(work: StepWork, step_ms: float, host_ms: float, memory: float, link: float) -> Speeds:
+    """The speeds that explain a step on one card.
+
+    Args:
+        work: Of the step.
+        step_ms: Its milliseconds.
+        host_ms: Milliseconds of the host.
+        memory: Bytes a second of a copy; of a step without operations its own speed takes its
+            place.
+        link: Bytes a second of an exchange of all cards.
+    """
+    seconds, operations = step_ms / 1e3, sum(work.owned) + work.shared
+    if not operations:
+        return Speeds(memory=work.moved / seconds, link=link, operations=0.0, host_ms=host_ms)
+    # a tenth of the time at least: a step may move less than is counted, as from the cache
+    left = max(seconds - work.moved / memory, seconds / 10)
+    return Speeds(memory=memory, link=link, operations=operations / left, host_ms=host_ms)

@@ -43,13 +43,13 @@ class Attention(nn.Module):
         self.value = _linear(config.width, config.width)
         self.projection = _linear(config.width, config.width)
 
-    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
-        batch, context, width = x.shape
-        return x.view(batch, context, self.heads, width // self.heads).transpose(1, 2)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Maps bf16 (batch, context, width) to the same shape."""
-        query, key, value = (self._split_heads(f(x)) for f in (self.query, self.key, self.value))
+        # each [batch, heads, context, width / heads]
+        query, key, value = (
+            linear(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
         # one backend, named: the choice must not depend on what else is on the device, and the
         # backward pass of flash attention is deterministic where torch is told to be so
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

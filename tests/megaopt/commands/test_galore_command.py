@@ -20,7 +20,7 @@ from megaopt.commands.bench.instance import bytes_per_step
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.galore import bench
 from megaopt.commands.galore.bench import BETAS, EPS, floor_bytes, is_there, reference
-from megaopt.commands.galore.errors import (
+from megaopt.commands.galore.check import (
     GROUP,
     KERNELS,
     WEIGHTS,
@@ -223,7 +223,7 @@ def test_bad_input_is_named(megaopt, arguments, message):
 def test_floors_are_those_of_the_optimizers_own_tensors(weights, grad, moments):
     own = {"weights": weights, "grad": grad, "moments": moments}
     setup = Setup(kernel="torch", rows=30, columns=10, rank=4, **own)
-    made = bench._instance(setup, CPU)
+    made = bench.instance_of(setup, CPU)
     made.optimizer.step()
     (weight,) = made.parameters
     state = made.optimizer.state[weight]
@@ -327,7 +327,7 @@ def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, 
 
 def test_cases_that_no_time_is_left_for_have_no_speed(megaopt, bench_on_cpu, monkeypatch):
     clock = itertools.count(step=2)  # of the bench alone
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(bench.report, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     status, out, _ = megaopt(*BENCH, "--weights", "float32", "--seconds", 5)
     assert status == 1
     assert out.count("no speed: not begun within 5 seconds") == 2

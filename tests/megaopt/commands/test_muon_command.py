@@ -17,7 +17,7 @@ from megaopt.commands.bench.measure import with_rates
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
-from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
+from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Team, floor_bytes, operations
 from megaopt.commands.muon.check import CaseErrors, OrthogonalCase, chance, in_fp64
 from megaopt.kernels.muon import newton_schulz, orthogonal
 from megaopt.kernels.muon.newton_schulz import MatrixScales, Workspace, iterated
@@ -203,7 +203,8 @@ def asked(monkeypatch):
     questions, names = [], set()
 
     class Fake:
-        def __init__(self, work):
+        def __init__(self, works):
+            (work,) = works
             (self.name,), self.is_over = work.args, False
             self.times = {}
             assert self.name not in names  # one process each
@@ -216,13 +217,13 @@ def asked(monkeypatch):
                 raise Failed("no answer within 7 seconds")
             times = self.times.setdefault(question[0], list(TIMES[self.name]))
             more = {"host_ms": 1.5, "speed": 1e15, "version": "1.0"}
-            return with_rates(FIGURES | {"step_ms": times.pop(0)} | COPY) | more
+            return [with_rates(FIGURES | {"step_ms": times.pop(0)} | COPY) | more]
 
         def end(self):
             self.is_over = True
 
     monkeypatch.setattr(bench.report, "require_gpu", lambda name: None)
-    monkeypatch.setattr(bench, "Worker", Fake)
+    monkeypatch.setattr(bench, "Team", Fake)
     there = {**SUBJECTS, "dion": replace(SUBJECTS["torch"], name="dion")}
     there["lacking"] = replace(SUBJECTS["dion"], module="no_such_library.muon")
     monkeypatch.setattr(bench, "SUBJECTS", there)
@@ -270,7 +271,7 @@ def test_ours_without_a_time_is_a_failure(megaopt, asked, monkeypatch):
 
 def test_nothing_is_begun_late(megaopt, asked, monkeypatch):
     now = iter(range(0, 1000, 40))
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(bench.report.time, "monotonic", lambda: next(now))
     status, _, _ = megaopt(*BENCH, "ours", "torch", "--sets", "G", "--seconds=100")
     assert (status, asked) == (0, [("G", "ours"), ("G", "torch")])
 
@@ -291,12 +292,12 @@ def test_bad_input_of_bench_is_named(megaopt, arguments, message):
 
 def test_a_process_answers_fails_and_ends():
     """Each without harm to this one; it is gone afterwards."""
-    worker = Worker(eval)
+    worker = Team([eval])
     try:
-        assert worker.ask("3 * 3.0", 100) == 9.0
+        assert worker.ask("3 * 3.0", 100) == [9.0]
         with pytest.raises(Failed, match="IndexError: list index out of range"):
             worker.ask("[][1]", 100)
-        assert (worker.ask("2.0", 100), worker.is_over) == (2.0, False)
+        assert (worker.ask("2.0", 100), worker.is_over) == ([2.0], False)
         with pytest.raises(Failed, match="its process ended"):
             worker.ask("__import__('os')._exit(3)", 100)
     finally:
@@ -305,7 +306,7 @@ def test_a_process_answers_fails_and_ends():
 
 
 def test_a_process_that_hangs_is_ended():
-    worker = Worker(time.sleep)
+    worker = Team([time.sleep])
     with pytest.raises(Failed, match=r"no answer within 0\.5 seconds"):
         worker.ask(1000, 0.5)
     assert worker.is_over

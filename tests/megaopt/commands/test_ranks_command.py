@@ -11,16 +11,26 @@ import torch
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.workers import Failed, Team
 from megaopt.commands.muon import bench as muon
-from megaopt.commands.ranks import bench, llama
-from megaopt.commands.ranks.growth import StepWork, most_of, predicted_ms, sent, speeds_of
-from megaopt.commands.ranks.subjects import ENTRIES, RANK, SETS, work_of
+from megaopt.commands.ranks import bench
+from megaopt.commands.ranks.measure import Size, llama_of
+from megaopt.commands.ranks.subjects import (
+    ENTRIES,
+    RANK,
+    SETS,
+    Speeds,
+    StepWork,
+    most_of,
+    predicted_ms,
+    speeds_of,
+    work_of,
+)
 
 TINY = {
     "L": TensorSet.of_shapes("L", "two weights", [(40, 24), (7, 40)]),
     "G": TensorSet.of_shapes("G", "a weight", [(8, 24)]),
     "E": TensorSet.of_shapes("E", "four experts", [(4, 16, 8)]),
 }
-SIZE = llama.Size(layers=1, width=48, vocabulary=64, tokens=8)
+SIZE = Size(layers=1, width=48, vocabulary=64, tokens=8)
 BENCH = ("ranks", "bench", "--repetitions=2")
 
 
@@ -70,8 +80,8 @@ def test_the_whole_path_on_a_cpu(megaopt, tmp_path, on_cpu):
 
 def test_muon_has_a_llamas_matrices_and_adamw_the_rest():
     pytest.importorskip("transformers")
-    model = llama.model_of(SIZE, torch.device("cpu"), None)
-    muons, others = llama.optimizer_of("muon", model).param_groups
+    _, optimizer = llama_of("muon", SIZE, torch.device("cpu"), None)
+    muons, others = optimizer.param_groups
     assert (len(muons["params"]), others["use_muon"]) == (7, False)
     assert {param.shape for param in others["params"]} == {(64, 48), (48,)}
 
@@ -139,7 +149,7 @@ def test_other_bits_are_told_and_fail_where_the_same_are_promised(
 
 def test_nothing_is_begun_late(megaopt, tmp_path, answers, monkeypatch):
     now = iter(range(0, 1000, 40))
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(bench.report.time, "monotonic", lambda: next(now))
     arguments = ("--sets=L", "--only", "muon", "adam", "galore", "--seconds=100")
     assert megaopt(*BENCH, *arguments)[0] == 1
     problems = [case["problem"] for case in record_in(tmp_path)["cases"]]
@@ -147,7 +157,7 @@ def test_nothing_is_begun_late(megaopt, tmp_path, answers, monkeypatch):
 
 
 def test_what_is_not_installed_is_skipped(megaopt, tmp_path, answers, monkeypatch):
-    monkeypatch.setattr(llama, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
     lacking = replace(ENTRIES["dion"], subject=replace(ENTRIES["dion"].subject, module="no_such"))
     monkeypatch.setitem(bench.ENTRIES, "dion", lacking)
     status, out, _ = megaopt(*BENCH, "--sets", "L", "llama", "--only", "dion", "adam")
@@ -192,6 +202,7 @@ def test_where_one_process_fails_all_end():
     try:
         with pytest.raises(Failed, match="OverflowError"):
             team.ask(1000, 100)
+        assert team.is_over
     finally:
         team.end()
 
@@ -209,7 +220,8 @@ def test_the_most_loaded_card():
 
 def test_a_card_sends_of_its_part_what_others_own():
     work = StepWork(moved=0, exchanged=1200)
-    assert [sent(work, cards) for cards in (1, 2, 4)] == [0, 300, 225]
+    speeds = Speeds(memory=1.0, link=1e3, operations=0.0, host_ms=0.0)
+    assert [predicted_ms(work, speeds, cards) for cards in (1, 2, 4)] == [0, 300, 225]
 
 
 def test_speeds_are_those_of_the_step_on_one_card():

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from megaopt.commands.bench.command import select
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.results import select
 from megaopt.commands.bench.sets import SETS, TensorSet
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.float8 import Float8Weight

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.command import main
+from megaopt.commands.bench.command import BenchCase, main, record_of, select
 from megaopt.commands.bench.equality import Check, check
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.bench.results import BenchCase, record_of, select
 from megaopt.commands.bench.sets import SETS
 from megaopt.commands.bench.subjects import PEERS, Subject
 from megaopt.commands.source import describe_source

@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +14,20 @@ from rich.console import Console
 from torch.autograd import DeviceType
 
 from megaopt.commands.bench import command
-from megaopt.commands.bench.command import host_record, host_table, measure_host
+from megaopt.commands.bench.command import (
+    NAMED,
+    TIMED,
+    BenchCase,
+    add_ratios,
+    host_table,
+    measure_host,
+    record_of,
+    select,
+)
 from megaopt.commands.bench.equality import Check
-from megaopt.commands.bench.measure import Record, count_device_work, with_rates
+from megaopt.commands.bench.measure import Record, count_device_work, time_steps, with_rates
 from megaopt.commands.bench.modes import MODES
 from megaopt.commands.bench.report import table_of
-from megaopt.commands.bench.results import NAMED, TIMED, BenchCase, add_ratios, record_of, select
 from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
@@ -46,6 +55,16 @@ def test_percent_and_bandwidth() -> None:
     assert FIGURES["launches"] == 1
     assert with_rates(FIGURES | {"kernels": {"a": 2, "b": 3}})["launches"] == 5
     assert with_rates(FIGURES | {"kernels": {}})["launches"] is None
+
+
+def test_a_step_is_timed_behind_what_goes_before_it() -> None:
+    calls: list[str] = []
+    names = ("prepare", "queue", "before")
+    others = {name: partial(calls.append, name) for name in names}
+    times = time_steps(partial(calls.append, "step"), 2, torch.device("cpu"), **others)
+    assert calls == [*names, "step"] * 2
+    assert [len(values) for values in times] == [2] * 4
+    assert all(host <= wall for host, wall in zip(times.host, times.wall, strict=True))
 
 
 def test_only_work_on_the_device_is_counted() -> None:
@@ -124,11 +143,15 @@ def test_narrow_terminal_cuts_nothing_off() -> None:
 def test_both_are_measured_for_each_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "HOST_STEPS", 2)
     found = measure_host(torch.device("cpu"), (2, 5), backend="reference")
-    assert [each["tensors"] for each in found] == [2, 5]
+    assert [each["tensors"] for each in found["cases"]] == [2, 5]
+    assert (found["elements"], found["repetitions"]) == (1024, 2)
+    names = {"tensors", "ours_ms", "torch_ms", "ours_moved_ms", "torch_moved_ms"}
+    assert all(each.keys() == names and min(each.values()) > 0 for each in found["cases"])
+    assert json.loads(json.dumps(found)) == found
     assert select((HOST,), ("bf16",)) == []  # it has no cases of its own
 
 
-def test_table_and_record_say_what_was_measured() -> None:
+def test_the_hosts_table_says_what_was_measured() -> None:
     times = {"ours_ms": 0.5, "torch_ms": 20, "ours_moved_ms": 2, "torch_moved_ms": 21}
     figures = [{"tensors": 4000, **times}]
     console = Console(width=200, record=True)
@@ -136,5 +159,3 @@ def test_table_and_record_say_what_was_measured() -> None:
     text = console.export_text()
     for cell in ("4,000", "0.500", "20.000", "40.00x", "2.000", "21.000", "10.50x"):
         assert cell in text
-    record = json.loads(json.dumps(host_record(figures)))
-    assert record["cases"][0]["torch_moved_ms"] == 21

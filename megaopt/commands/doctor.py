@@ -15,9 +15,8 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import coloured, make_console, make_table
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
+from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU, packaged
 from megaopt.commands.golden.check import outcome, why_not_compared
-from megaopt.commands.golden.record import packaged
 from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS

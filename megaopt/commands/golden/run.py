@@ -91,18 +91,44 @@ def run(case: GoldenCase, backend: str, device: torch.device) -> dict[str, str]:
         # 16-bit weights without masters, and written ones, are what some cases are about
         warnings.simplefilter("ignore", UserWarning)
         optimizer = _optimizer(case, params, backend)
-        _start(case, optimizer)
+        if case.is_projected:
+            optimizer.initialize_states()
+            for index, state in enumerate(optimizer.state.values()):
+                if "projection" in state and "precision" in case.options:
+                    project(state["projection"], index)
+                elif "projection" in state:
+                    select(state["projection"])
+        if case.has("late"):
+            for group, number in zip(optimizer.param_groups, LATE_STEPS, strict=True):
+                if isinstance(group["step"], Tensor):
+                    group["step"].fill_(number)
+                else:
+                    group["step"] = number
         # before the first step too: fp8 weights are made by then
         for step in range(STEPS + 1):
             if step:
-                _give(case, params, step, device)
-                _step(case, optimizer, step, device)
+                for index, param in enumerate(params):
+                    # decoupled_grad as Megatron sets it
+                    name = "decoupled_grad" if case.options["use_decoupled_grad"] else "grad"
+                    setattr(param, name, gradient(case, index, step, device))
+                if case.has("grad-scale") or case.has("overflow"):
+                    overflows = case.has("overflow") and step in OVERFLOWS
+                    # as torch.amp.GradScaler sets them
+                    scaled: Any = optimizer
+                    scale = 1024.0 if step % 2 else 1000.0
+                    scaled.grad_scale = torch.full((1,), scale, device=device)
+                    scaled.found_inf = torch.full((1,), float(overflows), device=device)
+                optimizer.step(clip_norm=CLIP_NORMS[step % 2] if case.has("clip") else None)
             for name, where, tensor in _seen(case, params, optimizer, step):
                 hashes.add(name, f"{step} {where}", tensor)
             if case.has("external-write") and step == WRITE:
-                _write(params)
+                with torch.no_grad():
+                    for param in params:
+                        param.copy_(param.detach().clamp(-0.5, 0.5))
             if case.has("resume") and step == RESUME:
-                params, optimizer = _resumed(case, params, optimizer, backend)
+                params, saved = copies(params, case), copy.deepcopy(optimizer.state_dict())
+                optimizer = _optimizer(case, params, backend)
+                optimizer.load_state_dict(saved)
     return hashes.digests()
 
 
@@ -137,43 +163,6 @@ def _master(param: Tensor) -> Tensor:
     return values.detach().to(torch.float32, copy=True)
 
 
-def _start(case: GoldenCase, optimizer: FusedOptimizer) -> None:
-    if case.is_projected:
-        optimizer.initialize_states()
-        for index, state in enumerate(optimizer.state.values()):
-            if "projection" in state and "precision" in case.options:
-                project(state["projection"], index)
-            elif "projection" in state:
-                select(state["projection"])
-    if not case.has("late"):
-        return
-    for group, step in zip(optimizer.param_groups, LATE_STEPS, strict=True):
-        if isinstance(group["step"], Tensor):
-            group["step"].fill_(step)
-        else:
-            group["step"] = step
-
-
-def _give(case: GoldenCase, params: list[Tensor], step: int, device: torch.device) -> None:
-    for index, param in enumerate(params):
-        grad = gradient(case, index, step, device)
-        if case.options["use_decoupled_grad"]:
-            param.decoupled_grad = grad  # type: ignore[attr-defined]  # as Megatron sets it
-        else:
-            param.grad = grad
-
-
-def _step(case: GoldenCase, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
-    if case.has("grad-scale") or case.has("overflow"):
-        overflows = case.has("overflow") and step in OVERFLOWS
-        scale = torch.full((1,), 1024.0 if step % 2 else 1000.0, device=device)
-        found_inf = torch.full((1,), float(overflows), device=device)
-        # as torch.amp.GradScaler sets them
-        optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.step(clip_norm=CLIP_NORMS[step % 2] if case.has("clip") else None)
-
-
 def _seen(
     case: GoldenCase, params: list[Tensor], optimizer: FusedOptimizer, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
@@ -189,18 +178,3 @@ def _seen(
         yield "steps", f"group {index}", torch.tensor(int(group["step"]))
     if step and (case.has("clip") or case.has("skip")):
         yield "norms", "", optimizer.grad_norm
-
-
-@torch.no_grad()
-def _write(params: list[Tensor]) -> None:
-    for param in params:
-        param.copy_(param.detach().clamp(-0.5, 0.5))
-
-
-def _resumed(
-    case: GoldenCase, params: list[Tensor], optimizer: FusedOptimizer, backend: str
-) -> tuple[list[Tensor], FusedOptimizer]:
-    fresh = copies(params, case)
-    fresh_optimizer = _optimizer(case, fresh, backend)
-    fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return fresh, fresh_optimizer

@@ -154,8 +154,8 @@ def verify(
     has_gpu = any(task.device.type == "cuda" for task, _ in cases)
     workers = min(MOST_WORKERS, (os.cpu_count() or 1) - 1, len(jobs)) if has_gpu else 1
     with step_progress(console) as progress:
-        outcomes = outcomes_of(jobs, workers)
-        outcomes = progress.track(outcomes, len(jobs), description="stepping cases")
+        stepped = outcomes_of(jobs, workers)
+        outcomes = progress.track(stepped, len(jobs), description="stepping cases")
         for (task, case), one in zip(cases, outcomes, strict=True):
             task.outcomes[case.name] = one
     status = _tell(tasks, console)

@@ -55,18 +55,14 @@ class Hashes:
         quantity = "scales" if name.endswith(SCALES) else QUANTITIES.get(name, name)
         hasher = self._hashes.setdefault(quantity, hashlib.sha256())
         hasher.update(f"{where} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        hasher.update(_bytes_of(tensor, self._any_nan))
+        tensor = tensor.detach().cpu()
+        codes = alike_codes if self._any_nan and tensor.element_size() > 1 else codes_of
+        array = codes(tensor).numpy()
+        hasher.update(numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
 
     def digests(self) -> dict[str, str]:
         """The first digits of each, by quantity."""
         return {name: hasher.hexdigest()[:DIGITS] for name, hasher in sorted(self._hashes.items())}
-
-
-def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
-    tensor = tensor.detach().cpu()
-    codes = alike_codes if any_nan and tensor.element_size() > 1 else codes_of
-    array = codes(tensor).numpy()
-    return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 
 def run(case: GoldenCase, backend: str, device: torch.device) -> dict[str, str]:
@@ -149,18 +145,17 @@ def _optimizer(case: GoldenCase, params: list[Tensor], backend: str) -> FusedOpt
     if case.kind.optimizer == "FusedAdam":  # contract torch's records too were made with these
         options = {**options, "step_counts": "group"}
     if case.has("external-masters"):
-        options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
+        masters = []
+        for p in params:
+            # the values that a master made by the optimizer would start with
+            values = p.high_precision_initial_value() if isinstance(p, Float8Weight) else p
+            assert values is not None
+            masters.append(values.detach().to(torch.float32, copy=True))
+        options = {**options, "dtype": None, "master_weights": masters}
     optimizer: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(
         groups, backend=backend, **options
     )
     return optimizer
-
-
-def _master(param: Tensor) -> Tensor:
-    """Returns the values that a master made by the optimizer would start with."""
-    values = param.high_precision_initial_value() if isinstance(param, Float8Weight) else param
-    assert values is not None
-    return values.detach().to(torch.float32, copy=True)
 
 
 def _seen(

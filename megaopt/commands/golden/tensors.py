@@ -57,7 +57,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     group: int
     kind: str = "hard"
-    """ "hard": `_patterns`; "coarse", "normal": see `_drawn`; "still": gradients are zeros of both
+    """ "hard", "coarse", "normal": see `_drawn`; "still": gradients are zeros of both
     signs; "late": so are the weights, and the gradients until step LATE; "tiny": still, and weights
     are subnormal, so that their scales overflow; "normal": no zeros, nothing subnormal."""
     offset: int = 0
@@ -219,25 +219,6 @@ def _grad(
     return _tensor_of(bits, dtype).reshape(spec.shape)
 
 
-def _drawn(
-    spec: ParameterSpec, dtype: torch.dtype, seeds: tuple[int, ...]
-) -> tuple[Patterns, Words]:
-    """The patterns of a parameter's or a gradient's numbers, and the words they are made of."""
-    drawn = _words(math.prod(spec.shape), *seeds)
-    bits = _patterns(drawn, dtype)
-    if spec.kind == "coarse":
-        # at most 8 significant bits, below 14, their first: scales by 448 are powers of two, and
-        # products with a scale, and sums, are often halfway between two codes
-        bits = bits & 0xFFFF0000
-        top = ((bits >> 23) & 0xFF) == LOWEST_BINADE + BINADES - 1 + 127
-        bits = numpy.where(top, bits & ~(1 << 22), bits)
-        bits[:1] = COARSE_TOP
-    elif spec.kind == "normal":
-        # zeros and subnormal numbers become numbers in [1, 2), with their bits
-        bits = numpy.where(bits & INFINITY, bits, bits | ONE)
-    return bits, drawn
-
-
 def _with_nonfinite(bits: Patterns, drawn: Words, nan: bool, infinite: bool) -> Patterns:
     """One number of 64 becomes NaN, and another infinity, where that is asked for."""
     if nan:
@@ -279,11 +260,14 @@ def _field(drawn: Words, start: int, width: int) -> Patterns:
     return values
 
 
-def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
-    """fp32 patterns, one a word, of numbers that `dtype` holds exactly.
+def _drawn(
+    spec: ParameterSpec, dtype: torch.dtype, seeds: tuple[int, ...]
+) -> tuple[Patterns, Words]:
+    """The fp32 patterns of numbers that `dtype` holds exactly, and the words they are made of.
 
     Of 32, one is a zero and one is subnormal (in fp16 by its exponent anyway), of either sign.
     """
+    drawn = _words(math.prod(spec.shape), *seeds)
     exponent = LOWEST_BINADE + _field(drawn, 23, 16) % BINADES
     dropped = numpy.full_like(exponent, 23 - KEPT_BITS[dtype])
     if dtype == torch.float16:
@@ -294,7 +278,18 @@ def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
     if dtype != torch.float16:
         magnitude = numpy.where(kind == 1, mantissa, magnitude)
     magnitude = numpy.where(kind == 0, 0, magnitude)
-    return (_field(drawn, 63, 1) << 31) | magnitude
+    bits = (_field(drawn, 63, 1) << 31) | magnitude
+    if spec.kind == "coarse":
+        # at most 8 significant bits, below 14, their first: scales by 448 are powers of two, and
+        # products with a scale, and sums, are often halfway between two codes
+        bits = bits & 0xFFFF0000
+        top = ((bits >> 23) & 0xFF) == LOWEST_BINADE + BINADES - 1 + 127
+        bits = numpy.where(top, bits & ~(1 << 22), bits)
+        bits[:1] = COARSE_TOP
+    elif spec.kind == "normal":
+        # zeros and subnormal numbers become numbers in [1, 2), with their bits
+        bits = numpy.where(bits & INFINITY, bits, bits | ONE)
+    return bits, drawn
 
 
 def _with_some(pattern: int, kind: int, bits: Patterns, drawn: Words) -> Patterns:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,24 +33,21 @@ def audit(folder: Path, /, *, json: Path | None = None) -> int:
     recording = Recording(folder)
     report = Audit(recording).run()
     if json is not None:
-        write_json(json, as_json(recording, report))
+        # for programs; docs/audit.md has the schema
+        content = {
+            "schema": 1,
+            "optimizers": classes(recording),
+            "obeys": report.obeys,
+            "steps": report.steps,
+            "checked": report.checked,
+            "equal_bits": report.equal_bits,
+            "findings": [finding._asdict() for finding in report.findings],
+            "not_checked": {why: sorted(names) for why, names in report.not_checked.items()},
+            "moved": report.moved,
+        }
+        write_json(json, content)
     show(make_console(), recording, report)
     return {True: DONE, False: DIFFERENT, None: REFUSED}[report.obeys]
-
-
-def as_json(recording: Recording, report: Report) -> dict[str, Any]:
-    """The report for programs; docs/audit.md has the schema."""
-    return {
-        "schema": 1,
-        "optimizers": classes(recording),
-        "obeys": report.obeys,
-        "steps": report.steps,
-        "checked": report.checked,
-        "equal_bits": report.equal_bits,
-        "findings": [finding._asdict() for finding in report.findings],
-        "not_checked": {why: sorted(names) for why, names in report.not_checked.items()},
-        "moved": report.moved,
-    }
 
 
 def classes(recording: Recording) -> list[str]:
@@ -62,65 +58,48 @@ def classes(recording: Recording) -> list[str]:
 
 def show(console: Console, recording: Recording, report: Report) -> None:
     """Prints the verdict, then what does not obey, then what was not checked."""
-    console.print(verdict(recording, report), highlight=False, style="bold")
-    if report.findings:
-        first = report.findings[0].step
-        rows = [finding for finding in report.findings if finding.step == first]
-        console.print(table(f"step {first}", rows))
-        if report.findings[-1].step > first:
-            for line in sums(report.findings):
-                console.print(line, highlight=False)
-    for why, names in report.not_checked.items():
-        console.print(f"not checked, as {why}: {shown(names)}", highlight=False)
+    names = ", ".join(name.rpartition(".")[2] for name in classes(recording)) or "the optimizer"
+    findings = report.findings
+    if report.obeys is None:
+        verdict = f"{names}: nothing could be checked in {report.steps} steps"
+    elif report.obeys:
+        equal = f", {report.equal_bits} of them to the bit" if report.equal_bits else ""
+        updates = f"{report.checked} updates of tensors{equal}"
+        verdict = f"{names} obeys its law in {report.steps} steps: {updates}"
+    else:
+        where = f"from step {findings[0].step} on: {findings[0].explanation}"
+        tensors = shown({finding.name for finding in findings})
+        verdict = f"{names} does not obey its law {where} ({tensors})"
+    console.print(verdict, highlight=False, style="bold")
+    if findings:
+        # those of the first step, the largest difference first
+        first = findings[0].step
+        table = Table(title=f"step {first}", title_justify="left", box=None, pad_edge=False)
+        for column in ("tensor", "quantity", "explanation", "update / law's", "off / rounding"):
+            table.add_column(column)
+        rows = [finding for finding in findings if finding.step == first]
+        for finding in sorted(rows, key=lambda finding: -(finding.off or 0.0))[:MOST]:
+            ratio = "" if finding.ratio is None else f"{finding.ratio:.3f}"
+            off = "" if finding.off is None else f"{finding.off:.3g}"
+            table.add_row(finding.name, finding.quantity, finding.explanation, ratio, off)
+        if len(rows) > MOST:
+            table.add_row(f"and {len(rows) - MOST} more")
+        console.print(table)
+        # of all steps, where there are more, a line for each explanation
+        by_explanation: dict[str, list[AuditFinding]] = defaultdict(list)
+        for finding in findings if findings[-1].step > first else ():
+            by_explanation[finding.explanation].append(finding)
+        for explanation, group in by_explanation.items():
+            steps = [finding.step for finding in group]
+            tensors = shown({finding.name for finding in group})
+            line = f"{explanation}: steps {min(steps)} to {max(steps)}, {tensors}"
+            console.print(line, highlight=False)
+    for why, unchecked in report.not_checked.items():
+        console.print(f"not checked, as {why}: {shown(unchecked)}", highlight=False)
     if report.moved:
         rates = sorted(report.moved.values())
-        console.print(
-            f"their last update: {rates[0]:.3g} to {rates[-1]:.3g} of the weights", highlight=False
-        )
-
-
-def verdict(recording: Recording, report: Report) -> str:
-    """One line that says whether the run's optimizers obey."""
-    names = ", ".join(name.rpartition(".")[2] for name in classes(recording)) or "the optimizer"
-    if report.obeys is None:
-        return f"{names}: nothing could be checked in {report.steps} steps"
-    if report.obeys:
-        equal = f", {report.equal_bits} of them to the bit" if report.equal_bits else ""
-        return (
-            f"{names} obeys its law in {report.steps} steps: {report.checked} updates of tensors"
-            f"{equal}"
-        )
-    tensors = {finding.name for finding in report.findings}
-    first = report.findings[0]
-    return (
-        f"{names} does not obey its law from step {first.step} on: {first.explanation} "
-        f"({shown(tensors)})"
-    )
-
-
-def table(title: str, findings: Iterable[AuditFinding]) -> Table:
-    """The findings of a step, those with the largest difference first."""
-    findings_table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("tensor", "quantity", "explanation", "update / law's", "off / rounding"):
-        findings_table.add_column(column)
-    ordered = sorted(findings, key=lambda finding: -(finding.off or 0.0))
-    for finding in ordered[:MOST]:
-        ratio = "" if finding.ratio is None else f"{finding.ratio:.3f}"
-        off = "" if finding.off is None else f"{finding.off:.3g}"
-        findings_table.add_row(finding.name, finding.quantity, finding.explanation, ratio, off)
-    if len(ordered) > MOST:
-        findings_table.add_row(f"and {len(ordered) - MOST} more")
-    return findings_table
-
-
-def sums(findings: Iterable[AuditFinding]) -> Iterable[str]:
-    """A line for each explanation: its steps and tensors."""
-    by_explanation: dict[str, list[AuditFinding]] = defaultdict(list)
-    for finding in findings:
-        by_explanation[finding.explanation].append(finding)
-    for explanation, group in by_explanation.items():
-        steps, names = [finding.step for finding in group], {finding.name for finding in group}
-        yield f"{explanation}: steps {min(steps)} to {max(steps)}, {shown(names)}"
+        line = f"their last update: {rates[0]:.3g} to {rates[-1]:.3g} of the weights"
+        console.print(line, highlight=False)
 
 
 def shown(names: Iterable[str]) -> str:

@@ -47,23 +47,19 @@ def bisect(good: Path, bad: Path, command: tuple[str, ...], /) -> int:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         _record(out, command, step)
-        return _judge(right, wrong, out, step)
-
-
-def _judge(right: Recording, wrong: Recording, out: Path, step: int) -> int:
-    try:
-        run = Recording(out)
-    except RecordingError:
-        print("skip: the command recorded nothing")
-        return SKIP
-    blame = _parting(right, run, step)
-    if blame is not None:
-        like = "as bad does" if _parting(wrong, run, step) is None else "otherwise than bad"
-        print(short(f"bad: step {blame.step}: {blame.text} ({like})"))
-        return BAD
-    if step not in run.steps:
-        print(f"skip: the command ended before step {step}")
-        return SKIP
+        try:
+            run = Recording(out)
+        except RecordingError:
+            print("skip: the command recorded nothing")
+            return SKIP
+        blame = _parting(right, run, step)
+        if blame is not None:
+            like = "as bad does" if _parting(wrong, run, step) is None else "otherwise than bad"
+            print(short(f"bad: step {blame.step}: {blame.text} ({like})"))
+            return BAD
+        if step not in run.steps:
+            print(f"skip: the command ended before step {step}")
+            return SKIP
     print(f"good: the same up to step {step}")
     return GOOD
 
@@ -79,23 +75,15 @@ def _record(out: Path, command: Sequence[str], step: int) -> None:
     record = [sys.executable, "-m", "megaopt", "record", "--out", str(out), "--", *command]
     process = subprocess.Popen(record, start_new_session=True)
     try:
-        while process.poll() is None and not _has(out, step):
+        while process.poll() is None:
+            with contextlib.suppress(RecordingError):
+                if step in Recording(out).steps:
+                    break
             time.sleep(PAUSE)
     finally:
-        _end(process)
-
-
-def _has(out: Path, step: int) -> bool:
-    try:
-        return step in Recording(out).steps
-    except RecordingError:
-        return False
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and what it started: asks, waits, and ends what is left."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
+        # it and what it started are asked to end, get a while, and what is left is ended
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)

@@ -64,22 +64,15 @@ COMMANDS = {
 }
 
 
-def choose_triton_mode() -> None:
-    """Runs Triton's kernels on its interpreter where there is no GPU.
-
-    Triton reads the variable when it compiles a kernel's definition: to be called before anything
-    imports megaopt.kernels.
-    """
-    import torch
-
-    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
 def _load(command: Command) -> Callable[..., int]:
     """A command's function. Until its module is imported Ctrl-C ends the process at once."""
     if command.interprets:
-        choose_triton_mode()
+        # Triton reads the variable when it compiles a kernel's definition: it is set before
+        # anything imports megaopt.kernels
+        import torch
+
+        if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     module = importlib.import_module(f"megaopt.commands.{command.module}")
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,77 +91,53 @@ MODES = {"test": "test", "benchmark": "bench"}
 """The commands of `megaopt galore`, by --mode as GaLore's pull request has it."""
 
 
-def _by_mode(arguments: Sequence[str]) -> list[str]:
-    """`galore --mode=test ...` as `galore test ...`; other arguments as they are."""
-    words = list(arguments)
-    place = next((i for i, word in enumerate(words) if word.partition("=")[0] == "--mode"), None)
-    if place is None or words[0] != "galore":
-        return words
-    from megaopt.commands.toml_tables import require
-
-    _, equals, mode = words.pop(place).partition("=")
-    if not equals and place < len(words):
-        mode = words.pop(place)
-    require(mode in MODES, "mode", mode, f"one of {', '.join(MODES)}")
-    return ["galore", MODES[mode], *words[1:]]
-
-
-def _require_dashes(arguments: Sequence[str]) -> None:
-    """Raises ConfigError where nothing stands behind -- of a command that runs another."""
-    is_asked = arguments[:1] in (["record"], ["bisect"]) and not {"-h", "--help"} & {*arguments}
-    if is_asked and "--" not in arguments[:-1]:
-        from megaopt.commands.toml_tables import ConfigError
-
-        words = shlex.join(arguments[1:]) or "nothing"
-        raise ConfigError(f"command must stand behind --, as in -- python train.py, got {words}")
-
-
 def _dispatch(arguments: Sequence[str]) -> int:
+    """Runs the command that arguments name; shows what there are where they name none."""
     if list(arguments) == ["--version"]:
         print(f"megaopt {megaopt.__version__}")
         return exits.DONE
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         names = ", ".join(missing)
         print(f"megaopt needs {names}: {exits.how_to_install('cli')}", file=sys.stderr)
         return exits.REFUSED
     import tyro
 
-    argv = _by_mode(arguments)
-    _require_dashes(argv)
-    words = 2 if argv[:1] in (["galore"], ["muon"], ["ranks"]) else 1
-    name = " ".join(argv[:words])
-    if name in COMMANDS:
-        function = _load(COMMANDS[name])
-        _shorten(function)
-        return tyro.cli(function, prog=f"megaopt {name}", args=argv[words:])
-    lines = {name: _listed(command.line) for name, command in COMMANDS.items()}
-    # it shows the list, or says what is wrong
-    return tyro.extras.subcommand_cli_from_dict(
-        lines, prog="megaopt", description=DESCRIPTION, args=argv
-    )
+    from megaopt.commands.toml_tables import ConfigError, require
 
-
-def _shorten(function: Callable[..., int]) -> None:
-    """Lets --help write `--steps INT` of what may be left out, and not `--steps {None}|INT`."""
-    import tyro
-
-    for name, hint in get_type_hints(function, include_extras=True).items():
+    argv = list(arguments)
+    # `galore --mode=test ...` is `galore test ...`
+    place = next((i for i, word in enumerate(argv) if word.partition("=")[0] == "--mode"), None)
+    if place is not None and argv[0] == "galore":
+        _, equals, mode = argv.pop(place).partition("=")
+        if not equals and place < len(argv):
+            mode = argv.pop(place)
+        require(mode in MODES, "mode", mode, f"one of {', '.join(MODES)}")
+        argv[:1] = ["galore", MODES[mode]]
+    # what a command that runs another runs
+    runs_another = argv[:1] in (["record"], ["bisect"]) and not {"-h", "--help"} & {*argv}
+    if runs_another and "--" not in argv[:-1]:
+        words = shlex.join(argv[1:]) or "nothing"
+        raise ConfigError(f"command must stand behind --, as in -- python train.py, got {words}")
+    count = 2 if argv[:1] in (["galore"], ["muon"], ["ranks"]) else 1
+    name = " ".join(argv[:count])
+    if name not in COMMANDS:
+        lines: dict[str, Callable[[], int]] = {}
+        for key, command in COMMANDS.items():
+            lines[key] = lambda: exits.REFUSED
+            lines[key].__doc__ = command.line
+        # it shows the list, or says what is wrong
+        return tyro.extras.subcommand_cli_from_dict(
+            lines, prog="megaopt", description=DESCRIPTION, args=argv
+        )
+    function = _load(COMMANDS[name])
+    # --help writes `--steps INT` of what may be left out, and not `--steps {None}|INT`
+    for key, hint in get_type_hints(function, include_extras=True).items():
         kinds = [kind for kind in get_args(hint) if kind is not NoneType]
         if isinstance(hint, UnionType) and len(kinds) < len(get_args(hint)):
-            words = "|".join(kind.__name__.upper() for kind in kinds)
-            shown = tyro.conf.arg(metavar=words, help_behavior_hint="")
-            function.__annotations__[name] = Annotated[hint, shown]
-
-
-def _listed(line: str) -> Callable[[], int]:
-    """A function that stands for a command in the list of them."""
-
-    def command() -> int:
-        return exits.REFUSED
-
-    command.__doc__ = line
-    return command
+            metavar = "|".join(kind.__name__.upper() for kind in kinds)
+            shown = tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+            function.__annotations__[key] = Annotated[hint, shown]
+    return tyro.cli(function, prog=f"megaopt {name}", args=argv[count:])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

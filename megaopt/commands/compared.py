@@ -14,7 +14,6 @@ from megaopt.commands.exits import DIFFERENT, DONE, REFUSED, how_to_install
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.files import replacing, write_json
 from megaopt.recording import golden as values
-from megaopt.recording.blame import Blame
 from megaopt.recording.checks import RecordingError, read_json
 from megaopt.recording.compare import Comparison, Growth, Repeats, compare
 from megaopt.recording.files import Rank, Recording
@@ -111,11 +110,27 @@ def golden(
         for the run's environment and it differs from the nearest.
     """
     recording = Recording(run)
-    if action == "check":
-        if not megatron:
-            return _check(file, recording, github)
+    if action == "check" and megatron:
         lines = values.check_megatron(file, recording)
         return _tell_lines(lines, "all metrics that both have")
+    if action == "check":
+        outcome, console = values.check(file, recording), make_console()
+        status = STATUS[outcome.comparison.verdict]
+        if outcome.is_own or not status:
+            tell(outcome.comparison, console)
+        else:
+            # beside another environment's entry, how far norms of samples drifted
+            status = REFUSED
+            console.print(outcome.line, highlight=False)
+            rows = []
+            for quantity, step, expected, value in outcome.drift:
+                relative = f"{abs(value - expected) / (abs(expected) or 1):.2g}"
+                rows.append((quantity, str(step), repr(expected), repr(value), relative))
+            columns = ("norm of samples", "step", "golden", "now", "relative")
+            print_table(console, "beside another environment", columns, rows)
+        if github:
+            print(annotation("golden", outcome.line, status))
+        return status
     if megatron:
         write_json(file, values.megatron_values(recording))
     elif action == "make":
@@ -125,35 +140,6 @@ def golden(
         values.update(file, recording, because)
     print(f"written: {file}")
     return DONE
-
-
-def _check(file: Path, recording: Recording, github: bool) -> int:
-    outcome, console = values.check(file, recording), make_console()
-    status = STATUS[outcome.comparison.verdict]
-    if outcome.is_own or not status:
-        tell(outcome.comparison, console)
-    else:
-        status = REFUSED
-        _tell_drift(outcome, console)
-    if github:
-        print(annotation("golden", outcome.line, status))
-    return status
-
-
-def _tell_drift(outcome: values.Checked, console: Console) -> None:
-    console.print(outcome.line, highlight=False)
-    rows = [
-        (
-            quantity,
-            str(step),
-            repr(expected),
-            repr(value),
-            f"{abs(value - expected) / (abs(expected) or 1):.2g}",
-        )
-        for quantity, step, expected, value in outcome.drift
-    ]
-    columns = ("norm of samples", "step", "golden", "now", "relative")
-    print_table(console, "beside another environment", columns, rows)
 
 
 BACKENDS = {"cpu": "reference", "triton": "triton", "torch": None}
@@ -220,26 +206,19 @@ def tell(comparison: Comparison, console: Console) -> None:
     console.print(coloured(colour, verdict, colon + rest), highlight=False, soft_wrap=True)
     for line in comparison.remarks():
         console.print(line, highlight=False, soft_wrap=True)
-    for title, differences in (
-        ("environment", comparison.environment),
-        ("options", comparison.options),
-    ):
-        rows = [
-            (difference.name, shown(difference.a), shown(difference.b))
-            for difference in differences
-        ]
+    environment, options = comparison.environment, comparison.options
+    for title, differences in (("environment", environment), ("options", options)):
+        rows = [(d.name, shown(d.a), shown(d.b)) for d in differences]
         print_table(console, title, ("", "A", "B"), rows)
-    if comparison.blame is not None and comparison.blame.tensors:
-        console.print(_tensors(comparison.blame), highlight=False)
+    blame = comparison.blame
+    if blame is not None and blame.tensors:
+        several = len({quantity for _, quantity in blame.tensors}) > 1
+        names = [f"{quantity} of {name}" if several else name for name, quantity in blame.tensors]
+        more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+        line = f"step {blame.step}: {len(names)} differ: {', '.join(names[:MOST])}{more}"
+        console.print(line, highlight=False)
     print_table(console, "how it grows", GROWTH, growth_rows(comparison.growth))
     print_table(console, "B against repeats of A", NOISE, noise_rows(comparison.noise))
-
-
-def _tensors(blame: Blame) -> str:
-    several = len({quantity for _, quantity in blame.tensors}) > 1
-    names = [f"{quantity} of {name}" if several else name for name, quantity in blame.tensors]
-    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return f"step {blame.step}: {len(names)} differ: {', '.join(names[:MOST])}{more}"
 
 
 def print_table(
@@ -262,7 +241,9 @@ def growth_rows(growth: Sequence[Growth]) -> list[tuple[str, ...]]:
         first, last = next((entry for entry in entries if entry.differ), None), entries[-1]
         if first is not None:
             counts = (f"{entry.differ} of {entry.of}" for entry in (first, last))
-            rows.append((quantity, str(first.step), *counts, _far(first, last), _number(last.ulp)))
+            relative = [_number(entry.relative) for entry in (first, last)]
+            far = "-" if relative == ["-", "-"] else " to ".join(relative)
+            rows.append((quantity, str(first.step), *counts, far, _number(last.ulp)))
     return rows
 
 
@@ -274,16 +255,10 @@ def noise_rows(noise: Sequence[Repeats]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for quantity in dict.fromkeys(entry.quantity for entry in noise):
         entries = [entry for entry in noise if entry.quantity == quantity]
-        farther = (
-            f"{sum(entry.change > entry.repeats for entry in entries)} of {len(entries)} steps"
-        )
-        rows.append((quantity, farther, f"{entries[-1].change:.2g}", f"{entries[-1].repeats:.2g}"))
+        farther, last = sum(entry.change > entry.repeats for entry in entries), entries[-1]
+        words = f"{farther} of {len(entries)} steps"
+        rows.append((quantity, words, f"{last.change:.2g}", f"{last.repeats:.2g}"))
     return rows
-
-
-def _far(first: Growth, last: Growth) -> str:
-    relative = [_number(entry.relative) for entry in (first, last)]
-    return "-" if relative == ["-", "-"] else " to ".join(relative)
 
 
 def _number(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NoReturn
 
@@ -57,12 +58,6 @@ class OptimizerConfig(Table):
     bias_correction: bool = True  # whether moments are divided by 1 - beta**step
     adam_w_mode: bool = True
     """True: AdamW, decay is decoupled from the gradient. False: decay is added to the gradient."""
-
-    def learning_rate_at(self, step: int) -> float:
-        """The learning rate of a step; steps count from 1."""
-        if step >= self.warmup_steps:
-            return self.learning_rate
-        return self.learning_rate * step / self.warmup_steps
 
 
 class Float8Config(Table):
@@ -244,37 +239,35 @@ class RunConfig(TrainingConfig):
     def _check(self) -> None:
         need_once(self.variant)
         for variant in self.variant:
-            self._check_baseline(variant)
+            projects = self.galore is not None or not isinstance(variant, GaLoreVariant)
+            self.need(projects, "galore", "a table, as a variant is 'galore'")
+            family = [member for member in self.variant if _family(member) is _family(variant)]
+            names = [member.name for member in family if member.baseline is None]
+            allowed = f"the name of a baseline variant: {', '.join(names) or 'there is none'}"
+            variant.need(variant.baseline in (None, *names), "baseline", allowed)
             after = variant.resume_after
             inside = after is None or after < self.steps
             variant.need(inside, "resume_after", f"less than steps = {self.steps}")
-            for key, allowed in UNDER_FLOAT8.items() if self.float8 else ():
-                words = f"one of {', '.join(allowed)} under [float8]"
-                variant.need(getattr(variant, key, allowed[0]) in allowed, key, words)
+            for key, values in UNDER_FLOAT8.items() if self.float8 else ():
+                words = f"one of {', '.join(values)} under [float8]"
+                variant.need(getattr(variant, key, values[0]) in values, key, words)
         scaled = self.float8 is not None and self.float8.scaled_matmul
         fits = not scaled or self.model.width % 16 == 0
         self.need(fits, "model.width", "a multiple of 16 with float8.scaled_matmul = true")
-
-    def _check_baseline(self, variant: Variant) -> None:
-        projects = self.galore is not None or not isinstance(variant, GaLoreVariant)
-        self.need(projects, "galore", "a table, as a variant is 'galore'")
-        candidates = [
-            candidate for candidate in self.variant if _family(candidate) is _family(variant)
-        ]
-        names = [candidate.name for candidate in candidates if candidate.baseline is None]
-        is_known = variant.baseline is None or variant.baseline in names
-        allowed = f"the name of a baseline variant: {', '.join(names) or 'there is none'}"
-        variant.need(is_known, "baseline", allowed)
 
     @property
     def runs(self) -> tuple[Variant, ...]:
         """The variants that are trained; under [float8] one for each recipe, "recipe.variant"."""
         if self.float8 is None:
             return self.variant
-        recipes = self.float8.recipes
-        return tuple(
-            _with_recipe(variant, recipe) for recipe in recipes for variant in self.variant
-        )
+        runs = []
+        for recipe, variant in product(self.float8.recipes, self.variant):
+            # the recipe leads the names of a variant and of its baseline
+            changes = {"recipe": recipe, "name": f"{recipe}.{variant.name}"}
+            if variant.baseline is not None:
+                changes["baseline"] = f"{recipe}.{variant.baseline}"
+            runs.append(variant.model_copy(update=changes))
+        return tuple(runs)
 
     def find_variant(self, name: str) -> Variant:
         """Returns the variant of that name; a `ConfigError` lists the names where there is none."""
@@ -286,14 +279,6 @@ class RunConfig(TrainingConfig):
 def _family(variant: Variant) -> type:
     """The class of variants among which a variant's baseline is."""
     return type(variant) if isinstance(variant, MatrixVariant) else Own
-
-
-def _with_recipe(variant: Variant, recipe: Recipe) -> Variant:
-    """The variant with fp8 weights by this recipe, which leads its name and its baseline's."""
-    changes = {"recipe": recipe, "name": f"{recipe}.{variant.name}"}
-    if variant.baseline is not None:
-        changes["baseline"] = f"{recipe}.{variant.baseline}"
-    return variant.model_copy(update=changes)
 
 
 def read_config(path: str | Path) -> RunConfig:

@@ -25,12 +25,8 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in folder().glob("*.toml"))
 
 
-def _help() -> str:
-    names = ", ".join(shipped())
-    return f"TOML file of the run, or the name of one that comes with megaopt: {names}."
-
-
-Config = Annotated[Path, tyro.conf.arg(help=_help())]
+_HELP = f"TOML file of the run, or the name of one that comes with megaopt: {', '.join(shipped())}."
+Config = Annotated[Path, tyro.conf.arg(help=_HELP)]
 """The argument of commands: a path, whose help names the package's configs."""
 
 

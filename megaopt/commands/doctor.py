@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from rich.text import Text
@@ -15,9 +16,8 @@ from megaopt.commands.bench.sets import TensorSet
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import coloured, make_console, make_table
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU
+from megaopt.commands.golden.cases import ANY_MACHINE, NVIDIA_GPU, packaged
 from megaopt.commands.golden.check import outcome, why_not_compared
-from megaopt.commands.golden.record import packaged
 from megaopt.kernels import native
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
@@ -97,29 +97,30 @@ def main(*, check: bool = False) -> int:
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
     here = environment.describe()
     here["megatron-core"] = installed("megatron-core")
-    here |= {"extension": native.status(), **host_memory()}
+    here["extension"] = native.status()
+    # the room for states in host memory (state_device="cpu"), and which cards map it
+    free = free_bytes()
+    amount = "not known" if free is None else f"{free / 2**30:.1f} GiB"
+    here["host memory"] = f"{amount} free to be pinned; {held_bytes():,} bytes hold states here"
+    cards = [device for device in devices() if CUDA.serves(device)]
+    mapped = "; ".join(f"{card}: {CUDA.why_not(card) or 'mapped'}" for card in cards)
+    none = "no card here: those of weights on the CPU are there anyway"
+    here["states in host memory"] = mapped or none
+    # none of the libraries is imported: that takes seconds, and some write to stderr of what they
+    # cannot load
+    libraries = []
+    for peer in {peer.package: peer for peer in PEERS.values()}.values():
+        version = "not known" if peer.is_installed else "not installed"
+        libraries.append((peer.package, installed(peer.package) or version))
     rows = ((name, value or "none, or not known") for name, value in here.items())
     console.print(make_table("here", ("", ""), rows))
     headings = ("device", "backend", "contract", "works", "how, or why not")
     console.print(make_table("backends and contracts", headings, _rows(findings)))
-    console.print(make_table("other libraries", ("library", "version"), libraries().items()))
+    console.print(make_table("other libraries", ("library", "version"), libraries))
     if peers is not None:
         compared = ("mode", "beside", "equal", "what it promises, differs, or why not")
         console.print(make_table("modes that promise a peer's bits", compared, _rows(peers)))
     return exits.DONE if healthy else exits.DIFFERENT
-
-
-def host_memory() -> dict[str, str]:
-    """Returns the room for states in host memory (state_device="cpu"), and which cards map it."""
-    free = free_bytes()
-    amount = "not known" if free is None else f"{free / 2**30:.1f} GiB"
-    cards = [device for device in devices() if CUDA.serves(device)]
-    mapped = "; ".join(f"{card}: {CUDA.why_not(card) or 'mapped'}" for card in cards)
-    return {
-        "host memory": f"{amount} free to be pinned; {held_bytes():,} bytes hold states here",
-        "states in host memory": mapped
-        or "no card here: those of weights on the CPU are there anyway",
-    }
 
 
 def judge(
@@ -156,66 +157,68 @@ def devices() -> list[torch.device]:
 
 def examine(device: torch.device, check: bool = False) -> list[DoctorFinding]:
     """Step cases of the golden record with each backend under each contract on `device`."""
-    return [
-        _examine_one(device, backend, contract, check)
-        for backend in BACKENDS
-        for contract in CONTRACTS
-    ]
-
-
-def _examine_one(device: torch.device, backend: str, contract: str, check: bool) -> DoctorFinding:
-    of, reason = (str(device), backend, contract), why_not(backend, CONTRACTS[contract], device)
-    if reason is not None:
-        return DoctorFinding(of, None, reason)
-    interpreted = (device.type, backend) == ("cpu", "triton")
-    if interpreted and not check:
-        return DoctorFinding(of, None, f"--check steps it, {INTERPRETER}")
-    names = CHECKED if check else QUICK
-    cases = [GoldenCase(name) for name in names if name.startswith(f"{contract}/")]
-    part = ANY_MACHINE if CONTRACTS[contract].needs_gpu is None else NVIDIA_GPU
-    record = packaged()
-    uncompared = why_not_compared(record, part)
-    for case in cases:
-        expected = None if uncompared else record.digests[part][case.name]
-        different = outcome(case, backend, device, expected).different
-        if different is not None:
-            return DoctorFinding(of, False, f"{case.name}: {different}")
-    bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"
-    note = f"cases stepped: {len(cases)}, {bits}{f'; {INTERPRETER}' if interpreted else ''}"
-    return DoctorFinding(of, True, note)
+    findings = []
+    for backend, contract in product(BACKENDS, CONTRACTS):
+        of, reason = (str(device), backend, contract), why_not(backend, CONTRACTS[contract], device)
+        interpreted = (device.type, backend) == ("cpu", "triton")
+        if reason is None and interpreted and not check:
+            reason = f"--check steps it, {INTERPRETER}"
+        if reason is not None:
+            findings.append(DoctorFinding(of, None, reason))
+            continue
+        names = CHECKED if check else QUICK
+        cases = [GoldenCase(name) for name in names if name.startswith(f"{contract}/")]
+        part = ANY_MACHINE if CONTRACTS[contract].needs_gpu is None else NVIDIA_GPU
+        record = packaged()
+        uncompared = why_not_compared(record, part)
+        bits = f"bits not compared: {uncompared}" if uncompared else "the golden record's bits"
+        note = f"cases stepped: {len(cases)}, {bits}{f'; {INTERPRETER}' if interpreted else ''}"
+        finding = DoctorFinding(of, True, note)
+        for case in cases:
+            expected = None if uncompared else record.digests[part][case.name]
+            different = outcome(case, backend, device, expected).different
+            if different is not None:
+                finding = DoctorFinding(of, False, f"{case.name}: {different}")
+                break
+        findings.append(finding)
+    return findings
 
 
 def examine_products(device: torch.device) -> list[DoctorFinding]:
     """Multiplies on a GPU beside the twin: numbers.md says what is promised for Hopper's cards."""
-    return [_examine_product(device, dtype) for dtype in OPERANDS]
-
-
-def _examine_product(device: torch.device, dtype: torch.dtype) -> DoctorFinding:
-    kind = "tf32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
-    of, reason = (str(device), "triton", f"products of {kind}"), BACKENDS["triton"].why_not(device)
-    if reason is not None:
-        return DoctorFinding(of, None, reason)
-    generator = torch.Generator().manual_seed(0)
-    different = 0
-    for binades in (0, 6, 40):
-        left, right = (
-            torch.ldexp(
-                torch.randn(PROBED, PROBED, generator=generator),
-                torch.randint(-binades, binades + 1, (PROBED, PROBED), generator=generator),
-            ).to(dtype)
-            for _ in range(2)
-        )
-        left[:2, 3:5] = torch.tensor([[torch.inf, -torch.inf], [torch.nan, 0.0]])
-        (product,) = products([left.to(device)], [right.to(device)], out_dtype=torch.float32)
-        expected = product_reference(left, right)
-        different += int((product.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
-    if not different:
-        return DoctorFinding(of, True, "the bits of docs/numbers.md, which are the same everywhere")
-    name = torch.cuda.get_device_name(device)
-    note = f"{different} of {3 * PROBED**2} numbers have other bits than docs/numbers.md says"
-    if torch.cuda.get_device_capability(device) == (9, 0):
-        return DoctorFinding(of, False, note)
-    return DoctorFinding(of, None, f"{note}: the same bits are promised on {name} alone")
+    findings, reason = [], BACKENDS["triton"].why_not(device)
+    for dtype in OPERANDS:
+        kind = "tf32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+        of, generator = (str(device), "triton", f"products of {kind}"), torch.Generator()
+        if reason is not None:
+            findings.append(DoctorFinding(of, None, reason))
+            continue
+        generator.manual_seed(0)
+        different = 0
+        for binades in (0, 6, 40):
+            left, right = (
+                torch.ldexp(
+                    torch.randn(PROBED, PROBED, generator=generator),
+                    torch.randint(-binades, binades + 1, (PROBED, PROBED), generator=generator),
+                ).to(dtype)
+                for _ in range(2)
+            )
+            left[:2, 3:5] = torch.tensor([[torch.inf, -torch.inf], [torch.nan, 0.0]])
+            (result,) = products([left.to(device)], [right.to(device)], out_dtype=torch.float32)
+            expected = product_reference(left, right)
+            different += int((result.cpu().view(torch.int32) != expected.view(torch.int32)).sum())
+        works: bool | None = True
+        note = "the bits of docs/numbers.md, which are the same everywhere"
+        if different:
+            note = (
+                f"{different} of {3 * PROBED**2} numbers have other bits than docs/numbers.md says"
+            )
+            works = False if torch.cuda.get_device_capability(device) == (9, 0) else None
+        if works is None:
+            name = torch.cuda.get_device_name(device)
+            note = f"{note}: the same bits are promised on {name} alone"
+        findings.append(DoctorFinding(of, works, note))
+    return findings
 
 
 def examine_peers(names: Iterable[str]) -> list[DoctorFinding]:
@@ -224,31 +227,18 @@ def examine_peers(names: Iterable[str]) -> list[DoctorFinding]:
     Args:
         names: Of MODES; those that promise nobody's bits are left out.
     """
-    return [_examine_peer(name) for name in names if MODES[name].twin is not None]
-
-
-def _examine_peer(name: str) -> DoctorFinding:
-    mode = MODES[name]
-    peer = PEERS[str(mode.twin)]
-    reason = peer.why_not() if torch.cuda.is_available() else "there is no CUDA GPU"
-    if reason is not None:
-        return DoctorFinding((name, peer.name), None, reason)
-    checked = VECTORS if mode.weight is None else MATRICES
-    difference = equality.check(mode, checked, torch.device("cuda")).difference
-    promise = CONTRACTS[mode.contract].promise
-    return DoctorFinding((name, peer.name), difference is None, difference or promise)
-
-
-def libraries() -> dict[str, str]:
-    """The libraries that the bench knows, with their versions.
-
-    None is imported: that takes seconds, and some write to stderr of what they cannot load.
-    """
-    peers = {peer.package: peer for peer in PEERS.values()}
-    return {
-        name: installed(name) or ("not known" if peer.is_installed else "not installed")
-        for name, peer in peers.items()
-    }
+    findings = []
+    for name in (name for name in names if MODES[name].twin is not None):
+        mode = MODES[name]
+        peer = PEERS[str(mode.twin)]
+        works: bool | None = None
+        note = peer.why_not() if torch.cuda.is_available() else "there is no CUDA GPU"
+        if note is None:
+            checked = VECTORS if mode.weight is None else MATRICES
+            difference = equality.check(mode, checked, torch.device("cuda")).difference
+            works, note = difference is None, difference or CONTRACTS[mode.contract].promise
+        findings.append(DoctorFinding((name, peer.name), works, note))
+    return findings
 
 
 def _rows(findings: Sequence[DoctorFinding]) -> list[tuple[str | Text, ...]]:

@@ -59,7 +59,10 @@ def run(command: Callable[[], int]) -> int:
         return REFUSED
     except Exception as error:
         _say(describe_error(error))
-        _drop_output_that_cannot_be_written()
+        try:
+            print(end="", flush=True)
+        except OSError:  # what is left cannot be written
+            _drop_output()
         return REFUSED
 
 
@@ -73,35 +76,27 @@ def describe_error(error: Exception) -> str:
 
     An error that no input explains is a fault of megaopt's, and is called one.
     """
-    text = _message(error)
-    if wants_traceback():
-        return "".join(traceback.format_exception(error)) + text
-    return text
+    first_line = str(error).split("\n")[0]
+    # torch has a class for its allocator on the GPU; on the CPU it raises a RuntimeError
+    is_memory = isinstance(error, MemoryError) or _has_a_class_of(error, MEMORY_ERRORS)
+    is_memory |= isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    if _has_a_class_of(error, USERS_ERRORS):
+        text = str(error)
+    elif isinstance(error, OSError):
+        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    elif is_memory:
+        text = f"not enough memory: {first_line or type(error).__name__}"
+    else:
+        text = (
+            f"internal error: {type(error).__name__}: {first_line} "
+            f"(please report it; {DEBUG}=1 shows the traceback)"
+        )
+    return "".join(traceback.format_exception(error)) + text if wants_traceback() else text
 
 
 def wants_traceback() -> bool:
     """Returns whether the environment asks for tracebacks."""
     return os.environ.get(DEBUG, "0") not in ("", "0")
-
-
-def _message(error: Exception) -> str:
-    if _has_a_class_of(error, USERS_ERRORS):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    first_line = str(error).split("\n")[0]
-    if _is_out_of_memory(error):
-        return f"not enough memory: {first_line or type(error).__name__}"
-    return (
-        f"internal error: {type(error).__name__}: {first_line} "
-        f"(please report it; {DEBUG}=1 shows the traceback)"
-    )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    # torch has a class for its allocator on the GPU; on the CPU it raises a RuntimeError
-    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    return on_cpu or isinstance(error, MemoryError) or _has_a_class_of(error, MEMORY_ERRORS)
 
 
 def _has_a_class_of(error: Exception, names: Mapping[str, str]) -> bool:
@@ -113,13 +108,6 @@ def _has_a_class_of(error: Exception, names: Mapping[str, str]) -> bool:
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # of a closed stderr
         print("megaopt: " + "\n".join(map(short, text.split("\n"))), file=sys.stderr, flush=True)
-
-
-def _drop_output_that_cannot_be_written() -> None:
-    try:
-        print(end="", flush=True)
-    except OSError:
-        _drop_output()
 
 
 def _drop_output() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -65,23 +65,20 @@ def rows_of(recording: Recording, step: int) -> Iterator[Row]:
     for rank, lines in zip(recording.ranks, recording.scalars(step), strict=True):
         for source, line in lines.items():
             shared: Row = {"step": step, "rank": rank.number, "optimizer": source}
-            yield from ({**shared, **row} for row in _of_line(line))
+            losses, batches, rng = (line.get(key, ()) for key in ("losses", "batch", "rng"))
+            rows: list[Row] = [{"quantity": "loss", "value": shown(loss)} for loss in losses]
+            rows += [{"quantity": "batch", "digest": digest} for digest in batches]
+            rows += [{"quantity": "rng", "name": name, "digest": rng[name]} for name in rng]
+            for number, group in enumerate(line.get("groups", ())):
+                for option, value in flat(group).items():
+                    name = f"group {number}"
+                    rows.append({"name": name, "quantity": option, "value": shown(value)})
+            left = ("losses", "batch", "rng", "groups", "step", "source", "has_all_old")
+            for quantity in (key for key in line if key not in left and line[key] is not None):
+                rows.append({"quantity": quantity, "value": shown(line[quantity])})
+            yield from ({**shared, **row} for row in rows)
     for (number, name, quantity), digests in recording.own(step).items():
         shared = {"step": step, "rank": number, "name": name, "quantity": quantity}
         yield from ({**shared, "digest": str(digest)} for digest in digests)
     for (name, quantity), summed in recording.digests(step).items():
         yield {"step": step, "name": name, "quantity": quantity, "digest": str(summed.digest)}
-
-
-def _of_line(line: Mapping[str, Any]) -> Iterator[Row]:
-    """The numbers of a step's line, and the digests in it."""
-    yield from ({"quantity": "loss", "value": shown(loss)} for loss in line.get("losses", ()))
-    yield from ({"quantity": "batch", "digest": digest} for digest in line.get("batch", ()))
-    yield from ({"quantity": "rng", "name": n, "digest": d} for n, d in line.get("rng", {}).items())
-    groups = {f"group {i}": group for i, group in enumerate(line.get("groups", ()))}
-    for name, group in groups.items():
-        for option, value in flat(group).items():
-            yield {"name": name, "quantity": option, "value": shown(value)}
-    left = ("losses", "batch", "rng", "groups", "step", "source", "has_all_old")
-    for quantity in (key for key in line if key not in left and line[key] is not None):
-        yield {"quantity": quantity, "value": shown(line[quantity])}

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -66,7 +65,14 @@ def record(
         require(value is None or value >= 1, name, value, "a whole number >= 1")
     if any(out.glob("rank-*")):
         raise ConfigError(f"out must be a folder without a recording, got {str(out)!r}")
-    ranges = list(steps_of(keep))
+    ranges = []
+    for part in filter(None, keep.split(",")):
+        first, _, last = part.partition("-")
+        last = last or first
+        is_range = first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)
+        if not is_range:
+            raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
+        ranges.append((int(first), int(last) + 1))
     if ranges and importlib.util.find_spec("safetensors") is None:
         where = f"where safetensors is not installed ({how_to_install('record')})"
         raise ConfigError(f"keep must be left out {where}, got {keep!r}")
@@ -90,13 +96,3 @@ def record(
 
         return hold(out)
     return 128 - status if status < 0 else status
-
-
-def steps_of(keep: str) -> Iterator[tuple[int, int]]:
-    """The first step and the one after the last of each range in a text as "100,200-210"."""
-    for part in filter(None, keep.split(",")):
-        first, _, last = part.partition("-")
-        numbers = first, last or first
-        if not all(text.isdecimal() for text in numbers) or not 0 < int(first) <= int(numbers[1]):
-            raise ConfigError(f"keep must be steps from 1 on, as 100,200-210, got {keep!r}")
-        yield int(first), int(numbers[1]) + 1

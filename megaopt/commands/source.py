@@ -46,7 +46,10 @@ def describe_source() -> Source:
     Raises:
         SourceError: MEGAOPT_COMMIT is not 40 hex digits, or not the commit of the checkout.
     """
-    named, head = _named_commit(), _git("rev-parse", "HEAD")
+    named = os.environ.get(COMMIT_VARIABLE)
+    if named is not None and not re.fullmatch("[0-9a-f]{40}", named):
+        raise SourceError(f"{COMMIT_VARIABLE} must be 40 hex digits in lower case, got {named!r}")
+    head = _git("rev-parse", "HEAD")
     if named and head and named != head:
         raise SourceError(f"{COMMIT_VARIABLE} must be the checkout's commit {head}, got {named!r}")
     changes = _git("status", "--porcelain", "--", PACKAGE.name, *FOLDERS) if head else None
@@ -74,23 +77,13 @@ def portable(words: Iterable[str]) -> list[str]:
         The words. Absolute paths within the checkout are relative to it, of others the last name
         is left.
     """
-    return list(map(_portable, words))
-
-
-def _portable(word: str) -> str:
-    before, equals, text = word.rpartition("=")
-    path = Path(text)
-    if not path.is_absolute():
-        return word
-    shortened = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path.name
-    return f"{before}{equals}{shortened}"
-
-
-def _named_commit() -> str | None:
-    named = os.environ.get(COMMIT_VARIABLE)
-    if named is not None and not re.fullmatch("[0-9a-f]{40}", named):
-        raise SourceError(f"{COMMIT_VARIABLE} must be 40 hex digits in lower case, got {named!r}")
-    return named
+    shortened = []
+    for word in words:
+        before, equals, text = word.rpartition("=")
+        path = Path(text)
+        name = path.relative_to(CHECKOUT) if path.is_relative_to(CHECKOUT) else path.name
+        shortened.append(f"{before}{equals}{name}" if path.is_absolute() else word)
+    return shortened
 
 
 def _git(*arguments: str) -> str | None:
@@ -102,23 +95,18 @@ def _git(*arguments: str) -> str | None:
 
 
 def _digest() -> str:
-    lines = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
-        for name, path in sorted(_files().items())
-    ]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _files() -> dict[str, Path]:
-    """The package's source files by name; installed ones are found twice, as the same files."""
+    """The digest of the package's source files by name; installed ones are found twice, as same."""
     roots = {"": PACKAGE}
     for folder in FOLDERS:
         spec = importlib.util.find_spec(f"megaopt.{folder}")
         if spec is not None and spec.origin is not None:
             roots[folder] = Path(spec.origin).parent
-    return {
+    files = {
         (Path(folder) / path.relative_to(root)).as_posix(): path
         for folder, root in roots.items()
         for path in root.rglob("*")
         if path.suffix in SUFFIXES
     }
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

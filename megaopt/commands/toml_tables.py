@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 # the standard library has it since Python 3.11; before, the extra `cli` brings it along
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -123,19 +122,20 @@ def read_run(model: type[M], path: Path) -> M:
         require("name" not in table, "name", table.get("name"), "left out: it is the file's name")
         return model.model_validate({**table, "name": path.stem})
     except ValidationError as error:
-        lines = [_line(detail) for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines[:MOST_LINES])) from None
+        lines = []
+        for detail in error.errors(include_url=False)[:MOST_LINES]:
+            # the key, what it should be, and what it is
+            kind, value, message = detail["type"], detail["input"], detail["msg"]
+            parts = (key if str(key).isidentifier() else shown(key) for key in detail["loc"])
+            place = "".join(f"{part}." for part in parts)
+            if kind == "union_tag_invalid":
+                tags = detail["ctx"]["expected_tags"]
+                value, message = value["kind"], f"kind should be one of {tags}"
+            if kind == "value_error":
+                lines.append(f"{path}: {place}{detail['ctx']['error']}")
+            else:
+                got = "nothing" if kind == "missing" else shown(value)
+                lines.append(f"{path}: {place[:-1]}: {message}, got {got}")
+        raise ConfigError("\n".join(lines)) from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-def _line(error: ErrorDetails) -> str:
-    """Describes one of pydantic's errors: the key, what it should be, and what it is."""
-    kind, value, message = error["type"], error["input"], error["msg"]
-    parts = (key if str(key).isidentifier() else shown(key) for key in error["loc"])
-    place = "".join(f"{part}." for part in parts)
-    if kind == "value_error":
-        return f"{place}{error['ctx']['error']}"
-    if kind == "union_tag_invalid":
-        value, message = value["kind"], f"kind should be one of {error['ctx']['expected_tags']}"
-    return f"{place[:-1]}: {message}, got {'nothing' if kind == 'missing' else shown(value)}"

@@ -14,13 +14,20 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from megaopt.commands import environment, exits
 from megaopt.commands.console import coloured, make_console, make_table, print_table, step_progress
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, covering
-from megaopt.commands.golden.record import Record, packaged, render
+from megaopt.commands.golden.cases import (
+    ANY_MACHINE,
+    CASES,
+    NVIDIA_GPU,
+    Record,
+    covering,
+    packaged,
+    render,
+)
 from megaopt.commands.golden.run import DIGITS, run
 from megaopt.commands.regression.group import apart
 from megaopt.commands.toml_tables import ConfigError, require
@@ -135,41 +142,28 @@ def verify(
         return _record(record, old, console)
     if share is not None:
         share.parent.mkdir(parents=True, exist_ok=True)
+    # what is stepped where, and its outcomes
     tasks = plan(old, chosen, backends)
     if not (all or only):
         take_few(tasks)
-    _check(tasks, old, console)
-    print_table(console, _table(tasks))
-    for task in tasks:
-        if task.reason is not None:
-            line = f"not checked here: {task.contract}, {task.where}: {task.reason}"
-            console.print(line, soft_wrap=True, highlight=False)
-    _tell_left_out(tasks, console)
-    status = _report(tasks, console)
+    cases = [(task, case) for task in tasks if task.reason is None for case in task.chosen]
+    jobs = []
+    for task, case in cases:
+        expected = old.digests[task.part][case.name]
+        jobs.append(GoldenJob(task.part, case.name, task.backend, task.device, expected))
+    has_gpu = any(task.device.type == "cuda" for task, _ in cases)
+    workers = min(MOST_WORKERS, (os.cpu_count() or 1) - 1, len(jobs)) if has_gpu else 1
+    with step_progress(console) as progress:
+        stepped = outcomes_of(jobs, workers)
+        outcomes = progress.track(stepped, len(jobs), description="stepping cases")
+        for (task, case), one in zip(cases, outcomes, strict=True):
+            task.outcomes[case.name] = one
+    status = _tell(tasks, console)
     if share is not None:
         with replacing(share) as file:
             file.write("\n".join(report(tasks, old)).encode())
         console.print(f"written: {share}", soft_wrap=True, highlight=False)
     return status
-
-
-def _check(tasks: Sequence[GoldenTask], record: Record, console: Console) -> None:
-    """Steps the chosen cases of tasks that are checked here, and notes their outcomes."""
-    cases = [(task, case) for task in tasks if task.reason is None for case in task.chosen]
-    jobs = [
-        GoldenJob(
-            task.part, case.name, task.backend, task.device, record.digests[task.part][case.name]
-        )
-        for task, case in cases
-    ]
-    has_gpu = any(task.device.type == "cuda" for task, _ in cases)
-    workers = min(MOST_WORKERS, (os.cpu_count() or 1) - 1, len(jobs)) if has_gpu else 1
-    with step_progress(console) as progress:
-        outcomes = progress.track(
-            outcomes_of(jobs, workers), len(jobs), description="stepping cases"
-        )
-        for (task, case), one in zip(cases, outcomes, strict=True):
-            task.outcomes[case.name] = one
 
 
 class GoldenJob(NamedTuple):
@@ -211,10 +205,14 @@ def _record(path: Path, old: Record, console: Console) -> int:
 
     What an NVIDIA GPU alone keeps stays as it was on a machine without one.
     """
-    reason, digests, made_on = why_not_recorded(), {**old.digests}, old.made_on
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
+    contracts = sorted({case.contract for case in CASES[NVIDIA_GPU]})
+    reasons = [why_not("triton", CONTRACTS[name], device) for name in contracts]
+    reason = next(filter(None, reasons), None)
+    digests, made_on = {**old.digests}, old.made_on
     places = {ANY_MACHINE: ("reference", torch.device("cpu"))}
     if reason is None:
-        places[NVIDIA_GPU] = ("triton", torch.device("cuda", 0))
+        places[NVIDIA_GPU] = ("triton", device)
         made_on = {name: environment.describe()[name] for name in DESCRIBED}
     with step_progress(console) as progress:
         for part, place in places.items():
@@ -227,40 +225,37 @@ def _record(path: Path, old: Record, console: Console) -> int:
     return exits.DONE
 
 
-def _table(tasks: Sequence[GoldenTask]) -> Table:
+def _tell(tasks: Sequence[GoldenTask], console: Console) -> int:
+    """Prints the outcomes: the table, what was not checked, what differs; the exit status."""
     headings = [*HEADINGS[:3], *(f">{heading}" for heading in HEADINGS[3:])]
-    table = make_table("the golden record", headings)
+    table, lines = make_table("the golden record", headings), list[str | Text]()
     for task in tasks:
         *before, different, left_out = task.row
         table.add_row(*before, coloured("red", different) if task.different else "0", left_out)
-    return table
-
-
-def _tell_left_out(tasks: Sequence[GoldenTask], console: Console) -> None:
+        if task.reason is not None:
+            lines.append(f"not checked here: {task.contract}, {task.where}: {task.reason}")
+    print_table(console, table)
     stepped = sum(len(task.outcomes) for task in tasks)
     possible = sum(len(task.cases) for task in tasks if task.reason is None)
     if stepped < possible:
-        console.print(
+        lines.append(
             f"stepped {stepped} of the {possible} cases that can be checked here: each rule, "
             "format, master, quantizer, option, contract and backend at least once; "
-            "megaopt verify --all steps all",
-            soft_wrap=True,
-            highlight=False,
+            "megaopt verify --all steps all"
         )
-
-
-def _report(tasks: Sequence[GoldenTask], console: Console) -> int:
-    different = [
-        f"{name}: {what} ({task.where})" for task in tasks for name, what in task.different.items()
-    ]
-    for line in different:
-        console.print(coloured("red", "different", f": {line}"), soft_wrap=True, highlight=False)
-    if different:
-        return exits.DIFFERENT
-    if not any(task.outcomes for task in tasks):
+    status = exits.DONE
+    for task in tasks:
+        for name, quantities in task.different.items():
+            words = f": {name}: {quantities} ({task.where})"
+            lines.append(coloured("red", "different", words))
+            status = exits.DIFFERENT
+    if status == exits.DONE and stepped:
+        lines.append(coloured("green", "identical", ": all that was checked here, bit for bit"))
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    if not stepped:
         raise ConfigError("nothing was checked here")
-    console.print(coloured("green", "identical", ": all that was checked here, bit for bit"))
-    return exits.DONE
+    return status
 
 
 def report(tasks: Sequence[GoldenTask], record: Record) -> Iterator[str]:
@@ -273,35 +268,27 @@ def report(tasks: Sequence[GoldenTask], record: Record) -> Iterator[str]:
     here = {name: environment.describe()[name] for name in SHARED}
     here["golden record"] = _digest(render(record))
     yield from _markdown(("here", ""), ((name, value or "none") for name, value in here.items()))
-    rows = ((*task.row, _digest_of(task)) for task in tasks)
+    rows, reasons, different = [], [], []
+    for task in tasks:
+        # one digest of all of a task's, the same on each machine with the same bits
+        digests = sorted((name, *sorted(o.digests.items())) for name, o in task.outcomes.items())
+        rows.append((*task.row, _digest(repr(digests)) if digests else ""))
+        if task.reason is not None:
+            reasons.append((*task.row[:3], task.reason.partition(" (")[0]))
+        for name, quantities in task.different.items():
+            words = [f"{key} {digest}" for key, digest in task.outcomes[name].digests.items()]
+            different.append((name, task.where, ", ".join(words) or quantities.partition(":")[0]))
     yield from _markdown((*HEADINGS, "digest of all"), rows)
-    reasons = ((*t.row[:3], t.reason.partition(" (")[0]) for t in tasks if t.reason is not None)
     yield from _markdown((*HEADINGS[:3], "why not checked"), reasons)
-    different = ((name, task, task.outcomes[name]) for task in tasks for name in task.different)
-    lines = [(name, task.where, _class_or_digests(outcome)) for name, task, outcome in different]
-    yield from _markdown(("case", "backend", "not identical: digests here, or the error"), lines)
-    stepped = {name for task in tasks for name in task.outcomes}
+    headings = ("case", "backend", "not identical: digests here, or the error")
+    yield from _markdown(headings, different)
     yield "\n<details><summary>cases that were stepped</summary>\n\n```"
-    yield from sorted(stepped)
+    yield from sorted({name for task in tasks for name in task.outcomes})
     yield "```\n\n</details>\n"
 
 
 def _digest(text: str) -> str:
     return sha256(text.encode()).hexdigest()[:DIGITS]
-
-
-def _digest_of(task: GoldenTask) -> str:
-    """Returns one digest of all of a task's, the same on each machine with the same bits."""
-    digests = sorted(
-        (name, *sorted(outcome.digests.items())) for name, outcome in task.outcomes.items()
-    )
-    return _digest(repr(digests)) if digests else ""
-
-
-def _class_or_digests(outcome: CaseOutcome) -> str:
-    if not outcome.digests:
-        return str(outcome.different).partition(":")[0]
-    return ", ".join(f"{name} {digest}" for name, digest in outcome.digests.items())
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -350,7 +337,11 @@ def plan(
             subset = [case for case in cases if case.contract == name]
             serving = CONTRACTS[name].backends
             candidates = [backend for backend in serving if not backends or backend in backends]
-            for device in _devices(name):
+            # the CPU and the first GPU; the GPU alone where there is one and the contract needs it
+            devices = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
+            if not (devices and CONTRACTS[name].needs_gpu):
+                devices.insert(0, torch.device("cpu"))
+            for device in devices:
                 for backend in candidates or serving:
                     reason = why_not(backend, CONTRACTS[name], device)
                     reason = reason or why_not_compared(record, part)
@@ -372,15 +363,6 @@ def take_few(tasks: Sequence[GoldenTask]) -> None:
         for task in alike:
             task.chosen = covering(task.cases, lambda case: {case.kind.optimizer})
         first.chosen = covering(first.cases, lambda case: case.features)
-
-
-def _devices(contract: str) -> list[torch.device]:
-    """The CPU and the first GPU; the GPU alone where there is one and the contract needs it."""
-    cpu = torch.device("cpu")
-    if not torch.cuda.is_available():
-        return [cpu]
-    gpu = torch.device("cuda", 0)
-    return [gpu] if CONTRACTS[contract].needs_gpu else [cpu, gpu]
 
 
 def why_not_compared(record: Record, part: str) -> str | None:
@@ -412,11 +394,3 @@ def outcome(
         return CaseOutcome({}, f"{type(error).__name__}: {error}")
     unlike = () if expected is None else differences(expected, digests)
     return CaseOutcome(digests, ", ".join(difference.name for difference in unlike) or None)
-
-
-def why_not_recorded() -> str | None:
-    """Why the part of NVIDIA GPUs cannot be made here; None where it can."""
-    contracts = {case.contract for case in CASES[NVIDIA_GPU]}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", 0)
-    reasons = (why_not("triton", CONTRACTS[name], device) for name in sorted(contracts))
-    return next((reason for reason in reasons if reason is not None), None)

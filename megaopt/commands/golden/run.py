@@ -55,18 +55,14 @@ class Hashes:
         quantity = "scales" if name.endswith(SCALES) else QUANTITIES.get(name, name)
         hasher = self._hashes.setdefault(quantity, hashlib.sha256())
         hasher.update(f"{where} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-        hasher.update(_bytes_of(tensor, self._any_nan))
+        tensor = tensor.detach().cpu()
+        codes = alike_codes if self._any_nan and tensor.element_size() > 1 else codes_of
+        array = codes(tensor).numpy()
+        hasher.update(numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes())
 
     def digests(self) -> dict[str, str]:
         """The first digits of each, by quantity."""
         return {name: hasher.hexdigest()[:DIGITS] for name, hasher in sorted(self._hashes.items())}
-
-
-def _bytes_of(tensor: Tensor, any_nan: bool) -> bytes:
-    tensor = tensor.detach().cpu()
-    codes = alike_codes if any_nan and tensor.element_size() > 1 else codes_of
-    array = codes(tensor).numpy()
-    return numpy.asarray(array, dtype=array.dtype.newbyteorder("<")).tobytes()
 
 
 def run(case: GoldenCase, backend: str, device: torch.device) -> dict[str, str]:
@@ -91,18 +87,44 @@ def run(case: GoldenCase, backend: str, device: torch.device) -> dict[str, str]:
         # 16-bit weights without masters, and written ones, are what some cases are about
         warnings.simplefilter("ignore", UserWarning)
         optimizer = _optimizer(case, params, backend)
-        _start(case, optimizer)
+        if case.is_projected:
+            optimizer.initialize_states()
+            for index, state in enumerate(optimizer.state.values()):
+                if "projection" in state and "precision" in case.options:
+                    project(state["projection"], index)
+                elif "projection" in state:
+                    select(state["projection"])
+        if case.has("late"):
+            for group, number in zip(optimizer.param_groups, LATE_STEPS, strict=True):
+                if isinstance(group["step"], Tensor):
+                    group["step"].fill_(number)
+                else:
+                    group["step"] = number
         # before the first step too: fp8 weights are made by then
         for step in range(STEPS + 1):
             if step:
-                _give(case, params, step, device)
-                _step(case, optimizer, step, device)
+                for index, param in enumerate(params):
+                    # decoupled_grad as Megatron sets it
+                    name = "decoupled_grad" if case.options["use_decoupled_grad"] else "grad"
+                    setattr(param, name, gradient(case, index, step, device))
+                if case.has("grad-scale") or case.has("overflow"):
+                    overflows = case.has("overflow") and step in OVERFLOWS
+                    # as torch.amp.GradScaler sets them
+                    scaled: Any = optimizer
+                    scale = 1024.0 if step % 2 else 1000.0
+                    scaled.grad_scale = torch.full((1,), scale, device=device)
+                    scaled.found_inf = torch.full((1,), float(overflows), device=device)
+                optimizer.step(clip_norm=CLIP_NORMS[step % 2] if case.has("clip") else None)
             for name, where, tensor in _seen(case, params, optimizer, step):
                 hashes.add(name, f"{step} {where}", tensor)
             if case.has("external-write") and step == WRITE:
-                _write(params)
+                with torch.no_grad():
+                    for param in params:
+                        param.copy_(param.detach().clamp(-0.5, 0.5))
             if case.has("resume") and step == RESUME:
-                params, optimizer = _resumed(case, params, optimizer, backend)
+                params, saved = copies(params, case), copy.deepcopy(optimizer.state_dict())
+                optimizer = _optimizer(case, params, backend)
+                optimizer.load_state_dict(saved)
     return hashes.digests()
 
 
@@ -123,55 +145,17 @@ def _optimizer(case: GoldenCase, params: list[Tensor], backend: str) -> FusedOpt
     if case.kind.optimizer == "FusedAdam":  # contract torch's records too were made with these
         options = {**options, "step_counts": "group"}
     if case.has("external-masters"):
-        options = {**options, "dtype": None, "master_weights": [_master(p) for p in params]}
+        masters = []
+        for p in params:
+            # the values that a master made by the optimizer would start with
+            values = p.high_precision_initial_value() if isinstance(p, Float8Weight) else p
+            assert values is not None
+            masters.append(values.detach().to(torch.float32, copy=True))
+        options = {**options, "dtype": None, "master_weights": masters}
     optimizer: FusedOptimizer = getattr(megaopt, case.kind.optimizer)(
         groups, backend=backend, **options
     )
     return optimizer
-
-
-def _master(param: Tensor) -> Tensor:
-    """Returns the values that a master made by the optimizer would start with."""
-    values = param.high_precision_initial_value() if isinstance(param, Float8Weight) else param
-    assert values is not None
-    return values.detach().to(torch.float32, copy=True)
-
-
-def _start(case: GoldenCase, optimizer: FusedOptimizer) -> None:
-    if case.is_projected:
-        optimizer.initialize_states()
-        for index, state in enumerate(optimizer.state.values()):
-            if "projection" in state and "precision" in case.options:
-                project(state["projection"], index)
-            elif "projection" in state:
-                select(state["projection"])
-    if not case.has("late"):
-        return
-    for group, step in zip(optimizer.param_groups, LATE_STEPS, strict=True):
-        if isinstance(group["step"], Tensor):
-            group["step"].fill_(step)
-        else:
-            group["step"] = step
-
-
-def _give(case: GoldenCase, params: list[Tensor], step: int, device: torch.device) -> None:
-    for index, param in enumerate(params):
-        grad = gradient(case, index, step, device)
-        if case.options["use_decoupled_grad"]:
-            param.decoupled_grad = grad  # type: ignore[attr-defined]  # as Megatron sets it
-        else:
-            param.grad = grad
-
-
-def _step(case: GoldenCase, optimizer: FusedOptimizer, step: int, device: torch.device) -> None:
-    if case.has("grad-scale") or case.has("overflow"):
-        overflows = case.has("overflow") and step in OVERFLOWS
-        scale = torch.full((1,), 1024.0 if step % 2 else 1000.0, device=device)
-        found_inf = torch.full((1,), float(overflows), device=device)
-        # as torch.amp.GradScaler sets them
-        optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-    optimizer.step(clip_norm=CLIP_NORMS[step % 2] if case.has("clip") else None)
 
 
 def _seen(
@@ -189,18 +173,3 @@ def _seen(
         yield "steps", f"group {index}", torch.tensor(int(group["step"]))
     if step and (case.has("clip") or case.has("skip")):
         yield "norms", "", optimizer.grad_norm
-
-
-@torch.no_grad()
-def _write(params: list[Tensor]) -> None:
-    for param in params:
-        param.copy_(param.detach().clamp(-0.5, 0.5))
-
-
-def _resumed(
-    case: GoldenCase, params: list[Tensor], optimizer: FusedOptimizer, backend: str
-) -> tuple[list[Tensor], FusedOptimizer]:
-    fresh = copies(params, case)
-    fresh_optimizer = _optimizer(case, fresh, backend)
-    fresh_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return fresh, fresh_optimizer

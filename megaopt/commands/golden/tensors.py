@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import megaopt
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.float8 import Float8Recipe
 from megaopt.recording.inputs import mixed
 
 Words = NDArray[numpy.uint64]
@@ -58,7 +57,7 @@ class ParameterSpec:
     shape: tuple[int, ...]
     group: int
     kind: str = "hard"
-    """ "hard": `_patterns`; "coarse": `_coarse`; "still": gradients are zeros of both
+    """ "hard", "coarse", "normal": see `_drawn`; "still": gradients are zeros of both
     signs; "late": so are the weights, and the gradients until step LATE; "tiny": still, and weights
     are subnormal, so that their scales overflow; "normal": no zeros, nothing subnormal."""
     offset: int = 0
@@ -145,10 +144,25 @@ def specs_of(case: GoldenCase) -> tuple[ParameterSpec, ...]:
 
 def parameters(case: GoldenCase, device: torch.device) -> list[Tensor]:
     """The parameters of a case, with their first values."""
-    return [
-        _parameter(_weight(case, index, spec), spec, case.recipe, device)
-        for index, spec in enumerate(specs_of(case))
-    ]
+    params: list[Tensor] = []
+    for index, spec in enumerate(specs_of(case)):
+        bits, drawn = _drawn(spec, case.weight, (0, index))
+        if spec.kind == "late":
+            bits = bits & SIGN
+        elif spec.kind == "tiny" and case.weight != torch.float16:
+            bits = bits & (SIGN | SUBNORMAL)
+        else:
+            nan = case.has("nan") or case.has("nonfinite")
+            infinite = case.has("infinite") or case.has("nonfinite")
+            bits = _with_nonfinite(bits, drawn, nan, infinite)
+        values = _tensor_of(bits, case.weight).reshape(spec.shape)
+        param: Tensor = nn.Parameter(placed(values, spec, device))
+        if case.recipe is not None and spec.float8:
+            layer = nn.Linear(spec.shape[1], spec.shape[0], bias=False, device="meta")
+            layer.weight = param
+            param = megaopt.to_float8(layer, case.recipe, filter=lambda *_: True).weight
+        params.append(param)
+    return params
 
 
 def copies(params: Sequence[Tensor], case: GoldenCase) -> list[Tensor]:
@@ -205,29 +219,6 @@ def _grad(
     return _tensor_of(bits, dtype).reshape(spec.shape)
 
 
-def _weight(case: GoldenCase, index: int, spec: ParameterSpec) -> Tensor:
-    bits, drawn = _drawn(spec, case.weight, (0, index))
-    if spec.kind == "late":
-        bits = bits & SIGN
-    elif spec.kind == "tiny" and case.weight != torch.float16:
-        bits = bits & (SIGN | SUBNORMAL)
-    else:
-        nan = case.has("nan") or case.has("nonfinite")
-        infinite = case.has("infinite") or case.has("nonfinite")
-        bits = _with_nonfinite(bits, drawn, nan, infinite)
-    return _tensor_of(bits, case.weight).reshape(spec.shape)
-
-
-def _drawn(
-    spec: ParameterSpec, dtype: torch.dtype, seeds: tuple[int, ...]
-) -> tuple[Patterns, Words]:
-    drawn = _words(math.prod(spec.shape), *seeds)
-    bits = _patterns(drawn, dtype)
-    if spec.kind in KINDS:
-        bits = KINDS[spec.kind](bits)
-    return bits, drawn
-
-
 def _with_nonfinite(bits: Patterns, drawn: Words, nan: bool, infinite: bool) -> Patterns:
     """One number of 64 becomes NaN, and another infinity, where that is asked for."""
     if nan:
@@ -246,33 +237,21 @@ def placed(values: Tensor, spec: ParameterSpec, device: torch.device) -> Tensor:
     return view.copy_(values)
 
 
-def _parameter(
-    values: Tensor, spec: ParameterSpec, recipe: Float8Recipe | None, device: torch.device
-) -> Tensor:
-    weight = nn.Parameter(placed(values, spec, device))
-    if recipe is None or not spec.float8:
-        return weight
-    rows, columns = spec.shape
-    layer = nn.Linear(columns, rows, bias=False, device="meta")
-    layer.weight = weight
-    return megaopt.to_float8(layer, recipe, filter=lambda *_: True).weight
-
-
 # --- numbers
-
-
-def _mixed(words: Words) -> Words:
-    """Returns each word through `mixed`; products and sums are modulo 2**64."""
-    return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
 
 
 def _words(count: int, *seeds: int) -> Words:
     """Returns 64-bit words of splitmix64; other seeds, or another order of them, give others."""
+
+    def scrambled(words: Words) -> Words:
+        # products and sums are modulo 2**64
+        return mixed(torch.from_numpy(words.view(numpy.int64))).numpy().view(numpy.uint64)
+
     start = numpy.zeros(1, dtype=numpy.uint64)
     for seed in seeds:
-        start = _mixed(start + numpy.uint64(seed + 1))
+        start = scrambled(start + numpy.uint64(seed + 1))
     places = numpy.arange(1, count + 1, dtype=numpy.uint64)
-    return _mixed(start + places * numpy.uint64(0x9E3779B97F4A7C15))
+    return scrambled(start + places * numpy.uint64(0x9E3779B97F4A7C15))
 
 
 def _field(drawn: Words, start: int, width: int) -> Patterns:
@@ -281,11 +260,14 @@ def _field(drawn: Words, start: int, width: int) -> Patterns:
     return values
 
 
-def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
-    """fp32 patterns, one a word, of numbers that `dtype` holds exactly.
+def _drawn(
+    spec: ParameterSpec, dtype: torch.dtype, seeds: tuple[int, ...]
+) -> tuple[Patterns, Words]:
+    """The fp32 patterns of numbers that `dtype` holds exactly, and the words they are made of.
 
     Of 32, one is a zero and one is subnormal (in fp16 by its exponent anyway), of either sign.
     """
+    drawn = _words(math.prod(spec.shape), *seeds)
     exponent = LOWEST_BINADE + _field(drawn, 23, 16) % BINADES
     dropped = numpy.full_like(exponent, 23 - KEPT_BITS[dtype])
     if dtype == torch.float16:
@@ -296,24 +278,18 @@ def _patterns(drawn: Words, dtype: torch.dtype) -> Patterns:
     if dtype != torch.float16:
         magnitude = numpy.where(kind == 1, mantissa, magnitude)
     magnitude = numpy.where(kind == 0, 0, magnitude)
-    return (_field(drawn, 63, 1) << 31) | magnitude
-
-
-def _coarse(bits: Patterns) -> Patterns:
-    """Numbers of at most 8 significant bits below 14, their first: scales by 448 are powers of two.
-
-    Products with a scale, and sums, are then often halfway between two codes.
-    """
-    bits = bits & 0xFFFF0000
-    top = ((bits >> 23) & 0xFF) == LOWEST_BINADE + BINADES - 1 + 127
-    bits = numpy.where(top, bits & ~(1 << 22), bits)
-    bits[:1] = COARSE_TOP
-    return bits
-
-
-def _normal(bits: Patterns) -> Patterns:
-    """Zeros and subnormal numbers become numbers in [1, 2), with their bits."""
-    return numpy.where(bits & INFINITY, bits, bits | ONE)
+    bits = (_field(drawn, 63, 1) << 31) | magnitude
+    if spec.kind == "coarse":
+        # at most 8 significant bits, below 14, their first: scales by 448 are powers of two, and
+        # products with a scale, and sums, are often halfway between two codes
+        bits = bits & 0xFFFF0000
+        top = ((bits >> 23) & 0xFF) == LOWEST_BINADE + BINADES - 1 + 127
+        bits = numpy.where(top, bits & ~(1 << 22), bits)
+        bits[:1] = COARSE_TOP
+    elif spec.kind == "normal":
+        # zeros and subnormal numbers become numbers in [1, 2), with their bits
+        bits = numpy.where(bits & INFINITY, bits, bits | ONE)
+    return bits, drawn
 
 
 def _with_some(pattern: int, kind: int, bits: Patterns, drawn: Words) -> Patterns:
@@ -333,6 +309,3 @@ def _tensor_of(bits: Patterns, dtype: torch.dtype) -> torch.Tensor:
         codes = numpy.where(is_nan, (bits >> 16) & 0x8000 | 0x7E00, codes)
         return torch.from_numpy(codes.astype(numpy.uint16).view(numpy.float16))
     return torch.from_numpy(values)
-
-
-KINDS = {"coarse": _coarse, "normal": _normal}

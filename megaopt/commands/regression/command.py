@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -72,33 +71,49 @@ def regress(
         batches_of(run, corpus)  # refused here, not in every process
         folder = make_folder(out / run.name)
         record = folder / "record.json"
-        _train(
-            regression,
-            console,
-            lambda: write_json(record, build_record(regression, corpus, source)),
-        )
-        _draw(regression, folder)
+        with step_progress(console) as progress:
+            began, steps = time.monotonic(), regression.total_steps
+            task = progress.add_task("training", total=steps)
+
+            def tell(outcome: TrialOutcome) -> None:
+                # a line for each trial that ended, which a log can hold
+                line = f"{time.monotonic() - began:5.0f} s  {outcome.trial.name}: {_told(outcome)}"
+                console.print(line, soft_wrap=True, highlight=False)
+                write_json(record, build_record(regression, corpus, source))
+
+            regression.train(tell, lambda count: progress.update(task, completed=count))
+        timed = [outcome for outcome in regression.outcomes if outcome.is_timed]
+        if drawn := [outcome for outcome in regression.outcomes if outcome.ran]:
+            ranks = max(job.ranks for trial in regression.trials for job in trial.jobs)
+            several = f", up to {ranks} ranks" if ranks > 1 else ""
+            title = f"{run.name}: {run.steps} steps on {regression.device}{several}"
+            draw_losses(folder / "losses.png", title, drawn)
+            if timed:
+                draw_times(folder / "times.png", title, timed)
     console.print(_compared(regression))
-    if any(outcome.is_timed for outcome in regression.outcomes):
-        print_table(console, _measured(regression))
+    if timed:
+        print_table(console, _measured(regression, timed))
     if any(trial.number > 1 for trial in regression.trials):
         print_table(console, _times(regression))
-    return _report(regression, config_path, folder, console)
-
-
-def _train(regression: Regression, console: Console, write: Callable[[], None]) -> None:
-    """Runs it, with a line for each trial that ended, which a log can hold."""
-    began = time.monotonic()
-    with step_progress(console) as progress:
-        task = progress.add_task("training", total=regression.total_steps)
-
-        def tell(outcome: TrialOutcome) -> None:
-            seconds = f"{time.monotonic() - began:5.0f} s  "
-            line = f"{seconds}{outcome.trial.name}: {_told(outcome)}"
-            console.print(line, soft_wrap=True, highlight=False)
-            write()
-
-        regression.train(tell, lambda count: progress.update(task, completed=count))
+    lines: list[str | Text] = [f"record and pictures: {folder}"]
+    status = exits.DONE
+    if (difference := regression.first_difference()) is not None:
+        lines.append(coloured("red", "different", f": {difference}"))
+        status = exits.DIFFERENT
+    elif regression.failed:
+        failures = (f"{outcome.trial.name}: {outcome.failure}" for outcome in regression.failed)
+        lines += [coloured("red", "failed", f": {failure}") for failure in failures]
+        status = exits.REFUSED
+    else:
+        final = {outcome.trial.name: outcome.losses[-1] for outcome in regression.outcomes}
+        words = (
+            ": every loss, weight and state, and the norm that clips, bit for bit, to the "
+            "baselines trained here; `megaopt verify` compares steps with the golden record"
+        )
+        lines += [describe_losses(config_path, final), coloured("green", "identical", words)]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+    return status
 
 
 def _told(outcome: TrialOutcome) -> str:
@@ -110,18 +125,6 @@ def _told(outcome: TrialOutcome) -> str:
     if outcome.difference is not None:
         return f"different: {outcome.difference}"
     return f"identical to {outcome.baseline.trial.name}"
-
-
-def _draw(regression: Regression, folder: Path) -> None:
-    run, outcomes = regression.run, [outcome for outcome in regression.outcomes if outcome.ran]
-    if not outcomes:
-        return
-    ranks = max(job.ranks for trial in regression.trials for job in trial.jobs)
-    several = f", up to {ranks} ranks" if ranks > 1 else ""
-    title = f"{run.name}: {run.steps} steps on {regression.device}{several}"
-    draw_losses(folder / "losses.png", title, outcomes)
-    if timed := [outcome for outcome in outcomes if outcome.is_timed]:
-        draw_times(folder / "times.png", title, timed)
 
 
 # --- the tables
@@ -151,13 +154,28 @@ def _compared(regression: Regression) -> Table:
 
     Ranks and recipes are shown where there are several.
     """
+    rows: list[dict[str, Any]] = []
+    for outcome in regression.outcomes:
+        trial, difference, identical, where = outcome.trial, outcome.difference, Text(), ""
+        if outcome.failure is not None:
+            identical = coloured("red", "failed")
+        elif trial.baseline is not None:
+            identical = coloured("red", "no") if difference else coloured("green", "yes")
+        if difference is not None:
+            where = f"step {difference.step}: {difference.tensor}"
+        row = {
+            "recipe": trial.recipe or "",
+            "variant": trial.short_name,
+            "baseline": (trial.baseline or "").removeprefix(f"{trial.recipe}."),
+            "ranks": " then ".join(dict.fromkeys(str(job.ranks) for job in trial.jobs)),
+            "final loss": f"{outcome.losses[-1]:.9g}" if outcome.losses else "",
+            "identical": identical,
+            "first difference": where,
+        }
+        rows.append(row)
     table = Table(title=f"{regression.run.name}: {regression.run.steps} steps, {regression.device}")
-    rows = [_row(outcome) for outcome in regression.outcomes]
-    shown = [
-        name
-        for name in rows[0]
-        if name not in ("recipe", "ranks") or {row[name] for row in rows} - {"", "1"}
-    ]
+    several = [n for n in ("recipe", "ranks") if {row[n] for row in rows} - {"", "1"}]
+    shown = [name for name in rows[0] if name not in ("recipe", "ranks") or name in several]
     for name in shown:
         fold = name == "first difference"
         table.add_column(name, no_wrap=not fold, overflow="fold")
@@ -167,31 +185,11 @@ def _compared(regression: Regression) -> Table:
     return table
 
 
-def _row(outcome: TrialOutcome) -> dict[str, Any]:
-    trial, difference = outcome.trial, outcome.difference
-    identical: str | Text = ""
-    if outcome.failure is not None:
-        identical = coloured("red", "failed")
-    elif trial.baseline is not None:
-        identical = coloured("green", "yes") if difference is None else coloured("red", "no")
-    return {
-        "recipe": trial.recipe or "",
-        "variant": trial.short_name,
-        "baseline": (trial.baseline or "").removeprefix(f"{trial.recipe}."),
-        "ranks": " then ".join(dict.fromkeys(str(job.ranks) for job in trial.jobs)),
-        "final loss": f"{outcome.losses[-1]:.9g}" if outcome.losses else "",
-        "identical": identical,
-        "first difference": ""
-        if difference is None
-        else f"step {difference.step}: {difference.tensor}",
-    }
-
-
-def _measured(regression: Regression) -> Table:
+def _measured(regression: Regression, timed: Iterable[TrialOutcome]) -> Table:
     """A row for each trial: time, memory and bytes."""
     title, headings = "a rank's optimizer step, norm and clip included", [f">{n}" for n in MEASURED]
     table = make_table(title, ("variant", *headings))
-    for outcome in (outcome for outcome in regression.outcomes if outcome.is_timed):
+    for outcome in timed:
         figures = measured(regression, outcome)
         cells = (show(figures[key]) for key, show in MEASURED.values())
         table.add_row(outcome.trial.name, *cells)
@@ -210,29 +208,3 @@ def _times(regression: Regression) -> Table:
             cells.append("" if ratio is None else f"{ratio:.3f}")
         table.add_row(variant, str(times["runs"]), *cells)
     return table
-
-
-def _report(regression: Regression, config_path: Path, folder: Path, console: Console) -> int:
-    lines: list[str | Text] = [f"record and pictures: {folder}"]
-    status = exits.DONE
-    if (difference := regression.first_difference()) is not None:
-        lines.append(coloured("red", "different", f": {difference}"))
-        status = exits.DIFFERENT
-    elif regression.failed:
-        failures = (f"{outcome.trial.name}: {outcome.failure}" for outcome in regression.failed)
-        lines += [coloured("red", "failed", f": {failure}") for failure in failures]
-        status = exits.REFUSED
-    else:
-        final = {outcome.trial.name: outcome.losses[-1] for outcome in regression.outcomes}
-        lines.append(describe_losses(config_path, final))
-        lines.append(
-            coloured(
-                "green",
-                "identical",
-                ": every loss, weight and state, and the norm that clips, bit for bit, to the "
-                "baselines trained here; `megaopt verify` compares steps with the golden record",
-            )
-        )
-    for line in lines:
-        console.print(line, soft_wrap=True, highlight=False)
-    return status

@@ -74,7 +74,10 @@ class GptTraining:
         with scaled_matmul(self.scaled):
             loss = self.model(inputs, targets)
         loss.backward()
-        self.owner.step(self.config.optimizer.learning_rate_at(number))
+        config, rate = self.config.optimizer, self.config.optimizer.learning_rate
+        if number < config.warmup_steps:
+            rate = rate * number / config.warmup_steps
+        self.owner.step(rate)
         self.model.zero_grad(set_to_none=True)
         self.steps_done = number
         return {"losses": [hexadecimal(loss.item())], "grad_norm": None}

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaopt.commands.regression.megatron.config import SharedKeys
 from megaopt.commands.regression.plan import Trial
-from megaopt.recording.files import Recording, Summed
+from megaopt.recording.files import Recording
 from megaopt.recording.pair import differences
 
 WARM_UP = 3
@@ -64,19 +64,18 @@ class TrialOutcome:
         if failure is not None:
             return
         self.recordings = [Recording(folder / job.name) for job in trial.jobs]
-        if baseline is not None and baseline.failure is not None:
+        if baseline is None:
+            return
+        if baseline.failure is not None:
             self.failure = f"its baseline {baseline.trial.name} failed"
-        elif baseline is not None:
-            self._compare(baseline)
-
-    def _compare(self, baseline: TrialOutcome) -> None:
-        """Notes the first difference, by step and then in the order in which a step makes it."""
-        for step in range(1, self.trial.jobs[-1].last + 1):
+            return
+        # the first difference, by step and then in the order in which a step makes it
+        for step in range(1, trial.jobs[-1].last + 1):
             mismatches = differences(self.quantities(step), baseline.quantities(step))
             if odd := [difference.name for difference in mismatches if None in difference]:
                 self.failure = f"step {step}: only one of the two has {odd[:4]}"
             elif mismatches:
-                names = self.trial.name, baseline.trial.name
+                names = trial.name, baseline.trial.name
                 self.difference = TrialDifference(step, *names, *mismatches[0])
             if mismatches:
                 return
@@ -107,10 +106,13 @@ class TrialOutcome:
 
     def digests(self, step: int) -> dict[str, str]:
         """The digest of each tensor after a step, by "name quantity"."""
-        by_tensor = self.recording_at(step).digests(step)
-        return {
-            f"{name} {quantity}": told(summed) for (name, quantity), summed in by_tensor.items()
-        }
+        digests: dict[str, str] = {}
+        for (name, quantity), summed in self.recording_at(step).digests(step).items():
+            # where replicas differ, the ranks that have others are named
+            apart = " and ".join(", ".join(map(str, ranks)) for ranks in summed.replicas)
+            digest = f"{summed.digest} (ranks {apart} differ)" if apart else str(summed.digest)
+            digests[f"{name} {quantity}"] = digest
+        return digests
 
     @cached_property
     def losses(self) -> list[float]:
@@ -150,9 +152,3 @@ class TrialOutcome:
     def largest(self, key: str) -> int | None:
         """Returns the most bytes over the measured steps and ranks; None where unmeasured."""
         return max((value for ranks in self.each(key) for value in ranks), default=None)
-
-
-def told(summed: Summed) -> str:
-    """A tensor's digest, and which ranks have others where replicas differ."""
-    apart = " and ".join(f"{', '.join(map(str, ranks))}" for ranks in summed.replicas)
-    return f"{summed.digest} (ranks {apart} differ)" if apart else str(summed.digest)

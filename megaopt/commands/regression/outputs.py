@@ -5,33 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from megaopt.commands.toml_tables import require
-
-
-def require_file(key: str, path: Path | None) -> None:
-    """Tries whether a file can be written at `path`; None: nothing is to be written.
-
-    Args:
-        key: the option's name, for the message.
-        path: the file.
-
-    Raises:
-        ConfigError: it is a folder, or there is no folder for it.
-        OSError: nothing can be written there.
-    """
-    if path is not None:
-        require(not path.is_dir(), key, str(path), "a file, not a folder")
-        require(path.parent.is_dir(), key, str(path), "a file in a folder that exists")
-        _try_to_write(path.parent)
-
-
-def require_new_folder(key: str, path: Path | None) -> None:
-    """Tries whether a folder can be made at `path`, as `require_file`."""
-    if path is not None:
-        require(not path.exists(), key, str(path), "a folder that is not there yet")
-        require(path.parent.is_dir(), key, str(path), "in a folder that exists")
-        _try_to_write(path.parent)
-
 
 def make_folder(path: Path) -> Path:
     """The folder of a record, made where it is missing; says what will be written over.
@@ -40,13 +13,14 @@ def make_folder(path: Path) -> Path:
         OSError: it cannot be made, or nothing can be written in it.
     """
     path.mkdir(parents=True, exist_ok=True)
-    _try_to_write(path)
+    try_to_write(path)
     if (path / "record.json").exists():
         print(f"{path} has an earlier run's record, which this one writes over", flush=True)
     return path
 
 
-def _try_to_write(folder: Path) -> None:
+def try_to_write(folder: Path) -> None:
+    """Raises an OSError about a folder where no file can be made in it."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"0")

@@ -14,7 +14,7 @@ from megaopt.commands.config import (
 from megaopt.commands.configs import Config, find_config
 from megaopt.commands.console import make_console, step_progress
 from megaopt.commands.regression.gpt import GptTraining
-from megaopt.commands.regression.outputs import about_file, require_file, require_new_folder
+from megaopt.commands.regression.outputs import about_file, try_to_write
 from megaopt.commands.regression.parts import open_recording, rows_of
 from megaopt.commands.toml_tables import MOST, require
 from megaopt.commands.training.determinism import choose_device, deterministic
@@ -65,8 +65,14 @@ def train(
     require(alone, "variant", chosen.name, allowed)
     last = run.steps if steps is None else steps
     require(1 <= last <= MOST, "steps", last, "a whole number from 1 to 2**31-1")
-    require_file("save", save)
-    require_new_folder("result", result)
+    if save is not None:
+        require(not save.is_dir(), "save", str(save), "a file, not a folder")
+        require(save.parent.is_dir(), "save", str(save), "a file in a folder that exists")
+        try_to_write(save.parent)
+    if result is not None:
+        require(not result.exists(), "result", str(result), "a folder that is not there yet")
+        require(result.parent.is_dir(), "result", str(result), "in a folder that exists")
+        try_to_write(result.parent)
     with deterministic(run.cpu_threads):
         device = choose_device(run)
         require_room(run, chosen, device)

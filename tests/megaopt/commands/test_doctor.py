@@ -14,8 +14,7 @@ from megaopt import FusedAdam
 from megaopt.commands import doctor
 from megaopt.commands.bench.equality import Check
 from megaopt.commands.bench.modes import MODES
-from megaopt.commands.golden.cases import CASES
-from megaopt.commands.golden.record import packaged
+from megaopt.commands.golden.cases import CASES, packaged
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 

@@ -5,8 +5,7 @@ import torch
 
 from megaopt.commands.golden import check
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.commands.golden.cases import ANY_MACHINE, CASES, covering
-from megaopt.commands.golden.record import packaged
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, covering, packaged
 
 ROWS = {
     "rules": lambda case: {(case.parts[1], case.contract)},

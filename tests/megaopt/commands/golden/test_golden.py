@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megaopt.commands import environment
-from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
-from megaopt.commands.golden.record import packaged
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, packaged
 from megaopt.commands.golden.run import run
 
 RECORD = packaged()

@@ -9,8 +9,7 @@ from mutants import mutant
 from megaopt import kernels
 from megaopt.commands.golden import check
 from megaopt.commands.golden.case import GoldenCase
-from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
-from megaopt.commands.golden.record import Record, packaged, parse
+from megaopt.commands.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, Record, packaged, parse
 from megaopt.kernels.formats import MOMENTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 

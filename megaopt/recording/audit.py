@@ -8,6 +8,7 @@ explained by recomputing it as a wrong optimizer would have.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from megaopt.recording.files import Rank, Recording, places_of_samples
+from megaopt.recording.files import Recording, places_of_samples
 from megaopt.recording.laws import (
     LAWS,
     PARAM,
@@ -33,7 +34,6 @@ from megaopt.recording.samples import (
     OLD,
     Given,
     Mask,
-    ParameterSamples,
     Tensor,
     Tensors,
     Unknown,
@@ -149,39 +149,6 @@ class ParameterOwner(NamedTuple):
         return self.rank, self.source
 
 
-def owner_of(
-    recording: Recording, step: int, name: str, stepped: ParameterSamples
-) -> ParameterOwner | None:
-    """Returns the owner of a parameter in a step; None where the recording does not say."""
-    owners: list[ParameterOwner] = []
-    # descriptions of the optimizer at this step, the last first
-    described = recording.ranks[stepped.rank].described(stepped.source, step)
-    for line in described:
-        # (group, place in the optimizer) of the parameter, by the names in groups
-        numbered = ((g, param) for g, names in enumerate(line["groups"]) for param in names)
-        places = [(g, place) for place, (g, param) in enumerate(numbered) if param == name]
-        owners += [ParameterOwner(stepped.rank, stepped.source, *places[0], line)] if places else []
-        # a description that says its first step is the one that holds
-        if owners and "step" in line:
-            break
-    # older versions did not say from which step on a line holds
-    return owners[0] if len({owner[:4] for owner in owners}) == 1 else None
-
-
-def sources_together(rank: Rank) -> dict[int, set[int]]:
-    """Returns for each optimizer of a rank those that share parameters, and so steps, with it."""
-    # having: by parameter the optimizers that list it
-    partners, having = {source: {source} for source in rank.descriptions}, dict[str, set[int]]()
-    for source, lines in rank.descriptions.items():
-        for name in (name for line in lines for group in line["groups"] for name in group):
-            having.setdefault(name, set()).add(source)
-    # whoever shares a parameter with one of them shares steps with all
-    for sources in having.values():
-        joined = set[int]().union(*(partners[source] for source in sources))
-        partners |= dict.fromkeys(joined, joined)
-    return partners
-
-
 class Counted(NamedTuple):
     """The number of updates that a parameter has had after a step."""
 
@@ -211,7 +178,19 @@ class Audit:
         self._last_step = 0
         self._counts: dict[tuple[Any, ...], Counted] = {}
         self._explained: dict[str, str] = {}
-        self._together = [sources_together(rank) for rank in recording.ranks]
+        # by rank: for each optimizer those that share parameters, and so steps, with it
+        self._together: list[dict[int, set[int]]] = []
+        for rank in recording.ranks:
+            partners = {source: {source} for source in rank.descriptions}
+            having = defaultdict[str, set[int]](set)  # by parameter the optimizers that list it
+            for source, lines in rank.descriptions.items():
+                for name in (n for line in lines for group in line["groups"] for n in group):
+                    having[name].add(source)
+            # whoever shares a parameter with one of them shares steps with all
+            for sources in having.values():
+                joined = set[int]().union(*(partners[source] for source in sources))
+                partners |= dict.fromkeys(joined, joined)
+            self._together.append(partners)
         self._first: dict[tuple[int, int], int] = {}
         self._fresh: dict[tuple[int, int], bool] = {}
 
@@ -229,7 +208,7 @@ class Audit:
                     self._outside(step, name, samples, before)
                     # where old values were not all recorded, the last step's new ones stand in
                     has_all_old = self._line(step, self._owners[name]).get("has_all_old")
-                    self._tensor(step, name, with_old(samples, {} if has_all_old else before))
+                    self._tensor(step, name, samples, {} if has_all_old else before)
                 except UNFIT as error:
                     self._skip(f"its law cannot take what is recorded ({error})", name)
             # what the next step is compared with
@@ -243,11 +222,22 @@ class Audit:
         """Returns the samples of a step's parameters, by name, and notes their owners."""
         tensors, self._owners = dict[str, Tensors](), {}
         for name, stepped in stepped_in(self.recording, step).items():
-            owner = owner_of(self.recording, step, name, stepped)
+            # by descriptions of the optimizer at this step, the last first
+            owners: list[ParameterOwner] = []
+            for line in self.recording.ranks[stepped.rank].described(stepped.source, step):
+                # (group, place in the optimizer) of the parameter, by the names in groups
+                numbered = ((g, param) for g, names in enumerate(line["groups"]) for param in names)
+                places = [(g, place) for place, (g, param) in enumerate(numbered) if param == name]
+                if places:
+                    owners.append(ParameterOwner(stepped.rank, stepped.source, *places[0], line))
+                # a description that says its first step is the one that holds
+                if owners and "step" in line:
+                    break
+            # older versions did not say from which step on a line holds
             if stepped.is_double:
                 self._skip(DOUBLE, name)
-            elif owner is not None:
-                self._owners[name], tensors[name] = owner, stepped.tensors
+            elif len({owner[:4] for owner in owners}) == 1:
+                self._owners[name], tensors[name] = owners[0], stepped.tensors
             elif "grad" in stepped.tensors:
                 self._skip(NOT_OWNED, name)
         return tensors
@@ -270,22 +260,21 @@ class Audit:
             if source in self._first:
                 continue
             # gradients of zeros and lr = 0: no update of anyone's
-            if all(self._makes_states(step, name, tensors[name]) for name in names):
+            rates = [number(self._group(step, self._owners[name]).get("lr")) for name in names]
+            stays = all(rate == 0 for rate in rates)
+            grads = [tensors[name].get("grad") for name in names] if stays else [None]
+            if not any(grad is None or decoded(grad).any() for grad in grads):
                 for name in names:
                     del tensors[name]
-            else:
-                self._first[source] = step
-                self._fresh[source] = all(self._is_fresh(name, tensors[name]) for name in names)
-
-    def _makes_states(self, step: int, name: str, samples: Tensors) -> bool:
-        rate = number(self._group(step, self._owners[name]).get("lr"))
-        return rate == 0 and "grad" in samples and not decoded(samples["grad"]).any()
-
-    def _is_fresh(self, name: str, samples: Tensors) -> bool:
-        law = self._law(self._owners[name])
-        starts = () if law is None else tuple(law.moments())
-        old = [samples[OLD + moment] for moment in starts if OLD + moment in samples]
-        return not any(tensor.bits[tensor.held].any() for tensor in old)
+                continue
+            # fresh: moments from before the step are zeros, or not there
+            self._first[source], self._fresh[source] = step, True
+            for name in names:
+                law = self._law(self._owners[name])
+                starts = () if law is None else law.moments()
+                old = [tensors[name].get(OLD + moment) for moment in starts]
+                if any(t is not None and t.bits[t.held].any() for t in old):
+                    self._fresh[source] = False
 
     def _before(self, step: int, name: str, samples: Tensors) -> Tensors:
         """Returns the tensors that the last step left, as far as this step may start from them.
@@ -295,7 +284,8 @@ class Audit:
         """
         # the step before is not known, or another parameter has the name now
         last, owner = self._last.get(name), self._owners[name]
-        if last is None or self._last_step != step - 1 or self._came_anew(step, name):
+        is_anew = owner.optimizer.get("step") == step and name in owner.optimizer.get("anew", ())
+        if last is None or self._last_step != step - 1 or is_anew:
             return {}
 
         # another optimizer may go on with the weight, but has a state of its own
@@ -320,11 +310,6 @@ class Audit:
             return {}  # and its state is another, too
         formats = {q: (tensor.value.shape, tensor.value.dtype) for q, tensor in candidates.items()}
         return {q: candidates[q] for q in candidates if formats[q] == (now[q].shape, now[q].dtype)}
-
-    def _came_anew(self, step: int, name: str) -> bool:
-        """Returns whether another parameter has the name from this step on."""
-        optimizer = self._owners[name].optimizer
-        return optimizer.get("step") == step and name in optimizer.get("anew", ())
 
     # --- the recording's lines
 
@@ -381,12 +366,22 @@ class Audit:
 
     def _count(self, step: int, name: str, law: Law, is_new: bool) -> tuple[int | None, bool]:
         """Returns the number of this update of a parameter, and whether that is sure."""
-        # updates since the last one whose number was sure
+        # updates since the last one whose number was sure, unless some of these steps are missing:
+        # more of them than are recorded in all, or one without a line of this optimizer or of one
+        # that shares parameters with it
         owner, before = self._owners[name], self._counts.get(self._counted(name, law))
-        if before is not None:
-            passed = self._updates(before.step, step, name, law)
-            if passed is not None:
-                return before.updates + passed, True
+        lines, together = self.recording.ranks[owner.rank].scalars, self._together[owner.rank]
+        if before is not None and step - before.step <= len(self.recording.steps):
+            between, sources = range(before.step + 1, step + 1), together[owner.source]
+            if not any(sources.isdisjoint(lines.get(s, ())) for s in between):
+                # steps that the optimizer took, but for those that an overflow left out
+                taken = [s for s in between if self._line(s, owner)]
+                taken = [s for s in taken if not self._is_left_out(s, owner)]
+                # a parameter counts the steps in which it had a gradient
+                if not law.counts_groups:
+                    digests = self.recording.digests
+                    taken = [s for s in taken if s == step or (name, "grad") in digests(s)]
+                return before.updates + len(taken), True
 
         # the first step of an optimizer whose moments were zeros before, or a new state
         is_first = step == self._first[owner.key] and self._fresh[owner.key]
@@ -400,45 +395,33 @@ class Audit:
         owner = self._owners[name]
         return (name, *owner.key, owner.group) if law.counts_groups else (name, *owner.key)
 
-    def _updates(self, first: int, last: int, name: str, law: Law) -> int | None:
-        """Counts a parameter's updates after one step up to another; None: some are missing."""
-        # more steps than are recorded in all: some are missing
-        owner = self._owners[name]
-        if last - first > len(self.recording.steps):
-            return None
-        # a step without a line of this optimizer, nor of one that shares parameters with it
-        lines, together = self.recording.ranks[owner.rank].scalars, self._together[owner.rank]
-        between = range(first + 1, last + 1)
-        if any(together[owner.source].isdisjoint(lines.get(step, ())) for step in between):
-            return None
-        # steps that the optimizer took, but for those that an overflow left out
-        owner_steps = [step for step in between if self._line(step, owner)]
-        taken = [step for step in owner_steps if not self._is_left_out(step, owner)]
-        if law.counts_groups:
-            return len(taken)
-        # a parameter counts the steps in which it had a gradient
-        return sum(step == last or (name, "grad") in self.recording.digests(step) for step in taken)
-
-    def _rates(self, step: int, owner: ParameterOwner) -> Iterator[tuple[str, float]]:
-        """Yields learning rates other than the group's, each behind a label of its origin."""
-        group_rate = number(self._group(step, owner).get("lr"))
-        groups = self._line(step, owner).get("groups", ())
-        labelled = [(f"group {index}", group) for index, group in enumerate(groups)]
-        labelled += [("the next step", self._group(step + 1, owner))]
-        labelled += [("the step before", self._group(step - 1, owner))]
-        for label, group in labelled:
-            rate = number(group.get("lr"))
-            if isinstance(rate, float) and rate != group_rate:
-                yield label, rate
-
     # --- one tensor of a step
 
-    def _tensor(self, step: int, name: str, samples: Tensors) -> None:
+    def _tensor(self, step: int, name: str, samples: Tensors, before: Tensors) -> None:
+        """Holds a tensor to its law; before: what the last step left, which is old in this one."""
+        # the weight decides where elements lie; quantities of its shape are sampled at the same
+        # places, of which all ranks' samples have some: bool [samples]
+        samples = {**{OLD + quantity: tensor for quantity, tensor in before.items()}, **samples}
+        like = samples.get("weight", samples.get("master"))
+        if like is not None:
+            shape = like.value.shape
+            alike = {q: tensor for q, tensor in samples.items() if tensor.value.shape == shape}
+            if any(len(tensor.bits) != len(like.bits) for tensor in alike.values()):
+                samples = {}  # elements of 8 bytes have 32 samples, shorter ones 64
+            else:
+                held: Mask = numpy.all([tensor.held for tensor in alike.values()], axis=0)
+                samples |= {q: tensor._replace(held=held) for q, tensor in alike.items()}
+
         owner = self._owners[name]
         law = self._law(owner)
         if law is None:
             self._skip(f"the law of {owner.optimizer['class']} is not known", name)
-            self._note_moved(name, samples)
+            old, new = samples.get(OLD + "weight"), samples.get("weight")
+            if old is not None and new is not None and new.value.dtype in DECODERS:
+                numbers = decoded(old)
+                with numpy.errstate(all="ignore"):
+                    ratio = ((decoded(new) - numbers) ** 2).mean() / (numbers**2).mean()
+                    self.report.moved[name] = float(numpy.sqrt(ratio))
         elif not samples:
             self._skip(APART, name)
         elif "grad" not in samples:
@@ -457,14 +440,6 @@ class Audit:
 
     def _find(self, step: int, name: str, quantity: str, explanation: str, *more: Any) -> None:
         self.report.findings.append(AuditFinding(step, name, quantity, explanation, *more))
-
-    def _note_moved(self, name: str, samples: Tensors) -> None:
-        old, new = samples.get(OLD + "weight"), samples.get("weight")
-        if old is not None and new is not None and new.value.dtype in DECODERS:
-            before = decoded(old)
-            with numpy.errstate(all="ignore"):
-                ratio = ((decoded(new) - before) ** 2).mean() / (before**2).mean()
-                self.report.moved[name] = float(numpy.sqrt(ratio))
 
     def _outside(self, step: int, name: str, samples: Tensors, before: Tensors) -> None:
         """Notes tensors that were written or taken away after the last step."""
@@ -495,7 +470,14 @@ class Audit:
             self._skip(TAKES_ALL, name)
 
         # the twin is megaopt's own reference kernel: equal bits need no bounds
-        unlike = self._unlike(owner, samples, context) if law.has_twin else None
+        kind = self._class(owner).rpartition(".")[2]
+        unlike: list[str] | None = None  # the quantities of other bits; None: it has no bits
+        if law.has_twin:
+            from megaopt.recording import twins  # the kernels, and torch
+
+            with contextlib.suppress(Unknown):
+                equal = twins.equal_bits(samples, context, kind)
+                unlike = [quantity for quantity, mask in equal.items() if not mask.all()]
         if unlike is not None and not unlike:
             self.report.equal_bits += 1
             self._check(step, name, context, law)
@@ -504,7 +486,7 @@ class Audit:
             return
 
         # numbers with bounds of rounding, held against the law's element by element
-        sample = sample_of(samples, law, context, self._kind(owner))
+        sample = sample_of(samples, law, context, kind)
         judged = judge(sample, law)
         bad = {quantity: verdict for quantity, verdict in judged.items() if verdict.is_bad.any()}
         # a wrong count would spoil the update alone, as in Adam's bias corrections
@@ -536,21 +518,16 @@ class Audit:
         if context.options["step"]:
             self._counts[self._counted(name, law)] = Counted(step, context.options["step"])
 
-    def _kind(self, owner: ParameterOwner) -> str:
-        return self._class(owner).rpartition(".")[2]
-
-    def _unlike(self, owner: ParameterOwner, samples: Tensors, context: Given) -> list[str] | None:
-        """Returns the quantities whose bits are not those of megaopt's twin; None: it has none."""
-        from megaopt.recording import twins  # the kernels, and torch
-
-        try:
-            equal = twins.equal_bits(samples, context, self._kind(owner))
-        except Unknown:
-            return None
-        return [quantity for quantity, mask in equal.items() if not mask.all()]
-
     def _evidence(self, step: int, owner: ParameterOwner) -> Evidence:
-        return Evidence(tuple(self._rates(step, owner)), self._recorded(step, owner))
+        """Returns the optimizer's own count, and learning rates other than the group's."""
+        group_rate = number(self._group(step, owner).get("lr"))
+        groups = self._line(step, owner).get("groups", ())
+        labelled = [(f"group {index}", group) for index, group in enumerate(groups)]
+        labelled += [("the next step", self._group(step + 1, owner))]
+        labelled += [("the step before", self._group(step - 1, owner))]
+        rates = [(label, number(group.get("lr"))) for label, group in labelled]
+        unlike = (pair for pair in rates if isinstance(pair[1], float) and pair[1] != group_rate)
+        return Evidence(tuple(unlike), self._recorded(step, owner))
 
     def _master(self, step: int, name: str, samples: Tensors) -> None:
         """Notes a weight that is not its master's cast."""
@@ -571,24 +548,6 @@ def audit(recording: Recording) -> Report:
 
 
 # --- one sample
-
-
-def with_old(samples: Tensors, before: Tensors) -> Tensors:
-    """Adds the last step's samples to a step's as old ones, at the places that all have."""
-    # the weight decides where elements lie; quantities of its shape are sampled at the same places
-    merged = {**{OLD + quantity: tensor for quantity, tensor in before.items()}, **samples}
-    like = merged.get("weight", merged.get("master"))
-    if like is None:
-        return merged
-    quantities = {q for q, tensor in merged.items() if tensor.value.shape == like.value.shape}
-    # elements of 8 bytes have 32 samples, shorter ones 64
-    if any(len(merged[q].bits) != len(like.bits) for q in quantities):
-        return {}  # of 8 bytes beside shorter ones
-    # bool [samples]: the places that this rank has of all of them
-    held: Mask = numpy.all([merged[q].held for q in quantities], axis=0)
-    return {
-        q: tensor._replace(held=held) if q in quantities else tensor for q, tensor in merged.items()
-    }
 
 
 def moved(samples: Tensors) -> Iterator[str]:
@@ -620,7 +579,30 @@ def sample_of(samples: Tensors, law: Law, context: Given, kind: str) -> Sample:
     precision = PRECISIONS[single]
 
     # numbers before and after the step, by their names in the law
-    old, new = (_twins if law.has_twin else _plain)(samples, law, context, precision, kind)
+    old, new = dict[str, Rounded](), dict[str, Rounded]()
+    if law.has_twin:
+        from megaopt.recording import twins
+
+        for name, (value, error) in twins.numbers(samples, context, kind).items():
+            into = old if name.startswith(OLD) else new
+            into[name.removeprefix(OLD)] = Rounded(value, error, precision)
+    elif context.is_new and OLD + "master" not in samples and OLD + "weight" in samples:
+        # masters that a step makes are its weights
+        samples = {**samples, OLD + "master": samples[OLD + "weight"]}
+    names, like = {**law.names, param: PARAM}, samples[param].value.shape
+    for quantity, tensor in samples.items() if not law.has_twin else ():
+        # numbers of the parameter's elements, or one number
+        name, is_number = names.get(quantity, quantity), tensor.value.dtype in DECODERS
+        fits = (is_number or quantity in CODES) and tensor.value.shape in (like, (), (1,))
+        if quantity.startswith(OLD) or quantity == "grad" or not fits:
+            continue
+        # new ones have the error of being stored, old ones are exact
+        new[name] = _read(samples, quantity, precision)
+        if OLD + quantity in samples:
+            old[name] = _read(samples, OLD + quantity, precision)
+        # a state that is made in this step begins with zeros
+        elif context.is_new and name in law.starts_as_zeros:
+            old[name] = exact(numpy.zeros_like(new[name].value), precision)
     if PARAM not in old:
         raise Unknown(f"{OLD}{param} is not recorded")
 
@@ -629,48 +611,6 @@ def sample_of(samples: Tensors, law: Law, context: Given, kind: str) -> Sample:
     for factor in (None if context.scale is None else 1 / context.scale, context.coefficient):
         grad = grad if factor in (None, 1.0) else grad * exact(factor, precision).again(1)
     return Sample(old, new, grad, options, context.options["step"], precision)
-
-
-Read = tuple[dict[str, Rounded], dict[str, Rounded]]
-
-
-def _twins(samples: Tensors, law: Law, context: Given, precision: Precision, kind: str) -> Read:
-    """Reads old and new numbers of megaopt's formats."""
-    from megaopt.recording import twins
-
-    old, new = dict[str, Rounded](), dict[str, Rounded]()
-    for name, (value, error) in twins.numbers(samples, context, kind).items():
-        into = old if name.startswith(OLD) else new
-        into[name.removeprefix(OLD)] = Rounded(value, error, precision)
-    return old, new
-
-
-def _plain(samples: Tensors, law: Law, context: Given, precision: Precision, kind: str) -> Read:
-    """Reads old and new numbers of plain formats; new ones with the error of their rounding."""
-    param = param_of(samples)
-    if context.is_new and OLD + "master" not in samples and OLD + "weight" in samples:
-        # masters that a step makes are its weights
-        samples = {**samples, OLD + "master": samples[OLD + "weight"]}
-    # by the law's names; new numbers have the error of being stored, old ones are exact
-    names = {**law.names, param: PARAM}
-    old, new = dict[str, Rounded](), dict[str, Rounded]()
-    for quantity, tensor in samples.items():
-        name = names.get(quantity, quantity)
-        if quantity.startswith(OLD) or quantity == "grad" or not _fits(tensor, samples[param]):
-            continue
-        new[name] = _read(samples, quantity, precision)
-        if OLD + quantity in samples:
-            old[name] = _read(samples, OLD + quantity, precision)
-        # a state that is made in this step begins with zeros
-        elif context.is_new and name in law.starts_as_zeros:
-            old[name] = exact(numpy.zeros_like(new[name].value), precision)
-    return old, new
-
-
-def _fits(tensor: Tensor, like: Tensor) -> bool:
-    """Returns whether a tensor's samples are numbers of the parameter's elements, or one number."""
-    value, is_coded = tensor.value, tensor.value.quantity in CODES
-    return (value.dtype in DECODERS or is_coded) and value.shape in (like.value.shape, (), (1,))
 
 
 def _read(samples: Tensors, quantity: str, precision: Precision) -> Rounded:
@@ -699,39 +639,28 @@ def judge(sample: Sample, law: Law, wrong: Sample | None = None) -> dict[str, Ju
 
     wrong: a sample that the step may have taken instead.
     """
-    law_values = law.update(wrong or sample)
-    return {q: _beside(sample, q, law_values[q]) for q in law_values if q in sample.new}
-
-
-def _beside(sample: Sample, quantity: str, law: Rounded) -> Judged:
-    # fp64 arrays over the samples
-    new = sample.new[quantity]
-    with numpy.errstate(all="ignore"):
-        # a stored number may be a last place of its format off: half from each side of a binade
-        bound = law.error + new.error
-        difference = numpy.abs(new.value - law.value)
-        # NaN and infinity of the law have no bound: nothing is said of them
-        is_finite = numpy.isfinite(law.value) & numpy.isfinite(bound)
-        is_bad = is_finite & ~(difference <= bound)
-        off = numpy.where(is_bad, difference / bound, 0.0).max(initial=0.0)
-        old = sample.old.get(quantity)
-        # done over due, least squares, of elements whose update is well above rounding
-        ratio = None
-        if quantity == PARAM and old is not None:
-            due, done = law.value - old.value, new.value - old.value
-            clear = is_finite & numpy.isfinite(done) & (numpy.abs(due) > 4 * bound)
-            if clear.any():
-                ratio = float((due * done)[clear].sum() / (due * due)[clear].sum())
-    return Judged(is_bad, float(off), ratio)
-
-
-def unmoved(sample: Sample) -> dict[str, bool]:
-    """Returns for each quantity whether the step left all its elements as they were."""
-    return {
-        name: bool(((old.value == new.value) | (old.value != old.value)).all())
-        for name, old in sample.old.items()
-        if (new := sample.new.get(name)) is not None
-    }
+    judged = dict[str, Judged]()
+    for quantity, value in law.update(wrong or sample).items():
+        if quantity not in sample.new:
+            continue
+        # fp64 arrays over the samples
+        new, old, ratio = sample.new[quantity], sample.old.get(quantity), None
+        with numpy.errstate(all="ignore"):
+            # a stored number may be a last place of its format off: half from each side of a binade
+            bound = value.error + new.error
+            difference = numpy.abs(new.value - value.value)
+            # NaN and infinity of the law have no bound: nothing is said of them
+            is_finite = numpy.isfinite(value.value) & numpy.isfinite(bound)
+            is_bad = is_finite & ~(difference <= bound)
+            off = numpy.where(is_bad, difference / bound, 0.0).max(initial=0.0)
+            # done over due, least squares, of elements whose update is well above rounding
+            if quantity == PARAM and old is not None:
+                due, done = value.value - old.value, new.value - old.value
+                clear = is_finite & numpy.isfinite(done) & (numpy.abs(due) > 4 * bound)
+                if clear.any():
+                    ratio = float((due * done)[clear].sum() / (due * due)[clear].sum())
+        judged[quantity] = Judged(is_bad, float(off), ratio)
+    return judged
 
 
 def explain(
@@ -741,8 +670,11 @@ def explain(
 
     before: the tensor's last explanation, which is tried first; "unexplained" stays so.
     """
-    # nothing moved at all
-    still = unmoved(sample)
+    # by quantity whether the step left all its elements as they were
+    still = dict[str, bool]()
+    for name in (name for name in sample.old if name in sample.new):
+        old, new = sample.old[name].value, sample.new[name].value
+        still[name] = bool(((old == new) | (old != old)).all())
     if all(still.values()):
         return SKIPPED
     if before == UNEXPLAINED:
@@ -751,8 +683,13 @@ def explain(
     for name, wrong in sorted(explanations(sample, evidence), key=lambda pair: pair[0] != before):
         if obeys(sample, law, wrong):
             return name
-    # then a state that began anew, and single quantities that stayed
-    if obeys(sample, law, reset(sample, law)):
+    # then a state that began anew in the step, and single quantities that stayed
+    zeros = {
+        name: old if name == PARAM else exact(numpy.zeros_like(old.value), sample.precision)
+        for name, old in sample.old.items()
+    }
+    step, anew = sample.step if law.counts_groups else 1, {**sample.options, "is_new": True}
+    if obeys(sample, law, replace(sample, old=zeros, step=step, options=anew)):
         return STATE_RESET
     for quantity, verdict in judged.items():
         stayed = verdict.is_bad.any() and still.get(quantity) and quantity != PARAM
@@ -760,16 +697,6 @@ def explain(
             return f"{quantity} not updated"
     # last: a gradient that was multiplied by something
     return _scaled(sample, law, judged) or UNEXPLAINED
-
-
-def reset(sample: Sample, law: Law) -> Sample:
-    """Returns the sample with a state that begins anew in the step."""
-    zeros = {
-        name: old if name == PARAM else exact(numpy.zeros_like(old.value), sample.precision)
-        for name, old in sample.old.items()
-    }
-    step = sample.step if law.counts_groups else 1
-    return replace(sample, old=zeros, step=step, options={**sample.options, "is_new": True})
 
 
 def obeys(sample: Sample, law: Law, wrong: Sample, but: str = "") -> bool:
@@ -789,32 +716,21 @@ def _scaled(sample: Sample, law: Law, judged: Mapping[str, Judged]) -> str | Non
     for quantity, verdict in judged.items():
         if not verdict.is_bad.any() or quantity not in full:
             continue
-        # the factor of this quantity; it has to explain all others, too
-        factor = _factor(sample.new[quantity], full[quantity], none[quantity])
-        if factor is None:
+        # of each sample of this quantity the factor and its bound; the sharpest one is taken
+        new, without = sample.new[quantity], none[quantity]
+        with numpy.errstate(all="ignore"):
+            span = full[quantity].value - without.value
+            error = (full[quantity].error + without.error + new.error) / numpy.abs(span)
+            value = (new.value - without.value) / span
+        error = numpy.where(numpy.isfinite(error) & numpy.isfinite(value), error, numpy.inf)
+        best = int(error.argmin())
+        if not error.size or not numpy.isfinite(error[best]):
             continue
-        scaled = replace(sample, grad=sample.grad * factor)
-        if obeys(sample, law, scaled):
-            return called(float(factor.value))
+        # it has to explain all other quantities, too
+        bound = error[best] * (1 + numpy.abs(value[best]))
+        factor = Rounded(value[best], bound, new.precision)
+        if obeys(sample, law, replace(sample, grad=sample.grad * factor)):
+            words = f"the gradient times {float(factor.value):.4g}"
+            is_less = 0 < float(factor.value) < 1
+            return f"clipped twice, or averaged twice: {words}" if is_less else words
     return None
-
-
-def _factor(new: Rounded, full: Rounded, none: Rounded) -> Rounded | None:
-    """Returns the number that the gradient was multiplied by; the quantity is linear in it."""
-    # of each sample: factor and its bound; the sharpest one is taken
-    with numpy.errstate(all="ignore"):
-        span = full.value - none.value
-        error = (full.error + none.error + new.error) / numpy.abs(span)
-        value = (new.value - none.value) / span
-    error = numpy.where(numpy.isfinite(error) & numpy.isfinite(value), error, numpy.inf)
-    best = int(error.argmin())
-    if not error.size or not numpy.isfinite(error[best]):
-        return None
-    return Rounded(value[best], error[best] * (1 + numpy.abs(value[best])), new.precision)
-
-
-def called(factor: float) -> str:
-    """Describes a factor of the gradient."""
-    if 0 < factor < 1:
-        return f"clipped twice, or averaged twice: the gradient times {factor:.4g}"
-    return f"the gradient times {factor:.4g}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from megaopt.recording.files import LANES, Key, Summed
-from megaopt.recording.pair import Pair, floats, is_after, shown, value_of
+from megaopt.recording.pair import Pair, bits_of, floats, is_old, shown
 
 BEGIN = ("start", "outside write", "between")
 """Kinds of blame that precede a step."""
@@ -41,36 +41,37 @@ def first_blame(pair: Pair) -> Blame | None:
             continue
         blame = next(filter(None, (check(pair, step) for check in CHECKS)), None)
         if blame is not None:
+            # old weights without a digest may have samples
             if blame.kind not in BEGIN:
-                blame = _begin_by_samples(pair, step) or blame
-            return blame._replace(unrecorded=tuple(_unrecorded(pair, blame)))
-    return _length(pair)
+                blame = _begin(pair, step, by_samples=True) or blame
+            return blame._replace(unrecorded=_unrecorded(pair, blame))
 
-
-def _unrecorded(pair: Pair, blame: Blame) -> Iterator[str]:
-    """Yields what precedes a blame in the order of blame, and is not in both recordings."""
-    step = blame.step
-    if step - 1 not in pair.steps and step != pair.steps[0]:
-        yield f"steps {max(s for s in pair.steps if s < step) + 1} to {step - 1}"
-    elif blame.kind == "between":
-        yield f"what step {step - 1} left"
-    inputs = pair.records("grad", step) and _knows_before(pair, step)
-    if blame.kind in BEGIN or (blame.kind == "optimizer" and inputs):
-        return
-    for quantity, name, is_recorded in PRECEDING:
-        if quantity == blame.quantity:
-            return
-        if not is_recorded(pair, step):
-            yield name
-
-
-def _length(pair: Pair) -> Blame | None:
+    # no step differs: one run may have ended before the other
     last = [side.run.steps[-1] for side in pair.both]
     every = max(side.run.run.get("every") or 1 for side in pair.both)
     if abs(last[0] - last[1]) < every:
         return None
     text = f"A ends after step {last[0]}, B after step {last[1]}; until then both are equal"
     return Blame(min(last), "length", "", "", text)
+
+
+def _unrecorded(pair: Pair, blame: Blame) -> tuple[str, ...]:
+    """Returns what precedes a blame in the order of blame, and is not in both recordings."""
+    step, names = blame.step, list[str]()
+    if step - 1 not in pair.steps and step != pair.steps[0]:
+        names.append(f"steps {max(s for s in pair.steps if s < step) + 1} to {step - 1}")
+    elif blame.kind == "between":
+        names.append(f"what step {step - 1} left")
+    # a step with equal inputs needs no more
+    inputs = pair.records("grad", step) and _knows_before(pair, step)
+    if blame.kind in BEGIN or (blame.kind == "optimizer" and inputs):
+        return tuple(names)
+    for quantity, name, is_recorded in PRECEDING:
+        if quantity == blame.quantity:
+            break
+        if not is_recorded(pair, step):
+            names.append(name)
+    return tuple(names)
 
 
 def _and_options(pair: Pair, step: int) -> str:
@@ -81,36 +82,26 @@ def _and_options(pair: Pair, step: int) -> str:
 # ---- the order of blame: each check looks at one step
 
 
-def _begin(pair: Pair, step: int) -> Blame | None:
-    """Checks weights and state before the step."""
-    before = [side.before(step) for side in pair.both]
+def _begin(pair: Pair, step: int, by_samples: bool = False) -> Blame | None:
+    """Checks weights and state before the step, by digests or by samples.
+
+    It compares what differs with what the step before left.
+    """
+    before: list[Mapping[Key, Any]]
+    before = [side.old_samples(step) if by_samples else side.before(step) for side in pair.both]
     keys = pair.ordered(pair.differing(*before))
-    left = [side.after(step - 1) for side in pair.both]
-    return _begin_with(pair, step, keys, before, left) if keys else None
-
-
-def _begin_by_samples(pair: Pair, step: int) -> Blame | None:
-    """Checks the same by samples: old weights without a digest may have some."""
-    before = [side.old_samples(step) for side in pair.both]
-    keys = pair.ordered(pair.differing(*before))
-    left = [side.new_samples(step - 1) for side in pair.both]
-    return _begin_with(pair, step, keys, before, left) if keys else None
-
-
-def _begin_with(
-    pair: Pair,
-    step: int,
-    keys: Sequence[Key],
-    before: Sequence[Mapping[Key, Any]],
-    left: Sequence[Mapping[Key, Any]],
-) -> Blame:
-    """Blames what differs before a step; compares it with what the step before left."""
+    if not keys:
+        return None
+    left: list[Mapping[Key, Any]] = [side.after(step - 1) for side in pair.both]
+    if by_samples:
+        samples = (side.samples(step - 1).items() for side in pair.both)
+        left = [{key: (held, bits.tobytes()) for key, (held, bits) in run} for run in samples]
     key, (name, quantity) = keys[0], keys[0]
     # runs in which the value is another than the step before left
     written = [
         letter
         for letter, old, now in zip("AB", left, before, strict=True)
-        if key in old and value_of(old[key]) != value_of(now[key])
+        if key in old and bits_of(old[key]) != bits_of(now[key])
     ]
     # the first step has nothing before it; later ones tell a write from what no step showed
     if step == pair.steps[0]:
@@ -143,9 +134,15 @@ def _batch(pair: Pair, step: int) -> Blame | None:
         return None
     # of each rank the digests of its calls, in order
     a, b = (side.scalars(step, "batch") for side in pair.both)
-    # ranks cut the global batch differently: only the sum of all digests means the same
+    # ranks cut the global batch differently: only the sum of all digests means the same. Ranks of
+    # one model may see one batch: a sum of every rank's, and one of equal lists once
     if not pair.alike_layout:
-        return _global_data(step, a, b)
+        sums, sums_b = (
+            {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})}
+            for batches in (a, b)
+        )
+        text = "the batch of all ranks together differs"
+        return None if sums & sums_b else Blame(step, "data", "batch", "batch", text)
     if a == b:
         return None
     rank = next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y)
@@ -155,17 +152,6 @@ def _batch(pair: Pair, step: int) -> Blame | None:
     )
     calls = f" ({count_a} calls of the model, and {count_b})" if count_a != count_b else ""
     return Blame(step, "data", "batch", "batch", f"the batch differs{where}{calls}")
-
-
-def _global_data(step: int, a: Sequence[Any], b: Sequence[Any]) -> Blame | None:
-    """Checks the batches of all ranks together; ranks of one model may count once or each."""
-    # ranks of one model may see one batch: a sum of every rank's, and one of equal lists once
-    wholes = [
-        {_sum_of(batches), _sum_of({tuple(batch or ()) for batch in batches})} for batches in (a, b)
-    ]
-    if wholes[0] & wholes[1]:
-        return None
-    return Blame(step, "data", "batch", "batch", "the batch of all ranks together differs")
 
 
 def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
@@ -200,11 +186,11 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
     # modules that both recorded, in the order of the forward pass
     first_rows = _first_rows(pair, step, "forward", pair.modules(step))
     if first_rows:
-        (call, name), keys = first_rows
+        name, call, keys = first_rows
         order = pair.modules(step)
         ahead = [module for module in order if order[module] < order.get(name, 0)]
         before = f"; that of {ahead[-1]} before it is equal" if ahead else ""
-        text = f"the output of {name} is the first that differs{_call(call)}{before}"
+        text = f"the output of {name} is the first that differs{call}{before}"
         return Blame(step, "forward", name, "forward", text, keys)
 
     # no output differs, or none was recorded: losses are the outputs left
@@ -224,14 +210,13 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
     return Blame(step, "forward", "loss", "loss", text)
 
 
-def _call(call: int) -> str:
-    return f" (call {call + 1} of the step)" if call else ""
-
-
 def _first_rows(
     pair: Pair, step: int, quantity: str, order: Mapping[str, int], backward: bool = False
-) -> tuple[tuple[int, str], tuple[Key, ...]] | None:
-    """Returns the first call that differs and its module, and all modules that differ, in order."""
+) -> tuple[str, str, tuple[Key, ...]] | None:
+    """Returns the module of the first call that differs, and all modules that differ, in order.
+
+    Between them stand words for the call, where it is not the first of the step.
+    """
     # by rank and name the digests of all calls in the step
     a, b = pair.rows(step, quantity)
     # of each module the first call in which any rank differs
@@ -245,7 +230,9 @@ def _first_rows(
     names = sorted(first, key=lambda name: (first[name], sign * order.get(name, 0)))
     if not names:
         return None
-    return (first[names[0]], names[0]), tuple((name, quantity) for name in names)
+    call = first[names[0]]
+    words = f" (call {call + 1} of the step)" if call else ""
+    return names[0], words, tuple((name, quantity) for name in names)
 
 
 def _backward(pair: Pair, step: int) -> Blame | None:
@@ -253,20 +240,18 @@ def _backward(pair: Pair, step: int) -> Blame | None:
     # the gradient of an output comes from the module behind it, which is to blame
     first_rows = _first_rows(pair, step, "backward", order, backward=True)
     if first_rows:
-        (call, name), keys = first_rows
+        name, call, keys = first_rows
         behind = [module for module in order if order[module] > order.get(name, 0)]
         where = behind[0] if behind else "loss"
         which = f"the backward of {where}" if behind else f"what follows {name}"
-        text = (
-            f"{which}: the gradient of the output of {name} is the first that differs{_call(call)}"
-        )
+        text = f"{which}: the gradient of the output of {name} is the first that differs{call}"
         return Blame(step, "backward", where, "backward", text, keys)
 
     # outputs' gradients are equal: a parameter's own gradient on some rank, before reduction
     first_rows = _first_rows(pair, step, "local grad", pair.a.order, backward=True)
     if not first_rows:
         return None
-    (_, name), keys = first_rows
+    name, _, keys = first_rows
     text = f"the gradient of {name} differs before any reduction"
     return Blame(step, "backward", name, "local grad", text, keys)
 
@@ -326,7 +311,7 @@ def _groups(summed: Summed) -> str:
 
 def _optimizer(pair: Pair, step: int) -> Blame | None:
     # weights, masters and moments after the step
-    keys = pair.ordered(pair.tensors(step, is_after))
+    keys = pair.ordered(pair.tensors(step, lambda q: q != "grad" and not is_old(q)))
     options = pair.options(step)
     if not keys:
         # a number of the law that differs shows in no tensor where none is recorded
@@ -354,7 +339,10 @@ def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     may have been written since, and samples alone show that.
     """
     # digests of the step, and numbers of elements that were sampled before it
-    rows, sampled = [side.digests(step) for side in pair.both], _sampled_before(pair, step, name)
+    rows = [side.digests(step) for side in pair.both]
+    a, b = (side.old_samples(step) for side in pair.both)
+    common = [q for n, q in a if n == name and (n, q) in b]
+    sampled = {q: (a[name, q][0] & b[name, q][0]).bit_count() for q in common}
     values = pair.a.values_at(step)
     # state and weight that both runs have before the step, of this tensor
     quantities = [q for n, q in pair.a.before(step) if n == name and (n, q) in pair.b.before(step)]
@@ -381,22 +369,12 @@ def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     return inputs
 
 
-def _sampled_before(pair: Pair, step: int, name: str) -> dict[str, int]:
-    """Returns by quantity how many elements of a tensor both runs looked at before the step."""
-    a, b = (side.old_samples(step) for side in pair.both)
-    return {q: (a[n, q][0] & b[n, q][0]).bit_count() for n, q in a if n == name and (n, q) in b}
-
-
 CHECKS = (_begin, _data, _forward, _backward, _gradient, _optimizer)
 """The order of blame."""
 
 
 def _knows_before(pair: Pair, step: int) -> bool:
     return bool(pair.a.before(step).keys() & pair.b.before(step).keys())
-
-
-def _knows_own_gradients(pair: Pair, step: int) -> bool:
-    return not pair.has_ranks or pair.records("local grad", step)
 
 
 PRECEDING: tuple[tuple[str, str, Callable[[Pair, int], bool]], ...] = (
@@ -406,7 +384,10 @@ PRECEDING: tuple[tuple[str, str, Callable[[Pair, int], bool]], ...] = (
     ("forward", "outputs of blocks", lambda pair, step: pair.records("forward", step)),
     ("loss", "the loss", lambda pair, step: pair.says("losses", step)),
     ("backward", "gradients of blocks", lambda pair, step: pair.records("backward", step)),
-    ("local grad", "the ranks' own gradients", _knows_own_gradients),
+    (
+        *("local grad", "the ranks' own gradients"),
+        lambda pair, step: not pair.has_ranks or pair.records("local grad", step),
+    ),
     ("grad", "the gradient", lambda pair, step: pair.records("grad", step)),
 )
 """The order of blame: quantity, words, and a function that says whether both have recorded it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -61,16 +62,6 @@ def is_float(value: Any) -> bool:
     return True
 
 
-def is_digest(value: Any) -> bool:
-    """Returns whether a value is a digest: 32 hex digits."""
-    return isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef")
-
-
-def is_shape(value: Any) -> bool:
-    """Returns whether a value is a list of sizes, of a tensor of at most `LARGEST` elements."""
-    return list_of(WHOLE).holds(value) and math.prod(max(size, 1) for size in value) <= LARGEST
-
-
 def list_of(kind: ValueKind) -> ValueKind:
     """Returns the kind of a list, whose values are of one kind."""
     allowed = f"a list, each {kind.allowed}"
@@ -94,8 +85,16 @@ RANKS = ValueKind(
 )
 FLAG = ValueKind("true or false", lambda value: isinstance(value, bool))
 FLOAT = ValueKind("a float in hexadecimal", is_float)
-DIGEST = ValueKind("a digest of 32 hex digits", is_digest)
-SHAPE = ValueKind("the sizes of a tensor", is_shape)
+DIGEST = ValueKind(
+    "a digest of 32 hex digits",
+    lambda value: isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None,
+)
+SHAPE = ValueKind(
+    "the sizes of a tensor",
+    lambda value: list_of(WHOLE).holds(value)
+    and math.prod(max(size, 1) for size in value) <= LARGEST,
+)
+"""The sizes of a tensor of at most `LARGEST` elements."""
 PLACE = ValueKind(
     "four whole numbers >= 0, the second >= 1 where the third is",
     lambda value: list_of(WHOLE).holds(value)
@@ -191,17 +190,12 @@ def read_json(text: str | bytes, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RecordingError(f"{where} must be JSON: {reason}, got {shown(text)}") from None
-    require(_depth(content) <= DEEPEST, where, f"nested {DEEPEST} times at most", "deeper lists")
-    return content
-
-
-def _depth(content: Any) -> int:
-    """Returns how deeply lists and dicts are nested, without recursion."""
+    # how deeply lists and dicts are nested, without recursion
     depth, level = 0, [content]
     while level and depth <= DEEPEST:
         nested = [value for value in level if isinstance(value, (dict, list))]
-        level = [
-            e for value in nested for e in (value.values() if isinstance(value, dict) else value)
-        ]
         depth += bool(nested)
-    return depth
+        values = (value.values() if isinstance(value, dict) else value for value in nested)
+        level = [element for elements in values for element in elements]
+    require(depth <= DEEPEST, where, f"nested {DEEPEST} times at most", "deeper lists")
+    return content

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations, zip_longest
 from statistics import median
@@ -29,7 +29,7 @@ from megaopt.recording.pair import (
     family,
     flat,
     floats,
-    is_new,
+    is_old,
     layout_of,
 )
 
@@ -152,16 +152,12 @@ class Comparison:
             return "not comparable"
         if self.blame is None:
             return "same"
-        if self._is_tolerated:
+        far = math.inf if self.farthest is None else self.farthest.relative
+        allowed = -math.inf if self.tolerance is None else self.tolerance
+        if self.blame.kind in TOLERABLE and self.farthest is not None and 0 < far <= allowed:
             return "within tolerance"
         excused = self.noise and self.tier == "close" and not self.exceeds_noise
         return "as two repeats differ" if excused else "differ"
-
-    @property
-    def _is_tolerated(self) -> bool:
-        if self.blame is None or self.farthest is None or self.tolerance is None:
-            return False
-        return self.blame.kind in TOLERABLE and 0 < self.farthest.relative <= self.tolerance
 
     @property
     def exceeds_noise(self) -> bool:
@@ -180,20 +176,23 @@ class Comparison:
     def line(self) -> str:
         """The verdict in a line."""
         if self.missing:
-            return f"not comparable: {'; '.join(_missing_lines(self.missing))}"
+            # of each side the first names
+            more = {side: len(names) - 8 for side, names in self.missing.items()}
+            lists = [
+                f"{side} {', '.join(names[:8])}" + f" and {more[side]} more" * (more[side] > 0)
+                for side, names in self.missing.items()
+            ]
+            return f"not comparable: {'; '.join(lists)}"
         if self.blame is None:
             first, last, count = self.steps
             what = f"{self.tensors} tensors ({', '.join(self.quantities) or 'no digests'})"
             return f"same: {count} steps from {first} to {last}, {what}, bit for bit"
-        return f"{self._sentence}: step {self.blame.step}: {self.blame.text}"
-
-    @property
-    def _sentence(self) -> str:
+        sentence = "differ" if self.tier == "bits" or self.noise else "differ, as may be by nature"
         if self.verdict in ("as two repeats differ", "within tolerance"):
-            return self.verdict
-        if self.noise:
-            return "differ more than repeats do" if self.exceeds_noise else "differ"
-        return "differ" if self.tier == "bits" else "differ, as may be by nature"
+            sentence = self.verdict
+        elif self.noise and self.exceeds_noise:
+            sentence = "differ more than repeats do"
+        return f"{sentence}: step {self.blame.step}: {self.blame.text}"
 
     def remarks(self) -> list[str]:
         """Returns what is to be known beside the verdict, a line each."""
@@ -210,13 +209,12 @@ class Comparison:
             words = words if far else "what was sampled is equal: no tolerance excuses the rest"
             lines.append(f"{words}; the tolerance is {self.tolerance:g}")
         lines += [f"bits need not be equal: {reason}" for reason in self.reasons]
-        return [*lines, *self.notes, *self._about_names()]
-
-    def _about_names(self) -> Iterator[str]:
-        """Tells how tensors get names that meet."""
+        lines += self.notes
         # each side has tensors that the other has not: other names of the same, maybe
         if {"A lacks", "B lacks"} <= self.missing.keys():
-            yield f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
+            lines.append(
+                f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
+            )
         # a parameter that no module knows has a name of its place in the optimizer
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
         matches = ((name, LOOSE.match(name)) for name in names)
@@ -224,7 +222,10 @@ class Comparison:
         if match is not None:
             group, place = match.groups()
             which = f"parameter {place} of group {group}, of no module whose forward ran"
-            yield f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
+            lines.append(
+                f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
+            )
+        return lines
 
     def report(self) -> list[str]:
         """Returns the verdict and what belongs to it, a line each."""
@@ -276,8 +277,13 @@ def compare(
     pair = Pair(Side(a), Side(b, names))
 
     # differences of card, library and layout, which alone may explain other products
-    comparison = Comparison(_title(a), _title(b), environment=_environment(a, b))
-    comparison.reasons = [*_reasons(a, b), *(pair.dtypes(pair.steps[0]) if pair.steps else ())]
+    title, title_b = (str(getattr(run, "folder", "golden values")) for run in (a, b))
+    comparison = Comparison(title, title_b, environment=_environment(a, b))
+    # why products need not be equal in bits: another card, library, layout or dtype
+    entries = differences(family(a), family(b))
+    entries += differences(*(flat({"layout": layout_of(run)}) for run in (a, b)))
+    dtypes = pair.dtypes(pair.steps[0]) if pair.steps else []
+    comparison.reasons = [*map(str, entries), *dtypes]
 
     # nothing in common: no verdict but this
     comparison.missing = pair.missing()
@@ -297,11 +303,8 @@ def compare(
     # the first thing that differs, in the order of blame
     comparison.options = pair.options(steps[0])
     comparison.blame = first_blame(pair)
-    comparison.notes = pair.notes()
-    # equal bits: options that differ all the same are worth a note
-    if comparison.blame is None:
-        comparison.notes += pair.quiet_options()
-    else:
+    comparison.notes = pair.notes(is_same=comparison.blame is None)
+    if comparison.blame is not None:
         # dtypes at the blamed step may be others than at the first
         dtype_reasons = pair.dtypes(comparison.blame.step)
         comparison.reasons += [
@@ -314,23 +317,21 @@ def compare(
             comparison.notes.append(str(error))
         # from the blamed step on: how much differs, and how far
         comparison.growth = list(_growth(pair, comparison.blame.step))
-        comparison.histogram = _histogram(pair)
+        # units in the last place, at the last step that both have sampled
+        sampled = set(a.sampled) & set(b.sampled) & set(steps)
+        for quantity, distance in pair.distances(max(sampled)).items() if sampled else ():
+            comparison.histogram[quantity] = dict(sorted(distance.ulps.items()))
         # A's repeats, and the caller's tolerance, may excuse the difference
         _look_at_repeats(comparison, a, b, names, noise)
         if tolerance is not None:
             comparison.tolerance = tolerance
             comparison.farthest = max(_apart(pair, comparison.blame.step), default=None)
-    comparison.tier = _tier(comparison)
+        # on another card, library or layout products of the passes may differ, unless the optimizer
+        # had an equal gradient; else only equal bits will do
+        kind, unrecorded = comparison.blame.kind, comparison.blame.unrecorded
+        if comparison.reasons and (kind in BY_NATURE or "the gradient" in unrecorded):
+            comparison.tier = "close"
     return comparison
-
-
-def _tier(comparison: Comparison) -> str:
-    # equal, or the same card, library and layout: only equal bits will do
-    if comparison.blame is None or not comparison.reasons:
-        return "bits"
-    # products of the passes may differ, unless the optimizer had an equal gradient
-    by_nature = comparison.blame.kind in BY_NATURE or "the gradient" in comparison.blame.unrecorded
-    return "close" if by_nature else "bits"
 
 
 def _elements(pair: Pair, blame: Blame) -> Elements | None:
@@ -359,10 +360,14 @@ def _elements(pair: Pair, blame: Blame) -> Elements | None:
     return Elements(name, quantity, first, x, y, len(unlike), int(held.sum()), apart, ulp)
 
 
-def _against_repeats(
-    a: ComparedRun, b: ComparedRun, names: Mapping[str, str] | None, noise: Sequence[ComparedRun]
-) -> Iterator[Repeats]:
-    """Yields each quantity's difference beside that of repeats, at steps that all have sampled."""
+def _look_at_repeats(
+    comparison: Comparison,
+    a: ComparedRun,
+    b: ComparedRun,
+    names: Mapping[str, str] | None,
+    noise: Sequence[ComparedRun],
+) -> None:
+    """Adds what repeats of a say: how far they lie from each other, and where they part."""
     # steps that every run has, with samples
     repeats, change = [Side(run) for run in (a, *noise)], Side(b, names)
     runs = [*repeats, change]
@@ -378,18 +383,7 @@ def _against_repeats(
             largest = max(distances.get(quantity, NEAR).relative for distances in apart)
             least = min(distances.get(quantity, NEAR).relative for distances in moved)
             if largest or least:
-                yield Repeats(step, quantity, least, largest)
-
-
-def _look_at_repeats(
-    comparison: Comparison,
-    a: ComparedRun,
-    b: ComparedRun,
-    names: Mapping[str, str] | None,
-    noise: Sequence[ComparedRun],
-) -> None:
-    """Adds what repeats of a say: how far they lie from each other, and where they part."""
-    comparison.noise = list(_against_repeats(a, b, names, noise))
+                comparison.noise.append(Repeats(step, quantity, least, largest))
     if noise and not comparison.noise:
         comparison.notes.append(
             "repeats say nothing: there is no step of which all runs have samples"
@@ -403,24 +397,18 @@ def _look_at_repeats(
             comparison.reasons.append(words)
 
 
-def _title(run: ComparedRun) -> str:
-    return str(getattr(run, "folder", "golden values"))
-
-
 def _environment(a: ComparedRun, b: ComparedRun) -> list[ValueDifference]:
     chosen = ("environment", "layout", "world", "level", "every")
     # the settings of the first rank, option by option, the commands' words and the classes
     settings_a, settings_b = ({name: run.run.get(name) for name in chosen} for run in (a, b))
     entries = differences(flat(settings_a) | _words(a), flat(settings_b) | _words(b))
-    entries += differences(*(_classes(run) for run in (a, b)))
-    short = ("environment.variables.", "environment.")
-    return [entry._replace(name=_without(entry.name, short)) for entry in entries]
-
-
-def _without(name: str, beginnings: Iterable[str]) -> str:
-    return next(
-        (name[len(beginning) :] for beginning in beginnings if name.startswith(beginning)), name
-    )
+    classes: list[dict[str, Any]] = [{}, {}]
+    for numbered, run in zip(classes, (a, b), strict=True):
+        for i, name in enumerate(dict.fromkeys(line.get("class") for line in run.optimizers)):
+            numbered[f"optimizer {i}" if i else "optimizer"] = name
+    entries += differences(*classes)
+    short = re.compile(r"^environment\.(variables\.)?")
+    return [entry._replace(name=short.sub("", entry.name, count=1)) for entry in entries]
 
 
 def _words(run: ComparedRun) -> dict[str, str]:
@@ -435,36 +423,32 @@ def _words(run: ComparedRun) -> dict[str, str]:
     return words
 
 
-def _classes(run: ComparedRun) -> dict[str, Any]:
-    classes = list({line.get("class"): None for line in run.optimizers})
-    return {"optimizer" if i == 0 else f"optimizer {i}": name for i, name in enumerate(classes)}
-
-
-def _reasons(a: ComparedRun, b: ComparedRun) -> list[str]:
-    """Returns why products need not be equal in bits: another card, library or layout."""
-    entries = differences(family(a), family(b))
-    entries += differences(*(flat({"layout": layout_of(run)}) for run in (a, b)))
-    return [str(entry) for entry in entries]
-
-
-def _missing_lines(missing: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for side, names in missing.items():
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        yield f"{side} {', '.join(names[:8])}{more}"
-
-
 def _growth(pair: Pair, first: int) -> Iterator[Growth]:
     """Yields what differs of each quantity, at steps from the first that differs."""
-    for step in _curve(pair, first):
-        yield from _scalars_apart(pair, step)
+    # from the step before the first difference: the first 16, then at most about 64 sampled ones
+    after = pair.steps[max(pair.steps.index(first) - 1, 0) :]
+    sampled = sorted(set(pair.a.run.sampled) & set(pair.b.run.sampled) & set(after[FIRST:]))
+    for step in after[:FIRST] + sampled[:: -(-len(sampled) // CURVE) or 1]:
+        # generators that the run draws from, batches and losses
+        drawn = pair.drawn(step)
+        count = sum(name in drawn for _, name in pair.generators_apart(step))
+        yield Growth(step, "random state", count, len(drawn), None, None)
+        for quantity, name in (("data", "batch"), ("loss", "losses")):
+            if not (pair.alike_layout and pair.says(name, step)):  # a rank's own have no partner
+                continue
+            a, b = (side.scalars(step, name) for side in pair.both)
+            far = list(_each_apart(a, b)) if name == "losses" else []
+            count = sum(x != y for x, y in zip_longest(a, b))
+            yield Growth(step, quantity, count, len(a), median(far) if far else None, None)
         # quantities of single ranks are counted by rank and name
         for quantity in OWN:
-            a, b = pair.rows(step, quantity)
-            if a and b:
-                yield Growth(step, quantity, len(pair.differing(a, b)), len(a), None, None)
+            rows, rows_b = pair.rows(step, quantity)
+            if rows and rows_b:
+                unlike = pair.differing(rows, rows_b)
+                yield Growth(step, quantity, len(unlike), len(rows), None, None)
         # how many tensors differ of each quantity, of how many
-        apart = Counter(quantity for _, quantity in pair.tensors(step, is_new))
-        of = Counter(q for key in pair.a.digests(step) if is_new(q := key[1]))
+        apart = Counter(quantity for _, quantity in pair.tensors(step, lambda q: not is_old(q)))
+        of = Counter(q for key in pair.a.digests(step) if not is_old(q := key[1]))
         lengths = pair.distances(step)
         for quantity in dict.fromkeys([*of, *lengths]):
             length = lengths.get(quantity)
@@ -476,20 +460,6 @@ def _growth(pair: Pair, first: int) -> Iterator[Growth]:
                 length.relative if length else None,
                 length.largest if length else None,
             )
-
-
-def _scalars_apart(pair: Pair, step: int) -> Iterator[Growth]:
-    # generators that the run draws from
-    drawn = pair.drawn(step)
-    apart = sum(name in drawn for _, name in pair.generators_apart(step))
-    yield Growth(step, "random state", apart, len(drawn), None, None)
-    for quantity, name in (("data", "batch"), ("loss", "losses")):
-        if not (pair.alike_layout and pair.says(name, step)):  # a rank's own have no partner
-            continue
-        a, b = (side.scalars(step, name) for side in pair.both)
-        count = sum(x != y for x, y in zip_longest(a, b))
-        relative = _relative(a, b) if name == "losses" else None
-        yield Growth(step, quantity, count, len(a), relative, None)
 
 
 def _apart(pair: Pair, first: int) -> Iterator[Farthest]:
@@ -508,26 +478,3 @@ def _each_apart(a: Any, b: Any) -> Iterator[float]:
         # equal and both NaN: 0; of 0, to NaN, or without a partner: infinity
         far = 0.0 if x == y or (x != x and y != y) else abs(y - x) / abs(x) if x else math.inf
         yield far if far == far else math.inf
-
-
-def _curve(pair: Pair, first: int) -> list[int]:
-    # from the step before the first difference: the first 16, then at most about 64 sampled ones
-    after = pair.steps[max(pair.steps.index(first) - 1, 0) :]
-    sampled = sorted(set(pair.a.run.sampled) & set(pair.b.run.sampled) & set(after[FIRST:]))
-    every = -(-len(sampled) // CURVE) or 1
-    return after[:FIRST] + sampled[::every]
-
-
-def _histogram(pair: Pair) -> dict[str, dict[int, int]]:
-    """Counts units in the last place, by quantity, at the last step that both have sampled."""
-    both = set(pair.a.run.sampled) & set(pair.b.run.sampled) & set(pair.steps)
-    if not both:
-        return {}
-    distances = pair.distances(max(both))
-    return {
-        quantity: dict(sorted(distance.ulps.items())) for quantity, distance in distances.items()
-    }
-
-
-def _relative(a: Any, b: Any) -> float | None:
-    return median(distances) if (distances := list(_each_apart(a, b))) else None

@@ -151,18 +151,15 @@ def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) ->
     place = place_of_box(0, start, shape, whole)
     if place is None:
         refuse("whole", f"cut in at most one dimension behind the first for shape {shape}", whole)
-    if tensor.numel() and not _holds(whole, start, shape):
+    # whether the box ends within the whole in each dimension, the last first
+    rest, is_inside = start, True
+    sizes = zip(reversed(shape), reversed(whole), strict=True)
+    for size, extent in sizes if tensor.numel() else ():
+        rest, begin = divmod(rest, extent)
+        is_inside &= begin + size <= extent
+    if tensor.numel() and (rest or not is_inside):
         refuse("start", f"a place in shape {tuple(whole)} that holds {name}", start)
     return place
-
-
-def _holds(whole: Sequence[int], start: int, shape: Sequence[int]) -> bool:
-    """Returns whether a box that begins at an element ends within the whole in each dimension."""
-    for size, extent in zip(reversed(shape), reversed(whole), strict=True):
-        start, begin = divmod(start, extent)
-        if begin + size > extent:
-            return False
-    return start == 0
 
 
 def _check(tensor: Any, place: Place, name: str) -> None:

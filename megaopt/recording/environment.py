@@ -13,38 +13,16 @@ from typing import Any
 import torch
 
 VARIABLES = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDNN_DETERMINISTIC",
-    "FLASH_ATTENTION_DETERMINISTIC",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "MKL_NUM_THREADS",
-    "NCCL_ALGO",
-    "NCCL_BUFFSIZE",
-    "NCCL_COLLNET_ENABLE",
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NCHANNELS",
-    "NCCL_NTHREADS",
-    "NCCL_NVLS_ENABLE",
-    "NCCL_P2P_DISABLE",
-    "NCCL_PROTO",
-    "NCCL_TOPO_FILE",
-    "NVIDIA_TF32_OVERRIDE",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_BWD_LAYERNORM_SM_MARGIN",
-    "NVTE_FLASH_ATTN",
-    "NVTE_FUSED_ATTN",
-    "NVTE_TORCH_COMPILE",
-    "OMP_NUM_THREADS",
-    "ONEDNN_MAX_CPU_ISA",
-    "PYTHONHASHSEED",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "TORCHINDUCTOR_MAX_AUTOTUNE",
+    *("ATEN_CPU_CAPABILITY", "CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES"),
+    *("CUDNN_DETERMINISTIC", "FLASH_ATTENTION_DETERMINISTIC", "MKL_CBWR"),
+    *("MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "NCCL_ALGO", "NCCL_BUFFSIZE"),
+    *("NCCL_COLLNET_ENABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS"),
+    *("NCCL_NVLS_ENABLE", "NCCL_P2P_DISABLE", "NCCL_PROTO", "NCCL_TOPO_FILE"),
+    *("NVIDIA_TF32_OVERRIDE", "NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+    *("NVTE_BWD_LAYERNORM_SM_MARGIN", "NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"),
+    *("NVTE_TORCH_COMPILE", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "PYTHONHASHSEED"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_MAX_AUTOTUNE"),
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
 """Variables of the environment that change which kernels, orders and precisions are taken."""
@@ -54,14 +32,16 @@ PATIENCE = 60
 
 def describe() -> dict[str, Any]:
     """Returns versions, hardware, source and settings; None for what is absent or not known."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu, diff = torch.cuda.is_available(), output("git", "diff", "HEAD")
+    nccl: Any = torch.cuda.nccl  # which has no types
+    has_nccl = on_gpu and torch.distributed.is_nccl_available()
     return {
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "cublas": installed("nvidia-cublas-cu12") or installed("nvidia-cublas"),
         "driver": driver() if on_gpu else None,
         "card": torch.cuda.get_device_name() if on_gpu else None,
-        "nccl": _nccl() if on_gpu and torch.distributed.is_nccl_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if has_nccl else None,
         "TransformerEngine": installed("transformer-engine"),
         "python": platform.python_version(),
         "processor": processor(),
@@ -69,7 +49,8 @@ def describe() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "git commit": output("git", "rev-parse", "HEAD"),
-        "diff hash": _hash(output("git", "diff", "HEAD")),
+        # None where nothing differs from the commit
+        "diff hash": hashlib.sha256(diff.encode()).hexdigest() if diff else None,
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -86,11 +67,6 @@ def driver() -> str | None:
     """Returns the version of the first card's driver."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return (output(*query) or "").split("\n")[0].strip() or None
-
-
-def _nccl() -> str:
-    nccl: Any = torch.cuda.nccl  # which has no types
-    return ".".join(map(str, nccl.version()))
 
 
 def processor() -> str | None:
@@ -111,8 +87,3 @@ def output(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace").strip()
-
-
-def _hash(text: str | None) -> str | None:
-    """Returns the SHA-256 of a text, None without one: where nothing differs from the commit."""
-    return hashlib.sha256(text.encode()).hexdigest() if text else None

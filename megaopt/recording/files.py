@@ -165,7 +165,11 @@ class Writer:
         for name, array, dtype in (("samples", samples, SAMPLE), ("rows", rows, ROW)):
             counts[name] = 0 if array is None else len(array)
             if array is not None and len(array):
-                self._append(f"{name}.bin", _block(MAGIC[name], source, step, array, dtype))
+                # header, rows, CRC-32 of both
+                header = numpy.array((MAGIC[name], source, step, len(array)), HEADER).tobytes()
+                data = header + numpy.ascontiguousarray(array, dtype).tobytes()
+                checksum = numpy.array(zlib.crc32(data), CHECK).tobytes()
+                self._append(f"{name}.bin", data + checksum)
         self._append("scalars.jsonl", _line({"step": step, "source": source, **scalars, **counts}))
 
     def close(self) -> None:
@@ -199,15 +203,6 @@ def hexadecimal(number: float) -> str:
 
 def _line(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
-
-
-def _block(
-    magic: bytes, source: int, step: int, array: numpy.ndarray[Any, Any], dtype: numpy.dtype[Any]
-) -> bytes:
-    # header, rows, CRC-32 of both
-    header = numpy.array((magic, source, step, len(array)), HEADER).tobytes()
-    data = header + numpy.ascontiguousarray(array, dtype).tobytes()
-    return data + numpy.array(zlib.crc32(data), CHECK).tobytes()
 
 
 class Digest(NamedTuple):
@@ -426,13 +421,12 @@ class Rank:
         )
         if lines != peer_lines or self.values != peer.values:
             return False
+        empty = numpy.empty(0, ROW)
+        keys = [(step, source) for source in lines]
         return all(
-            numpy.array_equal(self._block(step, source), peer._block(step, source))
-            for source in lines
+            numpy.array_equal(self._rows.get(key, empty), peer._rows.get(key, empty))
+            for key in keys
         )
-
-    def _block(self, step: int, source: int) -> numpy.ndarray[Any, Any]:
-        return self._rows.get((step, source), numpy.empty(0, ROW))
 
     def _rows_of(
         self,
@@ -475,17 +469,14 @@ def _value(line: Mapping[str, Any], path: Path) -> Value:
         "place": None if place is None else tuple(place),
     }
     value = Value(*(fields[name] for name in Value._fields))
-    fits = value.place is None or end_of(value.place) <= math.prod(value.shape)
+    end = 0  # behind the last element at the place
+    if value.place is not None and value.place[3]:
+        first, run, stride, numel = value.place
+        runs = (numel - 1) // run * stride + (numel - 1) % run + 1 if stride else numel
+        end = first + runs
+    fits = end <= math.prod(value.shape)
     require(fits, f"place in lines of {str(path)!r}", f"within the shape {value.shape}", place)
     return value
-
-
-def end_of(place: tuple[int, int, int, int]) -> int:
-    """Returns the index behind the last element at a place."""
-    first, run, stride, numel = place
-    if not numel:
-        return 0
-    return first + ((numel - 1) // run * stride + (numel - 1) % run + 1 if stride else numel)
 
 
 def _content(path: Path) -> numpy.ndarray[Any, Any]:
@@ -657,7 +648,24 @@ class Recording:
                     rank_digests[rank.number] = (
                         digest if before is None else _total([before, digest])
                     )
-        return {key: _summed(values[key], place_digests) for key, place_digests in parts.items()}
+        summed = dict[Key, Summed]()
+        for key, places in parts.items():
+            # one digest for each place: replicas of a place are compared, not added
+            total = _total([next(iter(ranks.values())) for ranks in places.values()])
+            missing = math.prod(values[key].shape) - sum(place[3] for place in places)
+            # of the first place at which ranks differ: the digest of each group, and its ranks
+            groups = dict[Digest, list[int]]()
+            for ranks in places.values():
+                # counts of elements that are not finite may lack on some
+                alike = dict[tuple[int, int], list[int]]()
+                for rank_number, digest in ranks.items():
+                    alike.setdefault((digest.low, digest.high), []).append(rank_number)
+                if len(alike) > 1:
+                    groups = {ranks[numbers[0]]: numbers for numbers in alike.values()}
+                    break
+            replicas = tuple(map(tuple, groups.values()))
+            summed[key] = Summed(total, missing, replicas, tuple(groups))
+        return summed
 
     def own(self, step: int) -> dict[tuple[int, str, str], list[Digest]]:
         """Returns each rank's own digests, by rank, name and quantity: several of several calls."""
@@ -701,9 +709,12 @@ class Recording:
                         f" {numel} elements"
                     ) from None
             bits, held = tensor
-            for place in places:
-                indices, end = _indices(place), begin + place[3]
-                bits[indices], held[indices], begin = part[begin:end], True, end
+            for first, run, stride, count in places:
+                # runs of `run` elements, `stride` apart: rows' pieces of a tensor split by columns
+                at: Any = slice(first, first + count)
+                if stride:
+                    at = first + numpy.arange(count) // run * stride + numpy.arange(count) % run
+                bits[at], held[at], begin = part[begin : begin + count], True, begin + count
         return tensor
 
     def samples(self, step: int) -> dict[Key, tuple[int, numpy.ndarray[Any, Any]]]:
@@ -729,15 +740,6 @@ class Recording:
         return samples_by_key
 
 
-def _indices(place: tuple[int, int, int, int]) -> Any:
-    """Returns the indices in the whole tensor of the elements at a place."""
-    # runs of `run` elements, `stride` apart: rows' pieces of a tensor that is split by columns
-    first, run, stride, numel = place
-    if not stride:
-        return slice(first, first + numel)
-    return first + numpy.arange(numel) // run * stride + numpy.arange(numel) % run
-
-
 def _total(digests: Sequence[Digest]) -> Digest:
     counts = [digest.nonfinite for digest in digests]
     return Digest(
@@ -745,24 +747,6 @@ def _total(digests: Sequence[Digest]) -> Digest:
         sum(digest.high for digest in digests) % LANES,
         None if None in counts else sum(count or 0 for count in counts),
     )
-
-
-def _summed(value: Value, parts: Mapping[Any, Mapping[int, Digest]]) -> Summed:
-    # one digest for each place: replicas of a place are compared, not added
-    total = _total([next(iter(ranks.values())) for ranks in parts.values()])
-    numel = math.prod(value.shape)
-    missing = numel - sum(place[3] for place in parts)
-    unlike = (groups for groups in map(_alike, parts.values()) if len(groups) > 1)
-    groups = next(unlike, {})
-    return Summed(total, missing, tuple(groups.values()), tuple(groups))
-
-
-def _alike(ranks: Mapping[int, Digest]) -> dict[Digest, tuple[int, ...]]:
-    # by digest the ranks that have it
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, digest in ranks.items():
-        groups[digest.low, digest.high].append(rank)  # counts may lack on some
-    return {ranks[group[0]]: tuple(group) for group in groups.values()}
 
 
 def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:

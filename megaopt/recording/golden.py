@@ -39,6 +39,8 @@ SCHEMA = 1
 LARGEST = 200_000
 """Bytes of a file."""
 RUN = ("world", "level", "every", "argv", "environment", "layout")
+LEFT_OUT = ("step", "source", "has_all_old")
+"""Keys of a step's line that entries lack: its place, and what is of samples."""
 TOGETHER = "all tensors"
 """The name under which one digest stands for all tensors, where those of each are too many."""
 
@@ -72,12 +74,20 @@ class Checked(NamedTuple):
     """Quantity, step, golden number and the run's, where the entry is of another environment."""
 
 
-class _Summary:
+class Summary:
     """The parts of a recording that a file of golden values leaves out."""
 
     sampled: Sequence[int] = ()
     absent: Sequence[int] = ()
+    run: Mapping[str, Any]
+    optimizers: Sequence[Mapping[str, Any]]
+    steps: Sequence[int]
     values: Mapping[Key, Value]
+    scalars: Callable[[int], list[dict[int, dict[str, Any]]]]
+
+    def digests(self, step: int) -> dict[Key, Summed]:
+        """Returns each tensor's digest, of the steps that have them."""
+        raise NotImplementedError
 
     def values_at(self, step: int) -> Mapping[Key, Value]:
         """Returns the same at each step: files have the first shapes alone, and no dtypes."""
@@ -92,7 +102,7 @@ class _Summary:
         return {}
 
 
-class Golden(_Summary):
+class Golden(Summary):
     """An entry of a file, to be compared as a recording is.
 
     Args:
@@ -103,37 +113,27 @@ class Golden(_Summary):
         self.run = {"environment": {}, **without_none(entry["run"])}
         self.optimizers = [{"class": name, "groups": []} for name in entry["optimizers"]]
         self.norms: dict[str, dict[str, str]] = entry["norms"]
-        self._names = list(entry["tensors"])
+        self.names = list(entry["tensors"])
         self._digests: dict[str, dict[str, list[str | None]]] = entry["digests"]
-        self._scalars = dict(_unfolded(entry["steps"]))
-        self.steps = sorted(self._scalars)
+        scalars = dict(_unfolded(entry["steps"]))
+        self.steps, self.scalars = sorted(scalars), scalars.__getitem__
         shapes = {name: tuple(shape) for name, shape in entry["tensors"].items()}
         quantities = dict.fromkeys(
             q for step_digests in self._digests.values() for q in step_digests
         )
         self.values = {(n, q): Value(n, q, "", shapes[n]) for q in quantities for n in shapes}
 
-    @property
-    def is_together(self) -> bool:
-        """Whether one digest stands for all tensors."""
-        return self._names == [TOGETHER]
-
-    def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
-        """Returns for each rank the numbers of a step, by source."""
-        ranks: list[dict[int, dict[str, Any]]] = self._scalars[step]
-        return ranks
-
     def digests(self, step: int) -> dict[Key, Summed]:
         """Returns each tensor's digest, of the steps that have them."""
         return {
             (name, quantity): Summed(Digest(int(text[:16], 16), int(text[16:], 16), None), 0, ())
             for quantity, texts in self._digests.get(str(step), {}).items()
-            for name, text in zip(self._names, texts, strict=True)
+            for name, text in zip(self.names, texts, strict=True)
             if text is not None
         }
 
 
-class _Together(_Summary):
+class _Together(Summary):
     """A recording in which one digest of a quantity stands for all tensors."""
 
     def __init__(self, recording: Recording) -> None:
@@ -189,6 +189,14 @@ def _entry(recording: Recording, run: Any, digest_steps: Sequence[int]) -> dict[
     shapes = {name: value.shape for (name, _), value in reversed(run.values.items())}
     order = [name for line in recording.optimizers for name in line.get("order") or ()]
     names = [name for name in dict.fromkeys([*order, *shapes]) if name in shapes]
+    # by step and quantity the digests in the order of names
+    digests = dict[str, dict[str, list[str | None]]]()
+    for step in digest_steps:
+        summed = run.digests(step)
+        digests[str(step)] = {
+            q: [str(summed[n, q].digest) if (n, q) in summed else None for n in names]
+            for q in dict.fromkeys(quantity for _, quantity in summed)
+        }
     return {
         "family": family(recording),
         "because": [],
@@ -196,7 +204,7 @@ def _entry(recording: Recording, run: Any, digest_steps: Sequence[int]) -> dict[
         "optimizers": list(dict.fromkeys(line["class"] for line in recording.optimizers)),
         "tensors": {name: shapes[name] for name in names},
         "steps": dict(_folded(recording)),
-        "digests": {str(step): _columns(run.digests(step), names) for step in digest_steps},
+        "digests": digests,
         "norms": {str(step): _norms(recording, step) for step in digest_steps},
     }
 
@@ -206,15 +214,6 @@ def _without_null(content: Any) -> Any:
     if not isinstance(content, Mapping):
         return content
     return {name: _without_null(value) for name, value in content.items() if value is not None}
-
-
-def _columns(digests: Mapping[Key, Summed], names: Sequence[str]) -> dict[str, list[str | None]]:
-    """Returns the digests of each quantity, in the order of names."""
-    quantities = dict.fromkeys(quantity for _, quantity in digests)
-    return {
-        q: [str(digests[name, q].digest) if (name, q) in digests else None for name in names]
-        for q in quantities
-    }
 
 
 def _norms(recording: Recording, step: int) -> dict[str, str]:
@@ -231,18 +230,16 @@ def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
     before: dict[str, Any] = {}
     for step in recording.steps:
         ranks = [
-            {source: _without_place(line) for source, line in rank.items()}
+            {
+                source: {name: line[name] for name in line if name not in LEFT_OUT}
+                for source, line in rank.items()
+            }
             for rank in recording.scalars(step)
         ]
         now = flat(_by_number(ranks))
         gone = {path: None for path in before if path not in now}
         yield str(step), gone | {k: v for k, v in now.items() if before.get(k, k) != v}
         before = now
-
-
-def _without_place(line: Mapping[str, Any]) -> dict[str, Any]:
-    left_out = ("step", "source", "has_all_old")  # which is of samples
-    return {name: value for name, value in line.items() if name not in left_out}
 
 
 def _by_number(content: Any) -> Any:
@@ -266,11 +263,9 @@ def _unfolded(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[int, Any
             for parent in parents:
                 inner = inner.setdefault(parent, {})
             inner[last] = value
-        yield int(step), [{int(s): _line(line) for s, line in r.items()} for r in ranks.values()]
-
-
-def _line(line: dict[str, Any]) -> dict[str, Any]:
-    return {**line, "groups": list(line.get("groups", {}).values())}
+        for line in (line for sources in ranks.values() for line in sources.values()):
+            line["groups"] = list(line.get("groups", {}).values())
+        yield int(step), [{int(s): line for s, line in r.items()} for r in ranks.values()]
 
 
 def _text(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -289,35 +284,30 @@ def read(path: Path) -> list[dict[str, Any]]:
     entries: Any = content.get("entries")
     is_list = isinstance(entries, list) and bool(entries)
     require(is_list, f"entries of {str(path)!r}", "a list of one at least", entries)
+    where = str(path)
     for entry in entries:
-        _check_entry(entry, str(path))
+        require(isinstance(entry, dict), f"each entry in {where}", "an object", entry)
+        checks.check(entry, ENTRY, where)
+        checks.check(entry["run"], {**checks.RUN, "rank": checks.ANYTHING}, where)
+        for name in ("steps", "digests", "norms"):
+            for step in entry[name]:
+                is_step = step.isdecimal() and len(step) < 19 and int(step) >= 1
+                require(is_step, f"{name} in {where}", "by step, from 1 on", step)
+        # a digest, or null, for each tensor
+        count = len(entry["tensors"])
+        for step_digests in entry["digests"].values():
+            for quantity, texts in step_digests.items():
+                words = f"digests of {quantity!r} in {where}"
+                require(len(texts) == count, words, f"of all {count} tensors", len(texts))
+        try:
+            steps = [ranks for _, ranks in _unfolded(entry["steps"])]
+            lines = [line for ranks in steps for rank in ranks for line in rank.values()]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise RecordingError(f"steps in {where} must be those of ranks: {error}") from None
+        for line in lines:
+            checks.check(line, checks.SCALARS, where)
     checked_entries: list[dict[str, Any]] = entries
     return checked_entries
-
-
-def _check_entry(entry: Any, where: str) -> None:
-    """Raises RecordingError for what is no entry."""
-    require(isinstance(entry, dict), f"each entry in {where}", "an object", entry)
-    checks.check(entry, ENTRY, where)
-    kinds = {**checks.RUN, "rank": checks.ANYTHING}
-    checks.check(entry["run"], kinds, where)
-    for name in ("steps", "digests", "norms"):
-        for step in entry[name]:
-            is_step = step.isdecimal() and len(step) < 19 and int(step) >= 1
-            require(is_step, f"{name} in {where}", "by step, from 1 on", step)
-    count = len(entry["tensors"])
-    for quantity, texts in (
-        pair for step_digests in entry["digests"].values() for pair in step_digests.items()
-    ):
-        words = f"digests of {quantity!r} in {where}"
-        require(len(texts) == count, words, f"of all {count} tensors", len(texts))
-    try:
-        steps = [ranks for _, ranks in _unfolded(entry["steps"])]
-        lines = [line for ranks in steps for rank in ranks for line in rank.values()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise RecordingError(f"steps in {where} must be those of ranks: {error}") from None
-    for line in lines:
-        checks.check(line, checks.SCALARS, where)
 
 
 def _write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
@@ -383,7 +373,7 @@ def check(path: Path, recording: Recording) -> Checked:
     )
     is_own = nearest["family"] == environment
     golden = Golden(nearest)
-    comparison = compare(golden, _Together(recording) if golden.is_together else recording)
+    comparison = compare(golden, _Together(recording) if golden.names == [TOGETHER] else recording)
     if is_own:
         return Checked(comparison, comparison.line, True, [])
     words = [
@@ -391,22 +381,19 @@ def check(path: Path, recording: Recording) -> Checked:
         for one in (environment, nearest["family"])
     ]
     line = f"no entry for {words[0]}; beside that of {words[1]}: {comparison.line}"
-    return Checked(comparison, line, False, list(_drift(golden, recording)))
-
-
-def _drift(golden: Golden, recording: Recording) -> Iterator[tuple[str, int, float, float]]:
-    """Yields the losses and norms of the golden run, each with the run's."""
+    # losses and norms of the golden run, each with the run's
+    drift = list[tuple[str, int, float, float]]()
     for text, norms in golden.norms.items():
         step = int(text)
         if step not in recording.steps or step not in golden.steps:
             continue
-        losses = (_loss(run.scalars(step)) for run in (golden, recording))
-        both = {"loss": tuple(losses)}
         now = _norms(recording, step)
+        both = {"loss": (_loss(golden.scalars(step)), _loss(recording.scalars(step)))}
         both |= {q: (norms[q], now[q]) for q in norms if q in now}
-        for quantity, (golden_value, run_value) in both.items():
-            if golden_value is not None and run_value is not None:
-                yield quantity, step, float.fromhex(golden_value), float.fromhex(run_value)
+        for quantity, (a, b) in both.items():
+            if a is not None and b is not None:
+                drift.append((quantity, step, float.fromhex(a), float.fromhex(b)))
+    return Checked(comparison, line, False, drift)
 
 
 def _loss(ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> str | None:

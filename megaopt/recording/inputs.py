@@ -18,8 +18,8 @@ from megaopt.kernels.shards import local_of
 from megaopt.recording.digest import of_places
 from megaopt.recording.files import LANES
 
-MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""The multipliers of the splitmix64 generator."""
+MIX = ((30, 0xBF58476D1CE4E5B9 - LANES), (27, 0x94D049BB133111EB - LANES), (31, 1))
+"""The shifts and multipliers of the splitmix64 generator."""
 
 
 RandomStates = dict[str, tuple[Any, ...]]
@@ -100,14 +100,11 @@ def batch_digest(value: Any) -> torch.Tensor:
 
 def mixed(lanes: torch.Tensor) -> torch.Tensor:
     """Returns the last part of the splitmix64 generator, of each number, int64."""
-    for shift, multiplier in zip((30, 27), MIX, strict=True):
-        lanes = (lanes ^ _shifted(lanes, shift)) * (multiplier - LANES)
-    return lanes ^ _shifted(lanes, 31)
-
-
-def _shifted(lanes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shifts right with zeros: torch's own shift of an int64 repeats the sign."""
-    return (lanes >> bits) & ((1 << (64 - bits)) - 1)
+    for shift, multiplier in MIX:
+        # shifted with zeros: torch's own shift of an int64 repeats the sign
+        shifted = (lanes >> shift) & ((1 << (64 - shift)) - 1)
+        lanes = (lanes ^ shifted) * multiplier
+    return lanes
 
 
 Listener = Callable[[tuple[Any, ...], dict[str, Any]], "Callable[[Any], None] | None"]
@@ -127,13 +124,13 @@ class Watched:
         self._listeners: list[Listener] = []
         self._put_back: dict[str, tuple[Any, str, Any]] = {}
 
-    def listen(self, listener: Listener) -> Callable[[], None]:
-        """Tells the listener of each call, until what this returns is called."""
+    def listen(self, listener: Listener) -> None:
+        """Tells the listener of each call from now on."""
         self._listeners.append(listener)
         self.look()
-        return lambda: self._forget(listener)
 
-    def _forget(self, listener: Listener) -> None:
+    def forget(self, listener: Listener) -> None:
+        """Tells the listener of no call any more."""
         self._listeners.remove(listener)
         while self._put_back and not self._listeners:
             setattr(*self._put_back.popitem()[1])

@@ -166,20 +166,6 @@ def denominator(sample: Sample, square: Rounded) -> Rounded:
     return square.root() / over.root() + eps
 
 
-def step_of(sample: Sample, average: Rounded, square: Rounded) -> Rounded:
-    """Computes Adam's step without weight decay; if capturable, with torch's ways to fold sizes."""
-    lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
-    size = lr / over1
-    if not sample.options.get("capturable") or "eps_is" in sample.options:
-        return average * size / denominator(sample, square)
-    eps, root = sample.number("eps"), square.root()
-    inverse = exact(1.0, size.precision) / (over1 / lr)
-    one_by_one = root / sample.beside(over2 * size) + sample.beside(eps / size)
-    foreach = (root / sample.beside(over2) + eps) / sample.beside(inverse)
-    fused = average * size / denominator(sample, square)
-    return either(average / one_by_one, average / foreach, fused)
-
-
 def adam(sample: Sample, unrounded: bool = False) -> NewValues:
     """Steps as Adam, AdamW and AMSGrad: torch's, TransformerEngine's, apex's, bitsandbytes'.
 
@@ -187,12 +173,22 @@ def adam(sample: Sample, unrounded: bool = False) -> NewValues:
     """
     values = moments(sample, with_decay(sample), "exp_avg", "exp_avg_sq")
     state = {**sample.new, **values} if unrounded else sample.new
-    square = state["exp_avg_sq"]
+    average, square = state["exp_avg"], state["exp_avg_sq"]
     if sample.options.get("amsgrad"):
         if "max_exp_avg_sq" in sample.old:
             values["max_exp_avg_sq"] = sample.old["max_exp_avg_sq"].maximum(square)
         square = state["max_exp_avg_sq"]
-    return {**values, PARAM: base(sample) - step_of(sample, state["exp_avg"], square)}
+    # the step without weight decay; if capturable, with torch's ways to fold sizes
+    lr, over1, over2 = sample.number("lr"), correction(sample, 0), correction(sample, 1).root()
+    size = lr / over1
+    step = average * size / denominator(sample, square)
+    if sample.options.get("capturable") and "eps_is" not in sample.options:
+        eps, root = sample.number("eps"), square.root()
+        inverse = exact(1.0, size.precision) / (over1 / lr)
+        one_by_one = root / sample.beside(over2 * size) + sample.beside(eps / size)
+        foreach = (root / sample.beside(over2) + eps) / sample.beside(inverse)
+        step = either(average / one_by_one, average / foreach, step)
+    return {**values, PARAM: base(sample) - step}
 
 
 MOMENTUM = "momentum_buffer"
@@ -222,7 +218,11 @@ def nadam(sample: Sample) -> NewValues:
     mu, following = (_momentum(sample, beta1, sample.count + more) for more in (0, 1))
     if "mu_product" in sample.old:
         values["mu_product"] = sample.old["mu_product"] * mu
-    product = sample.new.get("mu_product") or _product(sample, beta1)
+    product = sample.new.get("mu_product")
+    if product is None:  # not recorded: as if beta1 had never changed; fp32, also beside fp64
+        product = exact(1.0, PRECISIONS["float32"])
+        for step in range(1, sample.count + 1):
+            product = product * _momentum(sample, beta1, step)
     square, over = sample.new["exp_avg_sq"], correction(sample, 1)
     root = either((square / sample.beside(over)).root(), square.root() / sample.beside(over.root()))
     below = root + sample.number("eps")
@@ -234,17 +234,6 @@ def nadam(sample: Sample) -> NewValues:
     return {**values, PARAM: base(sample) - first - second}
 
 
-def _product(sample: Sample, beta1: Rounded) -> Rounded:
-    """Returns the product of momenta where it was not recorded, as if beta1 had never changed.
-
-    It is fp32, also beside fp64.
-    """
-    product = exact(1.0, PRECISIONS["float32"])
-    for step in range(1, sample.count + 1):
-        product = product * _momentum(sample, beta1, step)
-    return product
-
-
 def _momentum(sample: Sample, beta1: Rounded, step: int) -> Rounded:
     power = sample.constant(0.96).power(step * float(sample.options["momentum_decay"]))
     return beta1 * -(power * 0.5 - 1.0)
@@ -254,25 +243,20 @@ def sgd(sample: Sample) -> NewValues:
     """Steps as torch's SGD with momentum, dampening, Nesterov; the buffer starts as gradient."""
     grad, values = with_decay(sample), NewValues()
     if sample.options.get("momentum"):
-        values = _buffered(sample, grad, sample.number("momentum"))
+        momentum, old = sample.number("momentum"), sample.old.get("momentum_buffer")
+        if sample.options.get("is_new") and (old is None or sample.step == 1):
+            values = {"momentum_buffer": grad}
+        elif old is not None:
+            share = -(sample.number("dampening") - 1.0).stored(sample.precision)
+            is_narrow = sample.precision.unit > PRECISIONS["float32"].unit
+            if is_narrow and sample.options.get("foreach"):  # a CPU rounds it to the buffers' dtype
+                momentum = momentum.stored(sample.precision)
+            values = {"momentum_buffer": old * momentum + grad * share}
         buffer = sample.new["momentum_buffer"]
         grad = (
             grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
         )
     return {**values, PARAM: base(sample) - grad * sample.factor("lr")}
-
-
-def _buffered(sample: Sample, grad: Rounded, momentum: Rounded) -> NewValues:
-    old = sample.old.get("momentum_buffer")
-    if sample.options.get("is_new") and (old is None or sample.step == 1):
-        return {"momentum_buffer": grad}
-    if old is None:
-        return {}
-    share = -(sample.number("dampening") - 1.0).stored(sample.precision)
-    is_narrow = sample.precision.unit > PRECISIONS["float32"].unit
-    if is_narrow and sample.options.get("foreach"):  # a CPU rounds it to the buffers' dtype
-        momentum = momentum.stored(sample.precision)
-    return {"momentum_buffer": old * momentum + grad * share}
 
 
 def lion(sample: Sample) -> NewValues:
@@ -289,47 +273,37 @@ def adafactor(sample: Sample) -> NewValues:
 
     Norms of the whole tensor scale its update. So a vector's update is checked up to one positive
     factor; a matrix's statistics are of rows and columns, and its update is checked for its sign
-    alone.
+    alone. The size of the step is the one >= 0 that explains the new parameter best, an interval
+    for each element of a matrix; where these have none in common the error says nothing, and the
+    difference shows.
     """
     values, grad = NewValues(), sample.descent
-    param = decayed(sample, sample.old[PARAM])
-    if "variance" in sample.new:
+    param, new = decayed(sample, sample.old[PARAM]), sample.new[PARAM]
+    is_vector = "variance" in sample.new
+    if is_vector:
         if "variance" in sample.old:
             rest = sample.constant(1.0).power(0) * sample.count ** sample.options["beta2_decay"]
             values["variance"] = mixed(sample.old["variance"], grad * grad, -(rest - 1.0))
-        least = sample.constant(_eps1(sample) ** 2)
+        eps1 = sample.options["eps"][0]
+        least = sample.constant((2 * sample.precision.unit if eps1 is None else float(eps1)) ** 2)
         grad = grad / sample.new["variance"].maximum(least).root()
-    return {**values, PARAM: _along(param, grad, sample.new[PARAM], "variance" in sample.new)}
-
-
-def _eps1(sample: Sample) -> float:
-    eps1 = sample.options["eps"][0]
-    return 2 * sample.precision.unit if eps1 is None else float(eps1)
-
-
-def _along(param: Rounded, direction: Rounded, new: Rounded, is_one: bool) -> Rounded:
-    """Returns the parameter after a step >= 0 along a direction; the size explains `new` best.
-
-    is_one: all elements share one size; else each has its own. A size is an interval for each
-    element; where these have none in common the error says nothing, and the difference shows.
-    """
     with numpy.errstate(all="ignore"):
         moved = param.value - new.value
         # rounding of the size, of its product with the direction, and of the difference
         rounded = param.precision.unit * (2 * numpy.abs(moved) + numpy.abs(new.value))
         room = rounded + param.precision.least + param.error + new.error
-        size = moved / direction.value
-        width = (room + numpy.abs(size) * direction.error) / numpy.abs(direction.value)
+        size = moved / grad.value
+        width = (room + numpy.abs(size) * grad.error) / numpy.abs(grad.value)
         low, high = numpy.maximum(size - width, 0.0), numpy.maximum(size + width, 0.0)
     is_finite = numpy.isfinite(low) & numpy.isfinite(high)
-    if is_one and is_finite.any():
+    if is_vector and is_finite.any():
         low, high = low[is_finite].max(), high[is_finite].min()
     is_known = numpy.isfinite(low + high)
     middle = numpy.where(is_known, (low + high) / 2, 0.0)
     error = numpy.maximum(numpy.where(is_known, (high - low) / 2, 0.0), 0.0)
     # an element that is not finite makes the whole tensor's size so
     error = numpy.where(numpy.isfinite(new.value), error, numpy.inf)
-    return param - direction * Rounded(middle, error, param.precision)
+    return {**values, PARAM: param - grad * Rounded(middle, error, param.precision)}
 
 
 @dataclass(frozen=True)
@@ -409,54 +383,46 @@ class Evidence:
 
 def explanations(sample: Sample, evidence: Evidence) -> Iterator[tuple[str, Sample]]:
     """Yields samples for which the law makes what wrong steps would, by name; likely ones first."""
-    options = sample.options
-    yield from _counts(sample, evidence)
-    for name, changes in _switches(options):
+    options, step = sample.options, sample.step
+    if step is not None:
+        if evidence.count is not None and abs(evidence.count - step) > 1:
+            yield f"step count {evidence.count}", replace(sample, step=evidence.count)
+        yield "step count + 1", replace(sample, step=step + 1)
+        if step > 1:
+            yield "step count - 1", replace(sample, step=step - 1)
+
+    # other options
+    corrects = options.get("bias_correction", True)
+    word = "no bias correction" if corrects else "bias correction"
+    switches: list[tuple[str, dict[str, Any]]] = [(word, {"bias_correction": not corrects})]
+    decay, lr = options.get("weight_decay"), options.get("lr") or 0.0
+    if decay:
+        is_apart = is_decoupled(options)
+        # (1 - lr * decay)**2 as one decay
+        twice = {"weight_decay": decay * (2 - lr * decay if is_apart else 2)}
+        word = "L2 decay for decoupled" if is_apart else "decoupled decay for L2"
+        switches += [
+            ("weight decay twice", twice),
+            ("no weight decay", {"weight_decay": 0.0}),
+            (word, {"decoupled_weight_decay": not is_apart, "adam_w_mode": not is_apart}),
+        ]
+    switches += [("eps inside the root", {"eps_is": "inside"})]
+    switches += [("eps beside the uncorrected root", {"eps_is": "uncorrected"})]
+    if "betas" in options:
+        switches += [("betas swapped", {"betas": tuple(options["betas"])[::-1]})]
+    switches += [("sign of the gradient", {"maximize": not options.get("maximize")})]
+    turned = {name: -(options.get(name) or 0.0) for name in ("lr", "weight_decay")}
+    switches += [("sign of the update", turned)]
+    for name in (name for name in ("nesterov", "amsgrad") if name in options):
+        word = "off" if options[name] else "on"
+        switches += [(f"{name} {word}", {name: not options[name]})]
+    if options.get("dampening"):
+        switches += [("no dampening", {"dampening": 0.0})]
+    for name, changes in switches:
         yield name, replace(sample, options={**options, **changes})
+
+    # numbers of other steps
     for whose, rate in evidence.rates:
         yield f"lr of {whose}", replace(sample, options={**options, "lr": rate})
     before = {**sample.new, **{name: sample.old[name] for name in sample.old if name != PARAM}}
     yield "moments of the step before", replace(sample, new=before)
-
-
-def _counts(sample: Sample, evidence: Evidence) -> Iterator[tuple[str, Sample]]:
-    if sample.step is None:
-        return
-    if evidence.count is not None and abs(evidence.count - sample.step) > 1:
-        yield f"step count {evidence.count}", replace(sample, step=evidence.count)
-    yield "step count + 1", replace(sample, step=sample.step + 1)
-    if sample.step > 1:
-        yield "step count - 1", replace(sample, step=sample.step - 1)
-
-
-def _switches(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    corrects = options.get("bias_correction", True)
-    yield (
-        "bias correction" if not corrects else "no bias correction",
-        {"bias_correction": not corrects},
-    )
-    yield from _decays(options)
-    yield "eps inside the root", {"eps_is": "inside"}
-    yield "eps beside the uncorrected root", {"eps_is": "uncorrected"}
-    if "betas" in options:
-        yield "betas swapped", {"betas": tuple(options["betas"])[::-1]}
-    yield "sign of the gradient", {"maximize": not options.get("maximize")}
-    turned = {name: -(options.get(name) or 0.0) for name in ("lr", "weight_decay")}
-    yield "sign of the update", turned
-    for name in ("nesterov", "amsgrad"):
-        if name in options:
-            yield f"{name} {'off' if options[name] else 'on'}", {name: not options[name]}
-    if options.get("dampening"):
-        yield "no dampening", {"dampening": 0.0}
-
-
-def _decays(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    decay, lr = options.get("weight_decay"), options.get("lr") or 0.0
-    if not decay:
-        return
-    is_apart = is_decoupled(options)
-    # (1 - lr * decay)**2 as one decay
-    yield "weight decay twice", {"weight_decay": decay * (2 - lr * decay if is_apart else 2)}
-    yield "no weight decay", {"weight_decay": 0.0}
-    other_kind = {"decoupled_weight_decay": not is_apart, "adam_w_mode": not is_apart}
-    yield "L2 decay for decoupled" if is_apart else "decoupled decay for L2", other_kind

@@ -40,9 +40,10 @@ class Looks:
     """
 
     def __init__(self, tensors: Tensors) -> None:
+        all_tensors = [NOTHING if tensor is None else tensor for tensor in tensors]
         self._absent = [tensor is None for tensor in tensors]
-        self._kind = _kind(tensors)
-        self._is_worth_building = is_worth_building(_there(tensors))
+        self._kind = [[*map(fact, all_tensors)] for fact in KIND]
+        self._is_worth_building = is_worth_building(all_tensors)
         self._addresses = numpy.zeros(len(tensors), numpy.int64)
         self._versions = numpy.zeros(len(tensors), numpy.int64)
         self._module: Any = None
@@ -61,43 +62,33 @@ class Looks:
         # int64 rows for addresses and versions are written in place
         tensor_list = tensors if type(tensors) is list else [*tensors]
         facts = self._module.look_at(self._native, tensor_list, self._addresses, self._versions)
-        return None if facts is None else self._looked(*facts)
-
-    def _looked(self, in_order: bool, moved: list[int], written: list[int]) -> Looked:
+        if facts is None:
+            return None
+        in_order, moved, written = facts
         return Looked(self._addresses if in_order else None, moved, written)
 
     def _look(self, tensors: Tensors) -> Looked | None:
         """The extension's twin."""
-        if [tensor is None for tensor in tensors] != self._absent or _kind(tensors) != self._kind:
+        all_tensors = [NOTHING if tensor is None else tensor for tensor in tensors]
+        is_same = [tensor is None for tensor in tensors] == self._absent
+        if not is_same or [[*map(fact, all_tensors)] for fact in KIND] != self._kind:
             return None
-        all_tensors = _there(tensors)
         # elements one behind the other, and bits that say what they are
-        in_order = all(map(torch.Tensor.is_contiguous, all_tensors))
-        in_order = in_order and not any(
+        in_order = all(map(torch.Tensor.is_contiguous, all_tensors)) and not any(
             tensor.is_neg() or tensor._is_zerotensor() for tensor in all_tensors
         )
-        addresses = list(map(torch.Tensor.data_ptr, all_tensors))
+        addresses = [*map(torch.Tensor.data_ptr, all_tensors)]
         try:
-            versions = list(map(VERSION, all_tensors))
+            versions = [*map(VERSION, all_tensors)]
         except RuntimeError:  # tensors of inference mode have none
             versions = [0 if tensor.is_inference() else tensor._version for tensor in all_tensors]
-        moved, written = _noted(self._addresses, addresses), _noted(self._versions, versions)
-        return self._looked(in_order, moved, written)
-
-
-def _there(tensors: Tensors) -> list[torch.Tensor]:
-    return [NOTHING if tensor is None else tensor for tensor in tensors]
-
-
-def _kind(tensors: Tensors) -> tuple[list[Any], ...]:
-    return tuple(list(map(fact, _there(tensors))) for fact in KIND)
-
-
-def _noted(row: numpy.ndarray, now: list[int]) -> list[int]:
-    """Notes numbers in an int64 row; the places of those that are others."""
-    before = row.tolist()
-    row[:] = now
-    return [] if now == before else [i for i, number in enumerate(now) if number != before[i]]
+        # notes both; the places of numbers that are others
+        places = list[list[int]]()
+        for row, now in ((self._addresses, addresses), (self._versions, versions)):
+            before = row.tolist()
+            row[:] = now
+            places.append([i for i, number in enumerate(now) if number != before[i]])
+        return Looked(self._addresses if in_order else None, *places)
 
 
 def same_params(
@@ -119,10 +110,8 @@ class SameStates:
         self._keys, self._entries = (*state.keys(),), (*state.values(),)
         self.has_dicts = isinstance(state, dict) and all(type(e) is dict for e in self._entries)
         """The state is a dict of dicts; otherwise it cannot be told."""
-        self.values = self._now() if self.has_dicts else ()
-
-    def _now(self) -> tuple[Any, ...]:
-        return (*itertools.chain.from_iterable(map(VALUES, self._entries)),)
+        entries = map(VALUES, self._entries) if self.has_dicts else ()
+        self.values = (*itertools.chain.from_iterable(entries),)
 
     def are(self, state: Mapping[Any, Any]) -> bool:
         """Checks that a state is the same."""
@@ -132,4 +121,5 @@ class SameStates:
         # the very objects: keys and dicts first, then all values
         is_same = same_objects(state.keys(), self._keys)
         is_same = is_same and same_objects(state.values(), self._entries)
-        return is_same and same_objects(self._now(), self.values)
+        values = itertools.chain.from_iterable(map(VALUES, self._entries))
+        return is_same and same_objects([*values], self.values)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,20 +41,15 @@ def global_name(model: torch.nn.Module, name: str) -> str:
     parts, above, module = name.split("."), [model], model
     for place, part in enumerate(parts):
         module = getattr(module, part, None)  # type: ignore[assignment]  # a parameter at the end
-        if part.isdigit() and module is not None:
-            parts[place] = str(_global_number(above, parts[place - 1], module, int(part)))
+        if part.isdigit() and module is not None and parts[place - 1] == "local_experts":
+            # numbers of this rank's experts, from the nearest module around that has them
+            indices = [getattr(outer, "local_expert_indices", None) for outer in above]
+            numbers = next(numbers for numbers in reversed(indices) if numbers is not None)
+            parts[place] = str(int(numbers[int(part)]))
+        elif part.isdigit() and module is not None:
+            parts[place] = str(int(getattr(module, "layer_number", int(part) + 1)) - 1)
         above.append(module)
     return ".".join(parts)
-
-
-def _global_number(
-    above: Sequence[torch.nn.Module], kind: str, module: torch.nn.Module, number: int
-) -> int:
-    """Returns the number over all ranks of a module in a list; above: the modules around it."""
-    if kind == "local_experts":
-        indices = [getattr(outer, "local_expert_indices", None) for outer in above]
-        return int(next(numbers[number] for numbers in reversed(indices) if numbers is not None))
-    return int(getattr(module, "layer_number", number + 1)) - 1
 
 
 def part_of(
@@ -78,11 +73,12 @@ def part_of(
         return _experts(state, param, world)
     shape[dim] *= world
     inner, size = math.prod(shape[dim + 1 :]), param.shape[dim] // parts if shape else 1
+    runs = (size * inner, math.prod(shape[dim:])) if dim else ()
     pieces = tuple(
         ShardRange(
             begin=part * size * inner,
             numel=param.numel() // parts,
-            place=_place(dim, (part * world + rank) * size * inner, size * inner, shape),
+            place=Place(0, (part * world + rank) * size * inner, *runs),
         )
         for part in range(parts)
     )
@@ -101,10 +97,6 @@ def _experts(
     shape[param.partition_dim] *= ranks  # type: ignore[attr-defined]
     first = state.get_expert_model_parallel_rank() * param.numel()
     return tuple(shape), (ShardRange(0, param.numel(), Place(0, first)),) if world == 1 else None
-
-
-def _place(dim: int, first: int, run: int, shape: Sequence[int]) -> Place:
-    return Place(0, first, run, math.prod(shape[dim:])) if dim else Place(0, first)
 
 
 def _ranks(state: Any, param: torch.Tensor) -> tuple[int, int]:
@@ -132,32 +124,22 @@ def shard_of(param: torch.Tensor, weights: Iterable[torch.Tensor]) -> Shard | No
     """Returns the part of a model's parameter that an optimizer's stands for; None: of none."""
     for weight in weights if _parallel_state() is not None else ():
         if getattr(weight, "main_param", None) is param:
-            begin, end = _range(weight, param)
-            return Shard(weight, begin, end, is_master=True)
+            if not getattr(weight, "main_param_sharded", False):
+                return Shard(weight, 0, weight.numel(), is_master=True)
+            # Megatron's distributed optimizer, which calls the step of the recorded one, knows
+            frame: Any = sys._getframe()
+            while frame is not None:
+                ranges = getattr(frame.f_locals.get("self"), "_get_model_param_range_map", None)
+                if ranges is not None:
+                    span = ranges(weight)["param"]
+                    return Shard(weight, span.start, span.end, is_master=True)
+                frame = frame.f_back
+            raise RuntimeError(
+                "the step of Megatron's optimizer must be called by its DistributedOptimizer where "
+                "it is recorded, got a call by something else"
+            )
         if weight.dtype == param.dtype and param.numel() and type(weight) in PLAIN:
             begin, rest = divmod(param.data_ptr() - weight.data_ptr(), weight.element_size())
             if not rest and begin >= 0 and begin + param.numel() <= weight.numel():
                 return Shard(weight, begin, begin + param.numel(), is_master=False)
     return None
-
-
-def _range(weight: torch.Tensor, master: torch.Tensor) -> tuple[int, int]:
-    """Returns the elements that a master is of: all, or those that Megatron's optimizer has."""
-    if not getattr(weight, "main_param_sharded", False):
-        return 0, weight.numel()
-    span = _outer("_get_model_param_range_map")._get_model_param_range_map(weight)["param"]
-    return span.start, span.end
-
-
-def _outer(method: str) -> Any:
-    """Returns Megatron's distributed optimizer, which calls the step of the recorded one."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if hasattr(owner, method):
-            return owner
-        frame = frame.f_back
-    raise RuntimeError(
-        "the step of Megatron's optimizer must be called by its DistributedOptimizer where it is "
-        "recorded, got a call by something else"
-    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy
 
 from megaopt.recording.checks import RecordingError, is_float
 from megaopt.recording.files import Key, Recording, Summed, Value
 from megaopt.recording.measure import NEAR, Array, Distance, distance
+
+if TYPE_CHECKING:
+    from megaopt.recording.golden import Summary
 
 ANYWHERE = ("torch", "cuda", "cublas", "nccl", "card", "TransformerEngine")
 WITHOUT_CARD = ("torch", "processor", "threads")
@@ -21,47 +24,8 @@ WHOLE = ("grad", "weight", "codes")
 """Quantities of the parameter's own shape, one of which each recording of tensors has."""
 
 
-class ComparedRun(Protocol):
-    """A run that is compared: a `Recording`, or what a file of golden values holds of one."""
-
-    @property
-    def run(self) -> Mapping[str, Any]:
-        """The description of the run."""
-
-    @property
-    def absent(self) -> Sequence[int]:
-        """The ranks that are missing."""
-
-    @property
-    def optimizers(self) -> Sequence[Mapping[str, Any]]:
-        """The descriptions of the optimizers."""
-
-    @property
-    def steps(self) -> Sequence[int]:
-        """The steps, ascending."""
-
-    @property
-    def sampled(self) -> Sequence[int]:
-        """The steps that have samples."""
-
-    @property
-    def values(self) -> Mapping[Key, Value]:
-        """The values that ranks hold together, by name and quantity."""
-
-    def values_at(self, step: int) -> Mapping[Key, Value]:
-        """Returns the values of a step, with the dtypes and shapes that they have there."""
-
-    def scalars(self, step: int) -> list[dict[int, dict[str, Any]]]:
-        """Returns the numbers of a step, for each rank by source."""
-
-    def digests(self, step: int) -> dict[Key, Summed]:
-        """Returns the digests of each tensor, of all ranks together."""
-
-    def own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        """Returns the digests of what each rank has alone, by rank, name and quantity."""
-
-    def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
-        """The sampled elements of each tensor."""
+ComparedRun = Union[Recording, "Summary"]
+"""A run that is compared: a recording, or what a file of golden values holds of one."""
 
 
 class ValueDifference(NamedTuple):
@@ -123,14 +87,24 @@ class NamesError(RecordingError):
 
 
 class Side:
-    """A run with its names as the other has them."""
+    """A run with its names as the other has them.
+
+    Raises NamesError for names that make one tensor of two, or one module.
+    """
 
     def __init__(self, run: ComparedRun, names: Mapping[str, str] | None = None) -> None:
         self.run, self._names = run, names or {}
-        self.name = lru_cache(None)(self._name)
-        self.digests = lru_cache(4)(self._digests)
-        self.own = lru_cache(4)(self._own)
-        self.values_at = lru_cache(4)(self._values_at)
+        self.name = name_of = lru_cache(None)(self._name)
+        # what the run has of a step, under the other's names
+        self.digests: Callable[[int], dict[Key, Summed]] = lru_cache(4)(
+            lambda step: {(name_of(n), q): s for (n, q), s in run.digests(step).items()}
+        )
+        self.own: Callable[[int], dict[tuple[int, str, str], list[Any]]] = lru_cache(4)(
+            lambda step: {(r, name_of(n), q): d for (r, n, q), d in run.own(step).items()}
+        )
+        self.values_at: Callable[[int], dict[Key, Value]] = lru_cache(4)(
+            lambda step: {(name_of(n), q): v for (n, q), v in run.values_at(step).items()}
+        )
         self.values: dict[Key, Value] = {
             (self.name(name), quantity): value for (name, quantity), value in run.values.items()
         }
@@ -140,12 +114,10 @@ class Side:
         order = [name for line in run.optimizers for name in line.get("order") or ()]
         every = dict.fromkeys(self.name(name) for name in [*order, *listed, *self.shapes])
         self.order = {name: i for i, name in enumerate(every)}
-        self._refuse_one_name([*run.values, *((name, "") for name in listed)])
-
-    def _refuse_one_name(self, keys: Iterable[Key]) -> None:
-        """Raises NamesError for a map that makes one tensor of two, or one module."""
-        if isinstance(self.run, Recording):
-            values = (value for rank in self.run.ranks for value in rank.values)
+        # a map must not make one tensor of two, or one module
+        keys: list[Key] = [*run.values, *((name, "") for name in listed)]
+        if isinstance(run, Recording):
+            values = (value for rank in run.ranks for value in rank.values)
             keys = [*keys, *((value.name, value.quantity) for value in values)]
         whose: dict[Key, str] = {}
         for name, quantity in keys if self._names else ():
@@ -166,15 +138,6 @@ class Side:
                 return replacement.replace("*", name[len(before) : len(name) - len(after)], 1)
         return name
 
-    def _values_at(self, step: int) -> dict[Key, Value]:
-        return {(self.name(n), q): value for (n, q), value in self.run.values_at(step).items()}
-
-    def _digests(self, step: int) -> dict[Key, Summed]:
-        return {(self.name(n), q): summed for (n, q), summed in self.run.digests(step).items()}
-
-    def _own(self, step: int) -> dict[tuple[int, str, str], list[Any]]:
-        return {(r, self.name(n), q): digests for (r, n, q), digests in self.run.own(step).items()}
-
     def samples(self, step: int) -> dict[Key, tuple[int, Array]]:
         """Returns the run's samples, under the names that the other run has."""
         return {(self.name(n), q): sample for (n, q), sample in self.run.samples(step).items()}
@@ -190,7 +153,11 @@ class Side:
         """Weights and state as a step leaves them; nothing where it is not recorded."""
         if step not in self.run.steps:
             return {}
-        return {key: summed for key, summed in self.digests(step).items() if is_after(key[1])}
+        return {
+            key: summed
+            for key, summed in self.digests(step).items()
+            if key[1] != "grad" and not is_old(key[1])
+        }
 
     def before(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step finds them, as far as they are known."""
@@ -204,10 +171,6 @@ class Side:
         """The bits of sampled weights as a step finds them."""
         samples = self.samples(step).items()
         return {(n, q[4:]): (h, b.tobytes()) for (n, q), (h, b) in samples if q.startswith("old ")}
-
-    def new_samples(self, step: int) -> dict[Key, Any]:
-        """The bits of what is sampled as a step leaves it."""
-        return {key: (h, b.tobytes()) for key, (h, b) in self.samples(step).items()}
 
     def scalars(self, step: int, name: str) -> list[Any]:
         """Returns one of the numbers of a step, of each rank and source."""
@@ -224,6 +187,8 @@ class Pair:
         self.steps = sorted(set(a.run.steps) & set(b.run.steps))
         self.has_ranks = (a.run.run.get("world") or 1) > 1
         self.alike_layout = layout_of(a.run) == layout_of(b.run)
+        self.in_both = [key for key in a.values if key in b.values and not is_old(key[1])]
+        """The tensors that both have recorded, and the quantities."""
 
     def missing(self) -> dict[str, list[str]]:
         """Returns what one run has and the other lacks, by side; empty: they can be compared."""
@@ -248,11 +213,6 @@ class Pair:
             ]
         return {side: names for side, names in gaps.items() if names}
 
-    @property
-    def in_both(self) -> list[Key]:
-        """The tensors that both have recorded, and the quantities."""
-        return [key for key in self.a.values if key in self.b.values and is_new(key[1])]
-
     def dtypes(self, step: int) -> list[str]:
         """The first tensor that has another dtype in the other run at a step, in words."""
         both = ((key, *self.dtypes_of(step, key)) for key in self.in_both)
@@ -260,16 +220,16 @@ class Pair:
         more = f"; and of {len(lines) - 1} more" if len(lines) > 1 else ""
         return [lines[0] + more] if lines else []
 
-    def notes(self) -> list[str]:
-        """Returns lines that say what was not compared."""
+    def notes(self, is_same: bool) -> list[str]:
+        """Returns lines that say what was not compared.
+
+        is_same: no tensor differs. Then the first step behind the first one with other options is
+        told, too.
+        """
         quantities = [dict.fromkeys(quantity for _, quantity in side.values) for side in self.both]
         lines = []
         for letter, side_names, peer_names in (("A", *quantities), ("B", *quantities[::-1])):
-            alone = [
-                name
-                for name in side_names
-                if name not in peer_names and not name.startswith("old ")
-            ]
+            alone = [name for name in side_names if name not in peer_names and not is_old(name)]
             if alone:
                 lines.append(f"only {letter} has recorded: {', '.join(alone)}")
         apart = next((step for step in self.steps if self.generators_apart(step)), None)
@@ -283,40 +243,31 @@ class Pair:
             rest = [step for step in side.run.steps if step not in set(self.steps)]
             if rest:
                 lines.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
+        # options that differ all the same, and did not at the first step
+        known = {difference.name for difference in self.options(first)} if is_same else set()
+        for step in self.steps[1:] if is_same else ():
+            apart_here = [] if self.is_alike(step) else self.options(step)
+            words = [str(option) for option in apart_here if option.name not in known]
+            if words:
+                what = f"which show in no tensor: {'; '.join(words)}"
+                return [*lines, f"step {step} has other options, {what}"]
         return lines
 
     def options(self, step: int) -> list[ValueDifference]:
         """Options of groups, and the loss scale, that differ at a step."""
-        a, b = (self._options(side, step) for side in self.both)
-        return differences(a, b)
-
-    def quiet_options(self) -> Iterator[str]:
-        """Tells which options differ first after the first step."""
-        names = {difference.name for difference in self.options(self.steps[0])}
-        for step in self.steps[1:]:
-            if self.is_alike(step):
-                continue
-            lines = [
-                str(difference) for difference in self.options(step) if difference.name not in names
-            ]
-            if lines:
-                yield f"step {step} has other options, which show in no tensor: {'; '.join(lines)}"
-                return
-
-    def _options(self, side: Side, step: int) -> dict[str, Any]:
-        ranks = side.run.scalars(step)
-        options: dict[str, Any] = {}
-        for rank, sources in enumerate(ranks if self.alike_layout else ranks[:1]):
-            for source, line in sorted(sources.items()):
-                whose = (f" of optimizer {source}" if source else "") + (
-                    f" on rank {rank}" if rank else ""
-                )
-                for i, group in enumerate(line.get("groups") or ()):
-                    read = [name for name in group if name not in UNREAD]
-                    options |= {f"{name} of group {i}{whose}": group[name] for name in read}
-                options[f"loss scale{whose}"] = line.get("loss_scale")
-                options[f"skipped{whose}"] = line.get("skipped")
-        return options
+        options: list[dict[str, Any]] = [{}, {}]
+        for entries, side in zip(options, self.both, strict=True):
+            ranks = side.run.scalars(step)
+            for rank, sources in enumerate(ranks if self.alike_layout else ranks[:1]):
+                for source, line in sorted(sources.items()):
+                    whose = f" of optimizer {source}" if source else ""
+                    whose += f" on rank {rank}" if rank else ""
+                    for i, group in enumerate(line.get("groups") or ()):
+                        read = [name for name in group if name not in UNREAD]
+                        entries |= {f"{name} of group {i}{whose}": group[name] for name in read}
+                    entries[f"loss scale{whose}"] = line.get("loss_scale")
+                    entries[f"skipped{whose}"] = line.get("skipped")
+        return differences(*options)
 
     def is_alike(self, step: int) -> bool:
         """Whether a step is quickly seen to be the same."""
@@ -325,7 +276,7 @@ class Pair:
 
     def differing(self, a: Mapping[Any, Any], b: Mapping[Any, Any]) -> list[Any]:
         """The keys whose values differ, of those that both have."""
-        return [key for key in a if key in b and value_of(a[key]) != value_of(b[key])]
+        return [key for key in a if key in b and bits_of(a[key]) != bits_of(b[key])]
 
     def ordered(self, keys: Iterable[Key], backward: bool = False) -> list[Key]:
         """Keys of parameters in the order of the forward pass, or the backward."""
@@ -396,7 +347,7 @@ class Pair:
         """The distances of sampled elements, by quantity."""
         a, b = (side.samples(step) for side in self.both)
         alike: dict[tuple[str, ...], list[tuple[Array, Array]]] = {}
-        for key in (key for key in a if key in b and is_new(key[1])):
+        for key in (key for key in a if key in b and not is_old(key[1])):
             alike.setdefault((key[1], *self.dtypes_of(step, key)), []).append(_held(a[key], b[key]))
         lengths: dict[str, Distance] = {}
         for (quantity, *dtypes), pairs in alike.items():  # all tensors of a kind in one go
@@ -437,27 +388,20 @@ def _held(a: tuple[int, Array], b: tuple[int, Array]) -> tuple[Array, Array]:
     return a[1][chosen], b[1][chosen]
 
 
-def is_after(quantity: str) -> bool:
-    """Returns whether the step writes a quantity."""
-    return quantity != "grad" and not quantity.startswith("old ")
+def is_old(quantity: str) -> bool:
+    """Returns whether a quantity is of what a step finds, not of the step itself."""
+    return quantity.startswith("old ")
 
 
-def bits_of(summed: Summed | None) -> Any:
-    """Returns a digest's compared parts; one run may lack the count of non-finite elements."""
-    if summed is None:
-        return None
+def bits_of(summed: Any) -> Any:
+    """Returns the compared parts of anything that rows or samples hold.
+
+    Of a digest one run may lack the count of elements that are not finite.
+    """
+    if not isinstance(summed, Summed):
+        return summed
     digests = [(digest.low, digest.high) for digest in summed.group_digests]
     return (summed.digest.low, summed.digest.high, summed.missing, summed.replicas, digests)
-
-
-def is_new(quantity: str) -> bool:
-    """Returns whether a quantity is of the step itself, not of what the step finds."""
-    return not quantity.startswith("old ")
-
-
-def value_of(value: Any) -> Any:
-    """Returns the compared parts of anything that rows or samples hold."""
-    return bits_of(value) if isinstance(value, Summed) else value
 
 
 def span(steps: Sequence[int]) -> str:

@@ -103,7 +103,8 @@ class Parameters:
     def __init__(self, names: Mapping[str, str], vocabulary: int | None) -> None:
         self.models: list[torch.nn.Module] = []
         self._map, self._vocabulary = names, vocabulary
-        self._names: dict[torch.Tensor, str] = {}
+        self.names: dict[torch.Tensor, str] = {}
+        """The canonical names of the models' parameters."""
         self._modules: dict[torch.nn.Module, set[str]] = {}
         """Names of modules, by the model that they are of."""
         self._owners: dict[int, dict[torch.Tensor, ParameterRole]] = {}
@@ -129,31 +130,27 @@ class Parameters:
             member_names: dict[torch.Tensor, str] = {p: _apart(n, number, taken) for p, n in pairs}
             names = {**member_names, **names}
             taken.update(member_names.values())
-        self.models, self._names = models, names
+        self.models, self.names = models, names
         self._modules = {root: names for root, names in self._modules.items() if root not in inside}
         self._owners.clear()
 
     def _short(self, model: torch.nn.Module, paths: Iterable[str]) -> dict[str, str]:
-        """The canonical names of a model's parameters or modules, by their paths."""
+        """The canonical names of a model's parameters or modules, by their paths.
+
+        Raises ValueError where the map makes one name of two.
+        """
         whole = {path: megatron.global_name(model, path) for path in paths}
         counts = Counter(whole.values())
         whole = {path: name if counts[name] == 1 else path for path, name in whole.items()}
         short = canonical(whole.values())
-        return self._mapped({path: short[name] for path, name in whole.items()})
-
-    def _mapped(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Returns names as the map has them; raises ValueError where it makes one name of two."""
-        names_by_path = {path: self._map.get(name, name) for path, name in names.items()}
-        counts = Counter(names_by_path.values())
+        names = {path: short[name] for path, name in whole.items()}
+        # as the map has them, which must not make one name of two
+        mapped = {path: self._map.get(name, name) for path, name in names.items()}
+        counts = Counter(mapped.values())
         double = next((name for name, count in counts.items() if count > 1), None)
         if double is not None:
-            whose = [names[path] for path in names_by_path if names_by_path[path] == double]
-            refuse_one_name(double, whose)
-        return names_by_path
-
-    def name(self, param: torch.Tensor) -> str:
-        """The canonical name of a model's parameter."""
-        return self._names[param]
+            refuse_one_name(double, [names[path] for path in mapped if mapped[path] == double])
+        return mapped
 
     def modules(self, model: torch.nn.Module, paths: Sequence[str]) -> dict[str, str]:
         """The canonical names of modules of a model, by their paths."""
@@ -166,7 +163,7 @@ class Parameters:
 
     def has(self, param: Any) -> bool:
         """Returns whether something is a parameter of the models."""
-        return isinstance(param, torch.Tensor) and param in self._names
+        return isinstance(param, torch.Tensor) and param in self.names
 
     def owners(
         self, number: int, params: Sequence[torch.Tensor], labels: Sequence[str]
@@ -202,40 +199,34 @@ class Parameters:
         return [n for param, n in pairs if (ref := last[n]) is not None and ref() is not param]
 
     def _found(self, number: int, param: torch.Tensor, label: str) -> ParameterRole:
-        if param in self._names:
-            return ParameterRole(self._known(param), "weight")
-        shard = megatron.shard_of(param, self._names)
+        if param in self.names:
+            return ParameterRole(self.known(param), "weight")
+        shard = megatron.shard_of(param, self.names)
         if shard is None:
-            return ParameterRole(
-                Known(self._loose_name(number, param, label), *of_tensor(param)), "weight"
-            )
-        placement = self._known(shard.weight)
+            # no model knows it: a name of its own, which it keeps
+            loose = self._loose[number]
+            if loose.get(param) is None:
+                names = itertools.chain(*map(dict.values, self._loose.values()))
+                taken, choice = {*self.names.values(), *names}, self._map.get(label, label)
+                labels = [key for key, name in self._map.items() if name == choice and key != label]
+                is_used = choice in self.names.values() or (labels and choice in taken)
+                if choice != label and is_used:
+                    refuse_one_name(choice, [label, "another parameter"])
+                numbered = (f"{label}.{i}" for i in itertools.count(1))
+                choices = itertools.chain([choice], numbered)
+                loose[param] = next(name for name in choices if name not in taken)
+            return ParameterRole(Known(loose[param], *of_tensor(param)), "weight")
+        # a part of a model's parameter: its shard, or its master
+        placement = self.known(shard.weight)
         if placement.pieces is not None:
             placement = placement._replace(pieces=cut(placement.pieces, shard.begin, shard.end))
         if not shard.is_master:
             return ParameterRole(placement, "weight")
         return ParameterRole(placement, "master", shard.weight)
 
-    def _loose_name(self, number: int, param: torch.Tensor, label: str) -> str:
-        """The name of a parameter that no model knows, which it keeps."""
-        mine = self._loose[number]
-        taken = {*self._names.values(), *itertools.chain(*map(dict.values, self._loose.values()))}
-        if mine.get(param) is None:
-            choice = self._map.get(label, label)
-            labels = [key for key, name in self._map.items() if name == choice and key != label]
-            if choice != label and (choice in self._names.values() or (labels and choice in taken)):
-                refuse_one_name(choice, [label, "another parameter"])
-            more = (f"{label}.{i}" for i in itertools.count(1))
-            names = itertools.chain([choice], more)
-            mine[param] = next(name for name in names if name not in taken)
-        return mine[param]
-
     def known(self, param: torch.Tensor) -> Known:
         """Returns a model's parameter's name, whole shape and pieces."""
-        return self._known(param)
-
-    def _known(self, param: torch.Tensor) -> Known:
-        name = self._names[param]
+        name = self.names[param]
         part = megatron.part_of(param, name, self._vocabulary)
         return Known(name, *(part or of_tensor(param)))
 

@@ -98,20 +98,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     result = yield
     marker = pyfuncitem.get_closest_marker("golden")
     if marker is not None:
-        _hold(pyfuncitem, pyfuncitem.path.parent / marker.args[0])
+        from megaopt.recording.checks import RecordingError
+
+        factory = pyfuncitem.funcargs.get("recorded_run")
+        if not isinstance(factory, RecordedRun) or not factory.recorders:
+            pytest.fail("a test marked golden must record a run by recorded_run, got none")
+        file = pyfuncitem.path.parent / marker.args[0]
+        try:
+            _compare(pyfuncitem, file, [_recording(recorder) for recorder in factory.recorders])
+        except RecordingError as error:
+            pytest.fail(str(error), pytrace=False)
     return result
-
-
-def _hold(item: pytest.Function, file: Path) -> None:
-    from megaopt.recording.checks import RecordingError
-
-    factory = item.funcargs.get("recorded_run")
-    if not isinstance(factory, RecordedRun) or not factory.recorders:
-        pytest.fail("a test marked golden must record a run by recorded_run, got none")
-    try:
-        _compare(item, file, [_recording(recorder) for recorder in factory.recorders])
-    except RecordingError as error:
-        pytest.fail(str(error), pytrace=False)
 
 
 def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> None:
@@ -119,7 +116,13 @@ def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> No
     from megaopt.recording.printable import short
 
     if item.config.getoption(UPDATE):
-        _update(item, file, runs[0])
+        if not file.exists():
+            golden.make(file, runs[0])
+        elif golden.check(file, runs[0]).comparison.verdict != "same":
+            if not item.config.stash.get(CLEAN, False):
+                golden.refuse_changes(file)
+                item.config.stash[CLEAN] = True
+            golden.update(file, runs[0], f"pytest {UPDATE}")
     if not file.exists():
         pytest.fail(f"{file} must be there: pytest {UPDATE} writes it")
     for run in runs:
@@ -127,15 +130,3 @@ def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> No
         if check.comparison.verdict != "same":
             lines = check.line, *check.comparison.report()[1:]
             pytest.fail("\n".join(map(short, lines)), pytrace=False)
-
-
-def _update(item: pytest.Function, file: Path, run: Recording) -> None:
-    from megaopt.recording import golden
-
-    if not file.exists():
-        golden.make(file, run)
-    elif golden.check(file, run).comparison.verdict != "same":
-        if not item.config.stash.get(CLEAN, False):
-            golden.refuse_changes(file)
-            item.config.stash[CLEAN] = True
-        golden.update(file, run, f"pytest {UPDATE}")

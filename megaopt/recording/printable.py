@@ -12,7 +12,11 @@ def printable(text: str) -> str:
     Control characters, line ends, marks of direction, characters of no width and lone surrogates
     become escapes, as "\x1b" and "\u202e"; spaces stay.
     """
-    return text if text.isprintable() else "".join(map(_character, text))
+    if text.isprintable():
+        return text
+    escapes = (character.encode("unicode_escape").decode("ascii") for character in text)
+    pairs = zip(text, escapes, strict=True)
+    return "".join(escape if not c.isprintable() else c for c, escape in pairs)
 
 
 def short(text: str) -> str:
@@ -22,9 +26,3 @@ def short(text: str) -> str:
         return line
     left = len(line) - LONGEST
     return f"{line[: LONGEST - 500]} [{left} characters left out] {line[-500:]}"
-
-
-def _character(character: str) -> str:
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape").decode("ascii")

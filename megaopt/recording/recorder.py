@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,11 @@ from megaopt.recording.inputs import (
     random_states,
 )
 from megaopt.recording.places import Known, Parameters
-from megaopt.recording.sink import Number, Sink, Step, option
+from megaopt.recording.sink import Sink, Step, option
 from megaopt.recording.sources import RecordedOptimizer, Those, count_of
 from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 
+LISTS_OF_BLOCKS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
 LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
@@ -112,7 +113,11 @@ class Recorder:
             whole_number("vocabulary", vocabulary)
 
         # what is known of models and optimizers
-        self._parameters = Parameters(checked_names(names), vocabulary)
+        name_map: Any = {} if names is None else names
+        is_map = isinstance(name_map, Mapping)
+        if not is_map or not all(isinstance(n, str) for pair in name_map.items() for n in pair):
+            refuse("names", "a dict of texts, as {'their.name': 'name'}", names)
+        self._parameters = Parameters(name_map, vocabulary)
         self._meshes: set[str] = set()
         """The meshes of models' and optimizers' parameters; models come before optimizers step."""
         self._sources: list[RecordedOptimizer] = []
@@ -147,12 +152,16 @@ class Recorder:
         self._at_exit = multiprocessing.util.Finalize(None, self.close, exitpriority=0)
         # a half-made recorder leaves no hooks behind
         try:
-            self._start(models_of(model), optimizer)
+            self._start(model, optimizer)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, models: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    def _start(self, model: Any, optimizer: Any) -> None:
+        models = [model] if isinstance(model, torch.nn.Module) else model
+        is_list = isinstance(models, Sequence)
+        if not is_list or not all(isinstance(module, torch.nn.Module) for module in models):
+            refuse("model", "a torch.nn.Module or a list of them", model)
         self._hears_all = not models
         for module in models:
             self.add_model(module)
@@ -172,7 +181,9 @@ class Recorder:
             (CAPTURE_END, self._end_capture),
             (REPLAY, self._replay),
         )
-        self._undo += [watched.listen(listener) for watched, listener in pairs]
+        for watched, listener in pairs:
+            watched.listen(listener)
+            self._undo.append(functools.partial(watched.forget, listener))
 
     def __enter__(self) -> Recorder:
         return self
@@ -193,19 +204,46 @@ class Recorder:
         for source in self._sources:
             source.forget()
         # hooks of the outermost module, then of blocks and modules as the level asks
-        hooks = [
+        hooks: list[Any] = [
             model.register_forward_pre_hook(Hook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(Hook(self._after_forward)),
-            *self._module_hooks(model),
         ]
+        # the order in which the first forward pass meets parameters
+        named = dict(model.named_modules())
+        for module in named.values() if self._level >= STEP else ():
+            params = (param for _, param in module.named_parameters(recurse=False))
+            names = [self._parameters.names[param] for param in params]
+            if names:
+                hooks.append(module.register_forward_pre_hook(Hook(self._meet, names)))
+
+        # outputs of blocks, the members of lists, dicts and sequences that hold parameters; at
+        # level "modules" also of all modules without children
+        seen = dict[str, torch.nn.Module]()
+        if self._level >= BLOCKS:
+            lists = (m for m in named.values() if isinstance(m, LISTS_OF_BLOCKS))
+            members = (child for module in lists for child in module.children())
+            blocks = {child for child in members if next(child.parameters(), None) is not None}
+            for path, module in named.items():
+                is_leaf = self._level >= MODULES and not any(module.children())
+                if is_leaf or module in blocks:
+                    seen[path] = module
+        for path, name in self._parameters.modules(model, list(seen)).items():
+            hooks.append(LastHook(seen[path], Hook(self._after_module, name)))
+
+        # each rank's own gradient, before DDP or FSDP reduce it over ranks
+        own_params: list[Any] = list(model.parameters())  # whose register_hook has no types
+        for param in own_params if self._level >= BLOCKS and process()["world"] > 1 else ():
+            if param.requires_grad:
+                name = self._parameters.names[param]
+                hooks.append(
+                    param.register_hook(functools.partial(self._add_own, name, "local grad"))
+                )
+
         # models within it lose their own hooks, which would hear everything twice
         for inner in model.modules():
-            self._undo_model(inner)
+            for hook in self._hooks.pop(inner, ()):
+                hook.remove()
         self._hooks[model] = hooks
-
-    def _undo_model(self, model: torch.nn.Module) -> None:
-        for hook in self._hooks.pop(model, ()):
-            hook.remove()
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Records a further optimizer's steps from now on."""
@@ -226,7 +264,8 @@ class Recorder:
 
     def batch(self, batch: Any) -> None:
         """Notes what the next step trains on, where it is no argument of the model: tensors."""
-        self._begin()
+        if not self._coming.random:  # once a step, before its first forward
+            self._coming.random = random_states(self._devices)
         self._coming.batches.append(fetched(batch_digest(batch)))
 
     def close(self) -> None:
@@ -235,8 +274,10 @@ class Recorder:
         # hooks first: from here on no step comes in
         while self._undo:
             self._undo.pop()()
-        for model in list(self._hooks):
-            self._undo_model(model)
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._hooks.clear()
         # steps that wait for the model's weights get them as they are now
         if self._files is not None and os.getpid() == self._pid:
             for source in self._sources:
@@ -276,48 +317,20 @@ class Recorder:
             if function is not None:
                 function.metadata[self._mark] = True
 
-    def _begin(self) -> None:
-        """Notes the random states once a step, before its first forward."""
-        if not self._coming.random:
-            self._coming.random = random_states(self._devices)
-
-    def _module_hooks(self, model: torch.nn.Module) -> Iterator[Any]:
-        named = dict(model.named_modules())
-        # the order in which the first forward pass meets parameters
-        for module in named.values() if self._level >= STEP else ():
-            params = (param for _, param in module.named_parameters(recurse=False))
-            names = [self._parameters.name(param) for param in params]
-            if names:
-                yield module.register_forward_pre_hook(Hook(self._meet, names))
-        # outputs of blocks, and at level "modules" of all modules without children
-        blocks = set(blocks_of(model)) if self._level >= BLOCKS else set()
-        seen = {
-            path: module
-            for path, module in named.items()
-            if module in blocks or (self._level >= MODULES and not any(module.children()))
-        }
-        for path, name in self._parameters.modules(model, list(seen)).items():
-            yield LastHook(seen[path], Hook(self._after_module, name))
-        # each rank's own gradient, before DDP or FSDP reduce it over ranks
-        if self._level >= BLOCKS and process()["world"] > 1:
-            for param in model.parameters():
-                name = self._parameters.name(param)
-                if param.requires_grad:
-                    yield on_gradient(param, functools.partial(self._add_own, name, "local grad"))
-
     def _meet(self, names: Sequence[str], *_: Any) -> None:
-        is_first = not any(source.step for source in self._sources)
+        is_first = not any(source.count.step for source in self._sources)
         if is_first and not torch.compiler.is_compiling():
             self._order.update(dict.fromkeys(names))
 
     def _after_module(self, name: str, _: torch.nn.Module, __: Any, output: Any) -> None:
         if not self._listens():
             return
-        for tensor in leaves(output):
+        tensors: Iterator[Any] = leaves(output)
+        for tensor in tensors:
             self._add_own(name, "forward", tensor)
             # the gradient of the output comes with the backward pass, by the tensor's hook
             if tensor.requires_grad:
-                on_gradient(tensor, functools.partial(self._add_own, name, "backward"))
+                tensor.register_hook(functools.partial(self._add_own, name, "backward"))
 
     def _add_own(self, name: str, quantity: str, tensor: torch.Tensor) -> None:
         """Adds the digest of what this rank alone has."""
@@ -343,25 +356,22 @@ class Recorder:
         tensors, is_wanted = arguments[0], self._wanted or self._graph is not None
         # a loss has one element, and comes from the models; without models every one counts
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-            is_heard = tensor.numel() == 1 and is_wanted and self._is_here(in_graph=True)
-            if is_heard and (self._hears_all or self._is_own(tensor.grad_fn)):
-                self.loss(tensor)
-
-    def _is_own(self, function: Any) -> bool:
-        """Whether a backward gets to an output or a parameter of the models, the nearest first."""
-        # breadth first over the autograd graph, from the loss on
-        waiting, seen = deque([function]), {None}
-        while waiting:
-            function = waiting.popleft()
-            if function in seen:
+            if tensor.numel() != 1 or not is_wanted or not self._is_here(in_graph=True):
                 continue
-            # set where a leaf's gradient is accumulated
-            variable = getattr(function, "variable", None)
-            if self._mark in function.metadata or self._parameters.has(variable):
-                return True
-            seen.add(function)
-            waiting += [successor for successor, _ in function.next_functions]
-        return False
+            # whether the backward gets to an output or a parameter of the models: over the autograd
+            # graph, breadth first, from the loss on
+            is_heard, seen = self._hears_all, set[Any]([None])
+            waiting: deque[Any] = deque([tensor.grad_fn])
+            while waiting and not is_heard:
+                function = waiting.popleft()
+                if function not in seen:
+                    # a variable is set where a leaf's gradient is accumulated
+                    variable = getattr(function, "variable", None)
+                    is_heard = self._mark in function.metadata or self._parameters.has(variable)
+                    seen.add(function)
+                    waiting += [successor for successor, _ in function.next_functions]
+            if is_heard:
+                self.loss(tensor)
 
     def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
         """Hears of Megatron's own: of a loss, or of an output with the next stage's gradient."""
@@ -371,8 +381,12 @@ class Recorder:
 
     def _clip(self, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[Any], None] | None:
         parameters = args[0] if args else named.get("parameters", ())
-        params = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        if not self._hears_all and self._are_others(params):
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        # another model's parameters; Megatron gives gradients, which may be of this one
+        params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
+        run_params = {param for source in self._sources for param in source.params()}
+        is_heard = any(p in run_params or self._parameters.has(p) for p in params)
+        if params and not is_heard and not self._hears_all:
             return None
 
         def clipped(norm: Any) -> None:
@@ -382,12 +396,6 @@ class Recorder:
 
         return clipped
 
-    def _are_others(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Returns whether tensors are parameters, none of the run; Megatron gives gradients."""
-        params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
-        run_params = {param for source in self._sources for param in source.params()}
-        return bool(params) and not any(p in run_params or self._parameters.has(p) for p in params)
-
     def _scale(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
         """Hears of torch.amp.GradScaler's step, which leaves out the optimizer's at an overflow."""
         scaler, optimizer, *_ = args
@@ -395,11 +403,11 @@ class Recorder:
         if source is None or getattr(optimizer, "_step_supports_amp_scaling", False):
             return None  # such an optimizer is told the scale itself
         # GradScaler calls the step only without an overflow: both hooks are called here otherwise
-        before, self._coming.loss_scale = source.step, scaler.get_scale()
+        before, self._coming.loss_scale = source.count.step, scaler.get_scale()
 
         def scaled(_: Any) -> None:
             # the optimizer has taken no step: record one that was skipped
-            if source.step == before:
+            if source.count.step == before:
                 self._before(source, optimizer, (), {})
                 self._coming.skipped = True
                 self._after(source, optimizer, (), {})
@@ -431,66 +439,56 @@ class Recorder:
                 self._graphs[self._graph].append((None, self._coming))
             self._graph, self._coming = None, self._outside
 
-    def _give_up(self) -> None:
-        """Leaves a capture alone."""
-        del self._graphs[self._graph]
-        self._graph, self._coming = None, self._outside
-        warn_of_capture("a recorded step like it has to come before the capture")
-
     def _replay(self, args: tuple[Any, ...], _: Any) -> Callable[[Any], None] | None:
         """Hears of a replay before it; what it leaves is copied to the host behind it."""
         captured = self._graphs.get(args[0])
         if not captured or not self._is_here():
             return None
         # one step for each captured one, in order; None: what stood behind the last
-        sources = [source for source, _ in captured]
-        steps = [
-            Step() if source is None else self._before_replay(source, sources[:i].count(source))
-            for i, source in enumerate(sources)
-        ]
+        steps, earlier = list[Step](), Counter[RecordedOptimizer]()
+        for source, _ in captured:
+            step = Step()
+            if source is not None:
+                # what is noted so far belongs to the first step of the replay
+                step, self._coming = self._begun(source), step
+                step.number += earlier[source]
+                if not earlier[source] and self._level >= STEP and self._is_recorded(step.number):
+                    with torch.no_grad():
+                        self._gather_before(step, source)
+                earlier[source] += 1
+            steps.append(step)
 
         # copies are queued behind the replay, before the next one overwrites its tensors
         def replayed(_: Any) -> None:
             for step, (source, capture) in zip(steps, captured, strict=True):
                 if source is None:
                     add_replayed(self._coming, capture)
-                else:
-                    self._after_replay(step, source, capture)
+                    continue
+                source.count.step = step.number
+                if not self._is_recorded(step.number):
+                    continue
+                add_replayed(step, capture)
+                # samples are captured in every graph; steps that are not sampled leave them out
+                if not self._is_sampled(step.number):
+                    step.samples.clear()
+                # whole tensors are read as the replay left them
+                if self._level >= STEP:
+                    weights = source.weights()
+                    if step.number in self._keep:
+                        keep_tensors(step, weights)
+                self._close_step(step, source)
 
         return replayed
-
-    def _before_replay(self, source: RecordedOptimizer, earlier: int) -> Step:
-        """The step that a replay will make; earlier: how many of the source it makes before."""
-        # what is noted so far belongs to the first step of the replay
-        step, self._coming = self._begun(source), Step()
-        step.number += earlier
-        if not earlier and self._is_looked_at(step):
-            with torch.no_grad():
-                self._gather_before(step, source)
-        return step
-
-    def _after_replay(self, step: Step, source: RecordedOptimizer, captured: Step) -> None:
-        self._count(step, source)
-        if not self._is_recorded(step.number):
-            return
-        add_replayed(step, captured)
-        # samples are captured in every graph; steps that are not sampled leave them out
-        if not self._is_sampled(step.number):
-            step.samples.clear()
-        # whole tensors are read as the replay left them
-        if self._level >= STEP:
-            weights = source.weights()
-            if step.number in self._keep:
-                keep_tensors(step, weights)
-        self._close_step(step, source)
 
     # --- steps
 
     def _hear(self, function: Callable[..., None], *args: Any) -> None:
         try:
             function(*args)
-        except UnpreparedError:
-            self._give_up()
+        except UnpreparedError:  # the capture is left alone
+            del self._graphs[self._graph]
+            self._graph, self._coming = None, self._outside
+            warn_of_capture("a recorded step like it has to come before the capture")
 
     def _before(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
         # a capture that the recorder did not see begin cannot be recorded
@@ -504,19 +502,26 @@ class Recorder:
         # options as the step takes them, then weights and state, then gradients
         step = self._begun(source)
         step.options = [options_of(group) for group in source.groups]
-        note_scaling(step, source.optimizer)
-        if self._is_looked_at(step):
+        # what torch.amp.GradScaler has told an optimizer that unscales by itself
+        optimizer: Any = source.optimizer
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if scale is not None:
+            step.grad_scale = number_of(scale)
+            step.loss_scale = step.grad_scale if step.loss_scale is None else step.loss_scale
+        if found_inf is not None:
+            step.skipped = number_of(found_inf)
+        elif step.loss_scale is not None:
+            step.skipped = False
+
+        # digests; a captured step, whose number is 0, has all of them
+        if self._level >= STEP and self._is_recorded(step.number):
             with torch.no_grad():
                 # a captured step: the old weights are read before each replay
                 if self._graph is None:
                     self._gather_before(step, source)
                 # gradients of a closure are made within the step: `_after` reads them
-                if not has_closure(args, named):
+                if (args[1] if len(args) > 1 else named.get("closure")) is None:
                     self._add_gradients(step, source)
-
-    def _is_looked_at(self, step: Step) -> bool:
-        """Whether a step has digests; a captured one, whose number is 0, has all of them."""
-        return self._level >= STEP and self._is_recorded(step.number)
 
     def _begun(self, source: RecordedOptimizer) -> Step:
         """Returns the step that comes, with what is known before it."""
@@ -527,15 +532,11 @@ class Recorder:
         step.stepped, step.samples, step.tensors = [], [], {}  # of a step that an error has ended
         # a captured step gets its number at each replay
         if self._graph is None:
-            self._begin()
+            if not step.random:
+                step.random = random_states(self._devices)
             self._describe()
-            step.number, step.source = source.step + 1, source.number
+            step.number, step.source = source.count.step + 1, source.number
         return step
-
-    def _count(self, step: Step, source: RecordedOptimizer) -> None:
-        """Counts a step that has been made."""
-        source.count.step = step.number
-        self._wanted = any(self._is_recorded(entry.step + 1) for entry in self._sources)
 
     def _gather_before(self, step: Step, source: RecordedOptimizer) -> None:
         if self._every == 1:  # launches would sum up at other steps too
@@ -547,7 +548,8 @@ class Recorder:
         places, is_sampled = weights.listed.weight_indices, self._is_sampled(step.number)
         everything: Sequence[int] = range(len(weights.tensors))
         # a released parameter without gradient has been stepped: no old value is left
-        if releases_gradients(source.optimizer):  # what has none was stepped in the backward
+        release = sys.modules.get("megaopt.models.release")  # not imported for others' optimizers
+        if release is not None and source.optimizer in release.RELEASED:
             params = [entry.param for entry in weights.listed.held]
             everything = [i for i in everything if getattr(params[i], "grad", None) is not None]
             changed, places = sorted({*changed} & {*everything}), places & {*everything}
@@ -569,7 +571,7 @@ class Recorder:
     def _after(self, source: RecordedOptimizer, _: Any, args: tuple[Any, ...], named: Any) -> None:
         # the step is the one that `_before` has begun
         step, in_graph = self._coming, self._graph is not None
-        is_its = in_graph or (step.source, step.number) == (source.number, source.step + 1)
+        is_its = in_graph or (step.source, step.number) == (source.number, source.count.step + 1)
         if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
             return
         # hooks hear of the next step from here on
@@ -577,29 +579,35 @@ class Recorder:
         if not in_graph:
             if not source.is_described:  # a model came within the step
                 self._describe()
-            self._count(step, source)
+            source.count.step = step.number
+            self._wanted = any(self._is_recorded(e.count.step + 1) for e in self._sources)
         if not self._is_recorded(step.number):
             return
         # the count that the optimizer itself has, after the step
         for group, options in zip(source.groups, step.options, strict=True):
             options["step"] = None if in_graph else count_of(source.optimizer, group)
-        note_norm(step, source.optimizer, named)
+        # megaopt's norm is known where the step had to clip, or looks for values not finite
+        optimizer: Any = source.optimizer
+        nonfinite = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate")
+        step.clip_norm, coefficient = named.get("clip_norm"), named.get("clip_coefficient")
+        if step.clip_norm is not None or (step.grad_norm is None and nonfinite != "propagate"):
+            step.grad_norm = number_of(optimizer.grad_norm)
+        if coefficient is not None:  # one for each group: files have no place for these
+            step.clip_coefficient = number_of(coefficient) if coefficient.numel() == 1 else math.nan
         # gradients where a closure made them, then weights and state
         if self._level >= STEP:
             with torch.no_grad():
-                if has_closure(args, named):  # which made them within the step
+                # a closure made them within the step; args: self first
+                if (args[1] if len(args) > 1 else named.get("closure")) is not None:
                     self._add_gradients(step, source)
-                self._gather_after(step, source)
+                weights = source.weights()
+                step.stepped += source.rows(weights, self._number)
+                self._add_elements(step, weights)
         # a captured step has tensors without values: each replay copies them
         if in_graph:
             self._graphs[self._graph].append((source, step))
         else:
             self._close_step(step, source)
-
-    def _gather_after(self, step: Step, source: RecordedOptimizer) -> None:
-        weights = source.weights()
-        step.stepped += source.rows(weights, self._number)
-        self._add_elements(step, weights)
 
     def _close_step(self, step: Step, source: RecordedOptimizer) -> None:
         """Notes what a step has left; it is written now, or after the model's weights."""
@@ -609,7 +617,7 @@ class Recorder:
             if self._is_sampled(step.number):
                 source.sampled = step.number
         if source.open is not None:  # of the same replay: what it left of the model is gone
-            self._put(source.open)
+            self._open()[1].put(source.open, self._devices)
         # it stays open until weights of the model, gathered after the step, are there
         source.open = step
         if self._level < STEP or source.models() is None:
@@ -639,9 +647,6 @@ class Recorder:
             with torch.no_grad():
                 step.stepped += models.rows(self._number)
                 self._add_elements(step, models)
-        self._put(step)
-
-    def _put(self, step: Step) -> None:
         self._open()[1].put(step, self._devices)
 
     def _is_recorded(self, step: int) -> bool:
@@ -673,11 +678,11 @@ class Recorder:
             # parameters in the order of the forward pass, those that it did not meet behind
             unique_names = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in unique_names]
-            anew = source.came_anew()
+            anew, source.anew = list(source.anew), {}
             self._open()[0].optimizer(
                 {
                     "source": source.number,
-                    "step": source.step + 1,
+                    "step": source.count.step + 1,
                     **({"anew": anew} if anew else {}),
                     "class": f"{kind.__module__}.{kind.__qualname__}",
                     "steps_as": list(steps_as(kind)),
@@ -697,12 +702,6 @@ def running() -> Iterator[torch.optim.Optimizer]:
             yield frame.f_locals["self"]
 
 
-def releases_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether megaopt.release_gradients steps an optimizer's parameters in the backward."""
-    release = sys.modules.get("megaopt.models.release")  # not imported for others' optimizers
-    return release is not None and optimizer in release.RELEASED
-
-
 def is_inner(optimizer: torch.optim.Optimizer) -> bool:
     """Whether another step of the same optimizer called this one, as a subclass's by super."""
     return sum(caller is optimizer for caller in running()) > 1
@@ -719,9 +718,9 @@ def add_replayed(step: Step, captured: Step) -> None:
         number = getattr(captured, name)
         if number is not None:
             setattr(step, name, number_of(number))
-    step.options = [{n: as_it_is(v) for n, v in options.items()} for options in captured.options]
+    step.options = [{n: number_of(v) for n, v in options.items()} for options in captured.options]
     step.stepped += [rows._replace(digests=fetched(rows.digests)) for rows in captured.stepped]
-    step.samples += [samples.fetched() for samples in captured.samples]
+    step.samples += [s._replace(bits=fetched(s.bits)) for s in captured.samples]
 
 
 def warn_of_capture(reason: str) -> None:
@@ -805,48 +804,12 @@ def steps_as(kind: type) -> Iterator[str]:
     # the nearest base class first; torch.optim.Optimizer itself has no step
     for base in kind.__mro__[1 : kind.__mro__.index(torch.optim.Optimizer)]:
         names = [n for n in dir(base) if not n.startswith("__") and n not in NO_STEPS]
-        # the code of each method that the base has: the same, or overridden
-        pairs = ([own_code(owner, name) for owner in (kind, base)] for name in names)
-        if all(code is base_code for code, base_code in pairs):
+        # each attribute that the base has, without what torch wraps around each class's step: the
+        # same, or overridden
+        pairs = ([inspect.getattr_static(owner, n) for owner in (kind, base)] for n in names)
+        bare = ([inspect.unwrap(a) if callable(a) else a for a in pair] for pair in pairs)
+        if all(code is base_code for code, base_code in bare):
             yield f"{base.__module__}.{base.__qualname__}"
-
-
-def own_code(kind: type, name: str) -> Any:
-    """Returns a class's attribute of a name, without what torch wraps around each class's step."""
-    attribute = inspect.getattr_static(kind, name)
-    return inspect.unwrap(attribute) if callable(attribute) else attribute
-
-
-def blocks_of(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The members of lists, dicts and sequences of modules that hold parameters."""
-    kinds = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
-    for module in model.modules():
-        if isinstance(module, kinds):
-            yield from (
-                child for child in module.children() if any(True for _ in child.parameters())
-            )
-
-
-def models_of(model: object) -> Sequence[torch.nn.Module]:
-    """The modules that a recorder is given; ValueError for anything else."""
-    models = [model] if isinstance(model, torch.nn.Module) else model
-    if not isinstance(models, Sequence) or not all(isinstance(m, torch.nn.Module) for m in models):
-        refuse("model", "a torch.nn.Module or a list of them", model)
-    return models
-
-
-def checked_names(names: Any) -> Mapping[str, str]:
-    """Returns names by names; raises ValueError for anything but a dict of texts, or None."""
-    name_map = {} if names is None else names
-    is_map = isinstance(name_map, Mapping)
-    if not is_map or not all(isinstance(n, str) for pair in name_map.items() for n in pair):
-        refuse("names", "a dict of texts, as {'their.name': 'name'}", names)
-    return name_map
-
-
-def on_gradient(tensor: Any, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Registers a hook on a tensor's gradient; torch's method has no types."""
-    return tensor.register_hook(hook)
 
 
 def whole_number(name: str, value: object) -> int:
@@ -865,8 +828,10 @@ def steps_of(keep: Any) -> Iterator[int]:
         yield from (whole_number("keep", step) for step in steps)
 
 
-def number_of(value: torch.Tensor | float) -> Number:
-    """A number as it is now, on the host sooner or later."""
+def number_of(value: Any) -> Any:
+    """A number or an option as it is now, of tensors their numbers, on the host sooner or later."""
+    if isinstance(value, (tuple, list)):
+        return [number_of(element) for element in value]
     return fetched(local_of(value)) if isinstance(value, torch.Tensor) else value
 
 
@@ -874,22 +839,13 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's options as they are now."""
     left_out = ("params", "step", "param_names")
     options = {name: value for name, value in group.items() if name not in left_out}
-    single = [name for name, value in options.items() if torch.float32 in dtypes_in(value)]
-    numbers = {name: as_it_is(value) for name, value in options.items()}
+    single = []  # names of those that are fp32 tensors; betas may be a pair of them
+    for name, value in options.items():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        if any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in values):
+            single.append(name)
+    numbers = {name: number_of(value) for name, value in options.items()}
     return {**numbers, "single": single} if single else numbers
-
-
-def dtypes_in(value: Any) -> list[torch.dtype]:
-    """The dtypes of an option's tensors; betas may be a pair of them."""
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [element.dtype for element in values if isinstance(element, torch.Tensor)]
-
-
-def as_it_is(value: Any) -> Any:
-    """An option as it is now: a tensor's number."""
-    if isinstance(value, (tuple, list)):
-        return [as_it_is(element) for element in value]
-    return number_of(value) if isinstance(value, torch.Tensor) else value
 
 
 def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -909,35 +865,6 @@ def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: option(value) for name, value in {**plain, **optimizer.defaults}.items()}
 
 
-def note_scaling(step: Step, optimizer: Any) -> None:
-    """Notes what torch.amp.GradScaler has told the optimizer."""
-    # set by GradScaler where the optimizer unscales by itself
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if scale is not None:
-        step.grad_scale = number_of(scale)
-        step.loss_scale = step.grad_scale if step.loss_scale is None else step.loss_scale
-    if found_inf is not None:
-        step.skipped = number_of(found_inf)
-    elif step.loss_scale is not None:
-        step.skipped = False
-
-
-def note_norm(step: Step, optimizer: Any, named: Mapping[str, Any]) -> None:
-    """Notes the norm of a megaopt optimizer that has to know it in this step."""
-    # the norm is known only where the step had to clip, or looks for values not finite
-    checks = getattr(getattr(optimizer, "options", None), "nonfinite", "propagate") != "propagate"
-    step.clip_norm, coefficient = named.get("clip_norm"), named.get("clip_coefficient")
-    if step.clip_norm is not None or (step.grad_norm is None and checks):
-        step.grad_norm = number_of(optimizer.grad_norm)
-    if coefficient is not None:  # one for each group: files have no place for these
-        step.clip_coefficient = number_of(coefficient) if coefficient.numel() == 1 else math.nan
-
-
-def has_closure(args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether a step was called with a closure, which makes the gradients; args: self first."""
-    return (args[1] if len(args) > 1 else named.get("closure")) is not None
-
-
 def keep_tensors(step: Step, selection: Those) -> None:
     """Keeps whole tensors for the step's file."""
     for entry, tensor in zip(selection.listed.held, selection.tensors, strict=True):
@@ -951,16 +878,15 @@ def process() -> dict[str, Any]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, world = number_in_environment("RANK", 0), number_in_environment("WORLD_SIZE", 1)
+        # what a launcher has set; the least where there is none
+        numbers = list[int]()
+        for variable, least in (("RANK", 0), ("WORLD_SIZE", 1)):
+            text = os.environ.get(variable, str(least))
+            if not text.isdecimal() or int(text) < least:
+                refuse(f"{variable} in the environment", f"a whole number >= {least}", text)
+            numbers.append(int(text))
+        rank, world = numbers
     return {"rank": rank, "world": world, "argv": sys.argv}
-
-
-def number_in_environment(variable: str, least: int) -> int:
-    """The number that a launcher has set; the least where there is none."""
-    text = os.environ.get(variable, str(least))
-    if not text.isdecimal() or int(text) < least:
-        refuse(f"{variable} in the environment", f"a whole number >= {least}", text)
-    return int(text)
 
 
 def meshes(params: Iterable[Any]) -> set[str]:

@@ -114,7 +114,13 @@ def _differences(
     """
     encoded = [[encodable(name) for name in group] for group in described]
     names = [[n for n in group if "grad" in step_tensors.get(n, {})] for group in encoded]
-    params = {name: _param(name, step_tensors[name]) for group in names for name in group}
+    params: dict[str, torch.nn.Parameter] = {}
+    for name in (name for group in names for name in group):
+        if "old weight" not in step_tensors[name]:
+            words = f"step must have been kept with the weights before it, got no {name}"
+            raise RecordingError(words)
+        params[name] = torch.nn.Parameter(step_tensors[name]["old weight"].clone())
+        params[name].grad = step_tensors[name]["grad"].clone()
     lost = [name for name in step_tensors if "grad" in step_tensors[name] and name not in params]
     if lost:
         raise RecordingError(f"groups must have all parameters of the step, got no {lost[0]}")
@@ -137,28 +143,13 @@ def _differences(
         for quantity in (
             key for key in step_tensors[name] if isinstance(now.get(key), torch.Tensor)
         ):
+            # places of elements of other bits
             before, here = step_tensors[name][quantity].reshape(-1), now[quantity].reshape(-1)
-            unlike = _unequal(before, here)
+            codes = (t.contiguous().view(torch.uint8).view(len(t), -1) for t in (before, here))
+            unlike = torch.ne(*codes).any(1).nonzero().view(-1).tolist()
             if unlike:
                 values = f"{before[unlike[0]].item()!r}, and {here[unlike[0]].item()!r} here"
                 yield f"{quantity} of {name}: {len(unlike)} differ; element {unlike[0]}: {values}"
-
-
-def _unequal(a: torch.Tensor, b: torch.Tensor) -> list[int]:
-    """The places of elements of other bits."""
-    codes = (tensor.contiguous().view(torch.uint8).view(len(tensor), -1) for tensor in (a, b))
-    places: list[int] = torch.ne(*codes).any(1).nonzero().view(-1).tolist()
-    return places
-
-
-def _param(name: str, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
-    if "old weight" not in tensors:
-        words = f"step must have been kept with the weights before it, got no {name}"
-        raise RecordingError(words)
-    weight = tensors["old weight"].clone()
-    param = torch.nn.Parameter(weight)
-    param.grad = tensors["grad"].clone()
-    return param
 
 
 def _option(value: Any) -> Any:
@@ -224,7 +215,12 @@ def _file_of(module: str) -> Path | None:
     """
     first, *rest = module.split(".")
     if first == "megaopt":
-        return _our_file(rest)
+        # files of megaopt's optimizers lie in these two folders
+        is_outside = rest[0] == "integration"
+        ours = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
+        folders = map(Path, (ours and ours.submodule_search_locations) or ())
+        files = (file for folder in folders for file in _files(folder, rest[is_outside:]))
+        return next(files, None)
     try:
         spec = importlib.util.find_spec(first)
     except ValueError:  # of a module that something else than an import has made
@@ -233,8 +229,14 @@ def _file_of(module: str) -> Path | None:
     installed = _installed_folders()
     for folder in (Path(path) for path in sys.path if os.path.realpath(path) in installed):
         if Path(origin).is_relative_to(folder):
-            files = _files(folder, [first, *rest])
-            return next((file for file in files if _is_installed(folder, file)), None)
+            # a distribution in the folder must say that it has brought the file
+            brought = distributions(path=[str(folder)])
+            records = [distribution.read_text("RECORD") or "" for distribution in brought]
+            for file in _files(folder, [first, *rest]):
+                line = f"{file.relative_to(folder).as_posix()},"
+                if any(record.startswith(line) or f"\n{line}" in record for record in records):
+                    return file
+            return None
     return None
 
 
@@ -262,30 +264,11 @@ def _installed_folders() -> set[str]:
     return {*map(os.path.realpath, folders), *added}
 
 
-def _our_file(names: Sequence[str]) -> Path | None:
-    """The file of a module of megaopt's own; those of optimizers lie in these two folders."""
-    is_outside = names[0] == "integration"
-    spec = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
-    folders = (spec and spec.submodule_search_locations) or ()
-    return next(
-        (file for folder in folders for file in _files(Path(folder), names[is_outside:])), None
-    )
-
-
 def _files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     """The file or files that a module's names stand for."""
     place = folder.joinpath(*names)
     both = place.with_suffix(".py"), place / "__init__.py"
     yield from (file for file in both if file.is_file())
-
-
-def _is_installed(folder: Path, file: Path) -> bool:
-    """Whether a distribution in a folder says that it has brought a file."""
-    line = f"{file.relative_to(folder).as_posix()},"
-    records = (
-        distribution.read_text("RECORD") or "" for distribution in distributions(path=[str(folder)])
-    )
-    return any(record.startswith(line) or f"\n{line}" in record for record in records)
 
 
 def _made(
@@ -295,26 +278,23 @@ def _made(
     backend: str | None,
 ) -> torch.optim.Optimizer:
     """An optimizer of the recorded class, with the options that each group had."""
-    is_own = kind.__module__.startswith("megaopt.")
-    options: dict[str, Any] = _own_options(groups[0], has_masters) if is_own else {}
+    options: dict[str, Any] = {}
+    # what megaopt's constructors take and groups have not as options: formats, marks
+    if kind.__module__.startswith("megaopt."):
+        formats = dict(part.split("=") for part in groups[0]["state_formats"].split(", "))
+        formats.pop("blocks", None)
+        master = formats.pop("master")
+        options = {f"{moment}_dtype": _dtype(form) for moment, form in formats.items()}
+        if has_masters:
+            options |= {"master_weights": True, "master_weight_dtype": _dtype(master)}
+        marks = ("contract", "adam_w_mode", "seed")
+        options |= {name: groups[0][name] for name in marks if name in groups[0]}
     if backend is not None:
         options["backend"] = backend
     try:
         return kind(groups, **options)
     except (TypeError, ValueError) as error:
         raise RecordingError(f"optimizer must be one that can be made here: {error}") from error
-
-
-def _own_options(group: Mapping[str, Any], has_masters: bool) -> dict[str, Any]:
-    """Returns what megaopt's constructors take and groups have not as options: formats, marks."""
-    formats = dict(part.split("=") for part in group["state_formats"].split(", "))
-    formats.pop("blocks", None)
-    master = formats.pop("master")
-    dtypes = {f"{moment}_dtype": _dtype(form) for moment, form in formats.items()}
-    if has_masters:
-        dtypes |= {"master_weights": True, "master_weight_dtype": _dtype(master)}
-    marks = ("contract", "adam_w_mode", "seed")
-    return dtypes | {name: group[name] for name in marks if name in group}
 
 
 def _dtype(name: str) -> Any:
@@ -334,8 +314,11 @@ def _load(
     counts: the number of the step, of each group; None where the optimizer does not count.
     """
     content = optimizer.state_dict()
-    states = ({RENAMED.get(q, q): t for q, t in _old(step_tensors[name]).items()} for name in names)
-    content["state"] = {i: state for i, state in enumerate(states) if state}
+    content["state"] = {}
+    for i, name in enumerate(names):
+        old = {q[4:]: t for q, t in step_tensors[name].items() if q.startswith("old ")}
+        state = {RENAMED.get(q, q): tensor for q, tensor in old.items() if q != "weight"}
+        content["state"] |= {i: state} if state else {}
     if not content["state"]:
         return
     for group, count in zip(content["param_groups"], counts, strict=False):
@@ -345,9 +328,3 @@ def _load(
             for i in content["state"].keys() & group["params"]:
                 content["state"][i]["step"] = torch.tensor(count - 1.0)
     optimizer.load_state_dict(content)
-
-
-def _old(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state of one parameter before the step."""
-    old = {q.removeprefix("old "): tensor for q, tensor in tensors.items() if q.startswith("old ")}
-    return {quantity: tensor for quantity, tensor in old.items() if quantity != "weight"}

@@ -136,21 +136,16 @@ def of_codes(tensors: Tensors, quantity: str) -> tuple[Array, Array]:
     scale = blocks[places // size]
     if numpy.isnan(scale).all():
         raise Unknown(f"the blocks of {quantity.removeprefix(OLD)} are not sampled")
-    table = _table(quantity.endswith("1"))
-    width = numpy.diff(table, prepend=table[0], append=table[-1])
-    indices = codes.bits[codes.held].astype(int)
-    widths = numpy.maximum(width[indices], width[indices + 1]) + STEP
-    return table[indices] * scale, widths * scale
-
-
-def _table(is_signed: bool) -> Array:
     try:
         from bitsandbytes.functional import create_dynamic_map
     except ImportError:
         raise Unknown("bitsandbytes, whose table it takes, is not installed") from None
     make_map: Any = create_dynamic_map
-    table: Array = make_map(signed=is_signed).double().numpy()
-    return table
+    table: Array = make_map(signed=quantity.endswith("1")).double().numpy()
+    width = numpy.diff(table, prepend=table[0], append=table[-1])
+    indices = codes.bits[codes.held].astype(int)
+    widths = numpy.maximum(width[indices], width[indices + 1]) + STEP
+    return table[indices] * scale, widths * scale
 
 
 def number(option: Any) -> Any:

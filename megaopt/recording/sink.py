@@ -58,38 +58,28 @@ class Step:
     def write(self, writer: Writer) -> None:
         """Writes the step; when the devices are done."""
         if self.tensors:
-            self._keep(writer)
+            from safetensors.torch import save_file
+
+            path = path_of_kept(writer.folder, self.number, self.source)
+            path.parent.mkdir(exist_ok=True)
+            save_file({encodable(name): tensor for name, tensor in self.tensors.items()}, path)
         parts = [part.array() for part in (*self.rows, *self.stepped)]
         rows = numpy.concatenate(parts) if parts else None
         samples = numpy.concatenate([s.array() for s in self.samples]) if self.samples else None
-        writer.step(self.number, self.source, self._scalars(), rows, samples)
-
-    def _keep(self, writer: Writer) -> None:
-        from safetensors.torch import save_file
-
-        path = path_of_kept(writer.folder, self.number, self.source)
-        path.parent.mkdir(exist_ok=True)
-        save_file({encodable(name): tensor for name, tensor in self.tensors.items()}, path)
-
-    def _scalars(self) -> dict[str, Any]:
-        return {
-            "losses": [in_hexadecimal(loss) for loss in self.losses],
-            "grad_norm": in_hexadecimal(self.grad_norm),
-            "clip_norm": in_hexadecimal(self.clip_norm),
-            "clip_coefficient": in_hexadecimal(self.clip_coefficient),
+        names = ("grad_norm", "clip_norm", "clip_coefficient", "grad_scale", "loss_scale")
+        numbers = {name: getattr(self, name) for name in names}
+        texts = {n: None if v is None else hexadecimal(float(v)) for n, v in numbers.items()}
+        scalars = {
+            "losses": [hexadecimal(float(loss)) for loss in self.losses],
+            **{name: texts[name] for name in names[:3]},
             "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
-            "grad_scale": in_hexadecimal(self.grad_scale),
-            "loss_scale": in_hexadecimal(self.loss_scale),
+            **{name: texts[name] for name in names[3:]},
             "skipped": None if self.skipped is None else bool(self.skipped),
             "rng": random_digests(self.random),
             "batch": [digits(batch) for batch in self.batches],
             **({"has_all_old": True} if self.has_all_old else {}),
         }
-
-
-def in_hexadecimal(number: Number | None) -> str | None:
-    """A number as files have it."""
-    return None if number is None else hexadecimal(float(number))
+        writer.step(self.number, self.source, scalars, rows, samples)
 
 
 def option(value: Any) -> Any:

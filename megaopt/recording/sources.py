@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.native import same_objects
-from megaopt.kernels.place import Place
 from megaopt.kernels.shards import PLAIN, local_of
 from megaopt.recording.looks import Looked, Looks, SameStates, same_params
 from megaopt.recording.places import Known, ParameterRole, Parameters, of_state
@@ -32,7 +31,11 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a value: those of lists and dicts, and the inner ones of subclasses."""
     if isinstance(value, torch.Tensor):
         local = local_of(value)
-        inner = () if type(local) in PLAIN else _inner(local)
+        inner: Sequence[str] = ()
+        if hasattr(local, "__tensor_flatten__"):
+            inner = local.__tensor_flatten__()[0]
+        elif type(local) not in PLAIN:
+            inner = [a for a in FOREIGN if isinstance(getattr(local, a, None), torch.Tensor)]
         if not inner:
             yield name, local
         for attribute in inner:
@@ -43,16 +46,6 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, element in items:
             yield from flattened(f"{name}.{key}", element)
-
-
-def _inner(tensor: Any) -> tuple[str, ...]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        return tuple(tensor.__tensor_flatten__()[0])
-    return tuple(
-        attribute
-        for attribute in FOREIGN
-        if isinstance(getattr(tensor, attribute, None), torch.Tensor)
-    )
 
 
 CPU = torch.device("cpu")
@@ -121,7 +114,7 @@ class RecordedOptimizer:
         self._shapes: list[torch.Size] = []
         """The parameters' shapes, which p.data may change."""
         self._owners: list[ParameterRole] = []
-        self._anew: dict[str, None] = {}
+        self.anew: dict[str, None] = {}
         """Names whose parameters are others than before, since the last description."""
         self._weights: Those | None = None
         self._looks = Looks(())
@@ -138,11 +131,6 @@ class RecordedOptimizer:
         self._seen: list[torch.Tensor] = []
         self._states: SameStates | None = None
         """The state's values; None where tensors lie in lists or subclasses, and may be others."""
-
-    @property
-    def step(self) -> int:
-        """The last step of its parameters."""
-        return self.count.step
 
     def join(self, peers: Sequence[RecordedOptimizer]) -> None:
         """Counts together with the peers that step some of its parameters."""
@@ -165,11 +153,6 @@ class RecordedOptimizer:
         self.look()
         owners = iter(self._owners)
         return [[next(owners).placement.name for _ in group["params"]] for group in self.groups]
-
-    def came_anew(self) -> list[str]:
-        """The names whose parameters are others than before, since the last call."""
-        names, self._anew = list(self._anew), {}
-        return names
 
     def forget(self) -> None:
         """Looks everything up anew: a model or parameters have come."""
@@ -200,7 +183,7 @@ class RecordedOptimizer:
         self._params, self._sizes = params, [len(group["params"]) for group in self.groups]
         self._shapes = [param.shape for param in params]
         owned = dict(zip(params, self._owners, strict=True))
-        self._anew |= dict.fromkeys(self._parameters.came_anew(owned))
+        self.anew |= dict.fromkeys(self._parameters.came_anew(owned))
 
     def gradients(self) -> Those:
         """The gradients that the optimizer reads; of sparse ones a dense copy."""
@@ -238,14 +221,34 @@ class RecordedOptimizer:
         is_same = self._states is not None and self._states.are(self.optimizer.state)
         if self._weights is not None and is_same:
             return self._weights
-        tensors = list(self._tensors())
+        # all tensors, without names
+        tensors = list[torch.Tensor]()
+        for param in self._params:
+            for value in (param, *self.optimizer.state.get(param, {}).values()):
+                if type(value) in PLAIN:
+                    tensors.append(value)
+                elif not isinstance(value, (int, float)):
+                    tensors += (tensor for _, tensor in flattened("", value))
         if self._weights is None or not same_objects(tensors, self._seen):
             if self._shapes != [param.shape for param in self._params]:
                 self._parameters.forget(self.number)
                 self._name()
                 self._models = self._gradients = None
-            owned = zip(self._params, self._owners, strict=True)
-            self._weights = those([entry for pair in owned for entry in self._of(*pair)])
+            entries = list[Named]()
+            for param, owner in zip(self._params, self._owners, strict=True):
+                # the weight, then its state under the recording's names
+                named = [(name, t, t) for name, t in weight_of(param, owner.quantity)]
+                for key, value in self.optimizer.state.get(param, {}).items():
+                    quantity = RENAMED.get(key, str(key))
+                    if str(key) in OWN or str(key).startswith("old "):
+                        quantity = f"state.{key}"
+                    for name, tensor in flattened(quantity, value):
+                        # a count on the host is a number of the group
+                        if key != "step" or tensor.dim() or tensor.device.type != "cpu":
+                            whole = value if tensor is local_of(value) else tensor
+                            named.append((name, tensor, whole))
+                entries += [(of_state(param, owner.placement, w), n, t, param) for n, t, w in named]
+            self._weights = those(entries)
             self._seen, self._looks = tensors, Looks(self._weights.tensors)
         states = SameStates(self.optimizer.state)
         seen = itertools.chain(self._params, states.values)
@@ -258,7 +261,14 @@ class RecordedOptimizer:
         if self._models is None:
             self.look()
             weights = [o.weight for o in self._owners if o.weight is not None]
-            self._models = those([entry for weight in weights for entry in self._of_model(weight)])
+            placed = [(weight, self._parameters.known(weight)) for weight in weights]
+            self._models = those(
+                [
+                    (of_state(weight, placement, tensor), name, tensor, weight)
+                    for weight, placement in placed
+                    for name, tensor in weight_of(weight)
+                ]
+            )
         return self._models if self._models.tensors else None
 
     def ask(self) -> None:
@@ -301,12 +311,14 @@ class RecordedOptimizer:
             descriptions = [*read.listed.held, *left.listed.held]
             # the part of each parameter that the launch takes it to be
             views = {view.param: view for view in optimizer.stepper.owned(self.groups).views}
-
-            def place_of(param: Any) -> Place:
-                place: Place = views[param].place(0)
-                return place
-
-            self._launched = key, Launched(descriptions, digests, weight_names, place_of, number)
+            self._launched = (
+                key,
+                Launched(
+                    *(descriptions, digests, weight_names),
+                    lambda param: views[param].place(0),
+                    number,
+                ),
+            )
         return self._launched[1].rows([*read.tensors, *left.tensors], digests, number)
 
     def note(self, step: int) -> None:
@@ -321,34 +333,6 @@ class RecordedOptimizer:
         if looked is None or not is_known:
             return range(len(weights.tensors))
         return sorted({*looked.written, *weights.listed.weight_indices.intersection(looked.moved)})
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors that `weights` gives, without names."""
-        state = self.optimizer.state
-        for param in self._params:
-            for value in (param, *state.get(param, {}).values()):
-                if type(value) in PLAIN:
-                    yield value
-                elif not isinstance(value, (int, float)):
-                    yield from (tensor for _, tensor in flattened("", value))
-
-    def _of_model(self, weight: torch.Tensor) -> Iterator[Named]:
-        placement = self._parameters.known(weight)
-        for name, tensor in weight_of(weight):
-            yield of_state(weight, placement, tensor), name, tensor, weight
-
-    def _of(self, param: torch.Tensor, owner: ParameterRole) -> Iterator[Named]:
-        for name, tensor in weight_of(param, owner.quantity):
-            yield of_state(param, owner.placement, tensor), name, tensor, param
-        for key, value in self.optimizer.state.get(param, {}).items():
-            name = str(key)
-            is_taken = name in OWN or name.startswith("old ")
-            quantity = f"state.{name}" if is_taken else RENAMED.get(key, name)
-            for name, tensor in flattened(quantity, value):
-                # a count on the host is a number of the group
-                if key != "step" or tensor.dim() or tensor.device.type != "cpu":
-                    whole = value if tensor is local_of(value) else tensor
-                    yield of_state(param, owner.placement, whole), name, tensor, param
 
 
 def weight_of(param: torch.Tensor, quantity: str = "weight") -> Iterator[tuple[str, torch.Tensor]]:

@@ -115,10 +115,6 @@ class Samples(NamedTuple):
     bits: torch.Tensor
     """int64 (n,), on the host: the elements."""
 
-    def fetched(self) -> Samples:
-        """Returns the samples of a graph's replay."""
-        return self._replace(bits=fetched(self.bits))
-
     def array(self) -> Array:
         """The rows as files have them; when the device is done."""
         bits, (row, place) = self.bits.numpy().view("u8"), self.where
@@ -245,7 +241,12 @@ class _Group:
         tensors: Tensors,
         number: Number,
     ) -> None:
-        self._parts = [(i, _stretch(piece, tensors[i])) for i, _, piece in parts]
+        # (place of the tensor, the slice that the piece is; None where it is all of the tensor)
+        self._parts = list[tuple[int, slice | None]]()
+        for i, _, piece in parts:
+            is_whole = piece.numel == tensors[i].numel()
+            stretch = slice(piece.begin, piece.begin + piece.numel)
+            self._parts.append((i, None if is_whole else stretch))
         self._takes_all = self._parts == [(i, None) for i in range(len(tensors))]
         self._numbers = numpy.array([number(value) for _, value, _ in parts], "u4")
         places = [piece.place for _, _, piece in parts]
@@ -264,12 +265,6 @@ class _Group:
         ]
 
 
-def _stretch(piece: ShardRange, tensor: torch.Tensor) -> slice | None:
-    """Returns the slice of a tensor that a piece is; None where the piece is all of it."""
-    end = piece.begin + piece.numel
-    return None if piece.numel == tensor.numel() else slice(piece.begin, end)
-
-
 class _Sampled:
     """The samples of one device."""
 
@@ -278,8 +273,14 @@ class _Sampled:
         where: list[tuple[int, int]] = []
         self._chosen, indices = list[int](), list[list[int]]()
         for i, held in parts:
-            width = tensors[i].element_size()
-            samples = list(_sampled(held.placement, width))
+            width, placement, samples = tensors[i].element_size(), held.placement, []
+            numel = math.prod(placement.shape) if width <= 8 else 0  # no complex numbers
+            # (number, index in the rank's tensor) of each sample that this rank has
+            for sample, place in enumerate(places_of_samples(placement.name, numel, width)):
+                indices_here = (piece.local(place) for piece in placement.pieces or ())
+                local = next((index for index in indices_here if index is not None), None)
+                if local is not None:
+                    samples.append((sample, local))
             if samples:
                 where += [(len(rows), sample) for sample, _ in samples]
                 bits = sum(1 << sample for sample, _ in samples)
@@ -299,16 +300,3 @@ class _Sampled:
             sampled_addresses = None if addresses is None else addresses[self._chosen]
             bits = self._gather([tensors[i] for i in self._chosen], sampled_addresses)
         return Samples(self._rows, self._where, fetched(bits))
-
-
-def _sampled(placement: Known, width: int) -> Iterator[tuple[int, int]]:
-    """Yields the samples of a tensor that a rank has, and their indices there."""
-    if width > 8:
-        return  # complex numbers
-    for sample, place in enumerate(
-        places_of_samples(placement.name, math.prod(placement.shape), width)
-    ):
-        indices = (piece.local(place) for piece in placement.pieces or ())
-        local = next((index for index in indices if index is not None), None)
-        if local is not None:
-            yield sample, local

@@ -134,10 +134,8 @@ class Twin:
         if when and when + moment not in self.tensors and self.settings.is_new:
             return torch.zeros_like(self.tensor("grad"), dtype=torch.float32)
         form = self.form(moment)
-        return decoded(form, self.tensor(when + moment), self._scale(when, moment, form))
-
-    def _scale(self, when: str, moment: str, form: Format) -> torch.Tensor | None:
-        return self.tensor(f"{when}{moment}_scale") if form.scaled else None
+        scale = self.tensor(f"{when}{moment}_scale") if form.scaled else None
+        return decoded(form, self.tensor(when + moment), scale)
 
     @property
     def has_old_master(self) -> bool:
@@ -173,48 +171,49 @@ class Twin:
 
     def step(self, *lanes: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The codes of weight, master and moments that the twin makes, by quantity."""
-        rule, options = self.rule, self.options
-        tensors, formats = self._direction() if self.steps_matrix else self._whole_step()
+        rule, options, master = self.rule, self.options, self.master
+        tensors = {"grad": self.tensor("grad").clone()}
+        form = master if master.joined or not master.present else FLOAT32
+        if self.steps_matrix:  # a step that leaves a direction in the weight's place
+            tensors["weight"] = torch.zeros_like(tensors["grad"], dtype=torch.float32)
+            formats = replace(self._formats(NONE), weight=FLOAT32)
+        else:
+            tensors["weight"] = self.tensor(OLD + "weight").clone()
+            formats = self._formats(form)
+            if form.joined and self.has_old_master:
+                tensors["master"] = self.tensor(OLD + "master").clone()
+            elif form.joined:
+                tensors["weight"], tensors["master"] = master.encode_by_hand(self.param(OLD))
+            elif form.present:
+                tensors["master"] = self.param(OLD)
         tensors.update({name: self.value(OLD, name) for name in rule.moments})
-        words = self._words() if "seed" in options else torch.zeros(0, dtype=torch.int64)
-        arguments = (tensors, formats, rule, rule.scalars(options), self._controls(), 0)
+
+        # random words by the elements' places
+        words = torch.zeros(0, dtype=torch.int64)
+        if "seed" in options:
+            elements = torch.from_numpy(held_of(self.settings.places, self.tensors["grad"]))
+            words = words_at(elements, self.settings.number, draw_numbers(self.settings.options))
+        # what happens to gradients first, as megaopt.kernels.step.controls has it
+        scale, coefficient, controls = self.settings.scale, self.settings.coefficient, None
+        if scale is not None or coefficient is not None:
+            whole = torch.tensor(1.0 if scale is None else scale, dtype=torch.float32)
+            inverse, clip = (1.0 / whole.double()).float(), coefficient
+            controls = torch.tensor(
+                [whole, inverse, 1.0 if clip is None else clip, 0.0, float(scale is not None)]
+            )
+        arguments = (tensors, formats, rule, rule.scalars(options), controls, 0)
         step_with_words(*arguments, words, *lanes)
+
         if not self.steps_matrix:
-            yield from self._stepped(self.master, tensors)
+            yield "weight", tensors["weight"]
+            if master.scaled:
+                yield from self._encoded("master", master, tensors["master"])
+            elif master.present:
+                yield "master", tensors["master"]
         for index, name in enumerate(rule.moments):
             form = self.form(name)
             bits = (moment_bits_reference(words, index),) if form.draws else ()
             yield from self._encoded(name, form, tensors[name], *bits)
-
-    def _direction(self) -> tuple[dict[str, torch.Tensor], Formats]:
-        """The tensors of a step that leaves a direction in the weight's place, and formats."""
-        grad = self.tensor("grad").clone()
-        formats = replace(self._formats(NONE), weight=FLOAT32)
-        return {"grad": grad, "weight": torch.zeros_like(grad, dtype=torch.float32)}, formats
-
-    def _whole_step(self) -> tuple[dict[str, torch.Tensor], Formats]:
-        """Gradient, weight and master, and their formats."""
-        master = self.master
-        names = {"grad": "grad", "weight": OLD + "weight"}
-        tensors = {slot: self.tensor(name).clone() for slot, name in names.items()}
-        form = master if master.joined or not master.present else FLOAT32
-        if form.joined and self.has_old_master:
-            tensors["master"] = self.tensor(OLD + "master").clone()
-        elif form.joined:
-            tensors["weight"], tensors["master"] = master.encode_by_hand(self.param(OLD))
-        elif form.present:
-            tensors["master"] = self.param(OLD)
-        return tensors, self._formats(form)
-
-    def _stepped(
-        self, master: Format, tensors: Mapping[str, torch.Tensor]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The codes of weight and master."""
-        yield "weight", tensors["weight"]
-        if master.scaled:
-            yield from self._encoded("master", master, tensors["master"])
-        elif master.present:
-            yield "master", tensors["master"]
 
     def _encoded(
         self, name: str, form: Format, value: torch.Tensor, *bits: torch.Tensor
@@ -226,20 +225,6 @@ class Twin:
         scale = self.tensor(MASTER_SCALE if name == "master" else f"{name}_scale")
         for inverse in inverses(scale, form):
             yield name, form.encode_reference(value, inverse, *bits)
-
-    def _words(self) -> torch.Tensor:
-        index = torch.from_numpy(held_of(self.settings.places, self.tensors["grad"]))
-        return words_at(index, self.settings.number, draw_numbers(self.settings.options))
-
-    def _controls(self) -> torch.Tensor | None:
-        """Returns what happens to gradients first, as megaopt.kernels.step.controls has it."""
-        scale, coefficient = self.settings.scale, self.settings.coefficient
-        if scale is None and coefficient is None:
-            return None
-        whole = torch.tensor(1.0 if scale is None else scale, dtype=torch.float32)
-        inverse = (1.0 / whole.double()).float()
-        clip = 1.0 if coefficient is None else coefficient
-        return torch.tensor([whole, inverse, clip, 0.0, float(scale is not None)])
 
     def unit(self, form: Format, scale: float) -> tuple[float, float]:
         """Returns the change that storing may make: relative, and absolute."""
@@ -277,14 +262,11 @@ def equal_bits(tensors: Mapping[str, Tensor], settings: Given, kind: str) -> dic
     for masks in lanes:
         for name, codes in twin.step(*masks):
             size = f"<u{codes.element_size()}"
-            bits = codes.view(_integer(codes.element_size())).numpy().view(size)
+            integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[codes.element_size()]
+            bits = codes.view(integer).numpy().view(size)
             recorded = tensors[name].bits[tensors[name].held].astype(size)
             equal[name] = equal.get(name, False) | (bits == recorded)
     return equal
-
-
-def _integer(width: int) -> torch.dtype:
-    return {1: torch.int8, 2: torch.int16, 4: torch.int32}[width]
 
 
 def numbers(

@@ -40,8 +40,8 @@ class ExternalWrites:
         param_list = list(params)
         self.versions = Versions(param_list)
         self.versions.match(param_list, state)
-        for place in written:
-            self.versions.forget(param_list[place])
+        # these have to be compared with their masters
+        self.versions.unmatched.update(param_list[place] for place in written)
 
     def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
         """Watches, from now on, the parameters at these places, which steps write."""

@@ -53,8 +53,8 @@ def check_formats(
         if saved_name == format_name or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
         # another name may still read the same values (another rounding of one dtype)
-        beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
-        form = beside.get(saved_name) or MASTERS.get(saved_name)
+        joined_forms = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
+        form = joined_forms.get(saved_name) or MASTERS.get(saved_name)
         if slot != "master":
             form = MOMENTS.get(saved_name)
             # small moments are not in blocks, whatever the option says

@@ -164,12 +164,6 @@ def check_count(marks: Marks, state: Mapping[str, Any], any_has: bool, where: st
         )
 
 
-def frozen_of(group: Mapping[str, Any]) -> list[int]:
-    """Returns what a group of a state dict says under FROZEN."""
-    marks = said_by(group, "") if isinstance(group.get(FORMATS), str) else {}
-    return [int(place) for place in marks.get(FROZEN, "").split() if place.isdecimal()]
-
-
 def in_our_blocks(
     marks: Marks, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
 ) -> dict[str, Any]:

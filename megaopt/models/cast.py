@@ -96,9 +96,21 @@ def cast_model(
     fixed = _tensors_of(model, modules)
     values = {} if optimizer is None else _values(model, dtype, fixed, optimizer)
 
+    # by id, buffers that are cast with what they became, so that no other tensor gets their ids
+    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in fixed or not _is_cast(tensor, dtype):
+            return tensor
+        if isinstance(tensor, nn.Parameter):  # the same object again, where it is tied
+            return tensor.to(dtype)
+        if id(tensor) not in buffers:
+            buffers[id(tensor)] = (tensor, tensor.to(dtype))
+        return buffers[id(tensor)][1]
+
     # model.to's own walk: parameters, gradients and buffers, in place
     untyped_model: Any = model  # torch's method has no types
-    untyped_model._apply(_Cast(dtype, fixed))
+    untyped_model._apply(cast)
     # masters get the bits that weights lose
     if optimizer is not None:
         owned = owned_of(optimizer)
@@ -114,21 +126,6 @@ def cast_model(
     for module in outermost.values():
         compute_in_fp32(module, dtype)
     return model
-
-
-class _Cast:
-    def __init__(self, dtype: torch.dtype, fixed: Mapping[int, torch.Tensor]) -> None:
-        self._dtype, self._fixed = dtype, fixed
-        self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in self._fixed or not _is_cast(tensor, self._dtype):
-            return tensor
-        if isinstance(tensor, nn.Parameter):  # the same object again, where it is tied
-            return tensor.to(self._dtype)
-        # held with what it became, so that no other tensor gets its id
-        pair = self._buffers.setdefault(id(tensor), (tensor, tensor.to(self._dtype)))
-        return pair[1]
 
 
 def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -48,11 +48,12 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
     if not isinstance(value, torch.Tensor):
         return
     if not same_sharding(value, param):
+        tensors: tuple[Any, Any] = (param, value)
         expected, actual = (
             f"a DTensor of placements {tuple(tensor.placements)} on {tensor.device_mesh}"
             if is_dtensor(tensor)
             else f"a plain tensor of shape {tuple(tensor.shape)}"
-            for tensor in (param, value)
+            for tensor in tensors
         )
         hint = (
             "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "

@@ -53,8 +53,8 @@ def check_formats(
         if saved_name == format_name or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
         # another name may still read the same values (another rounding of one dtype)
-        beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
-        form = beside.get(saved_name) or MASTERS.get(saved_name)
+        joined_forms = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
+        form = joined_forms.get(saved_name) or MASTERS.get(saved_name)
         if slot != "master":
             form = MOMENTS.get(saved_name)
             # small moments are not in blocks, whatever the option says
@@ -162,12 +162,6 @@ def check_count(marks: Marks, state: Mapping[str, Any], any_has: bool, where: st
             f"{where}: {STEP!r} in the state dict; allowed where it was saved under "
             f"{COUNTS}='parameter', got {COUNTS}='group'"
         )
-
-
-def frozen_of(group: Mapping[str, Any]) -> list[int]:
-    """Returns what a group of a state dict says under FROZEN."""
-    marks = said_by(group, "") if isinstance(group.get(FORMATS), str) else {}
-    return [int(place) for place in marks.get(FROZEN, "").split() if place.isdecimal()]
 
 
 def in_our_blocks(

@@ -48,7 +48,6 @@ from megaopt.saving.formats import (
     check_count,
     check_formats,
     check_same,
-    frozen_of,
     in_our_blocks,
     mark_of,
     said_by,
@@ -761,7 +760,9 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
     # places of those that were frozen, and had a state to keep, when they were saved
     marked, first = set(), 0
     for saved, group in zip(groups, owned.groups, strict=True):
-        marked |= {first + place for place in frozen_of(saved)}
+        marks = said_by(saved, "") if isinstance(saved.get(FORMATS), str) else {}
+        places = marks.get(FROZEN, "").split()
+        marked |= {first + int(place) for place in places if place.isdecimal()}
         first += len(group["params"])
     # frozen when saved, with a state, and frozen still: torch would leave the state out
     lost = [place for place in frozen if place in marked]

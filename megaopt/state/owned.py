@@ -385,6 +385,8 @@ class Owned:
     def check_groups(self) -> None:
         """Raises ValueError for a number of a group that the coming step cannot use."""
         device, steps = self.device, dict[int, int]()
+        if self.options.MATRIX:  # whose checks look at parameters
+            _ = self.params
         for index, group in enumerate(self.groups):
             where = f"group {index}"
             if self.options.capturable:

@@ -78,7 +78,7 @@ class Versions:
         }
         """The master that each weight was compared with last."""
         states: States = {} if state is None else state
-        self._unmatched = set() if before is None else before._all_unmatched(params, states)
+        self.unmatched = set() if before is None else before._all_unmatched(params, states)
         """Parameters that have to be compared with their masters, whatever was written."""
 
     def _all_unmatched(self, params: Iterable[torch.Tensor], state: States) -> set[torch.Tensor]:
@@ -94,7 +94,7 @@ class Versions:
             # a master that came from another parameter, or that is new here, was not compared
             master = state.get(param, {}).get(MASTER)
             is_known = param in self.compared and owners.get(id(master), param) is param
-            if param in self._unmatched or not (master is None or is_known):
+            if param in self.unmatched or not (master is None or is_known):
                 unmatched_params.add(param)
         return unmatched_params
 
@@ -116,7 +116,7 @@ class Versions:
         if elsewhere:
             params = {place: self._params[place] for place in self._stepped}
             places |= {
-                i for i in params if params[i] in self._unmatched or self._is_replaced(params[i])
+                i for i in params if params[i] in self.unmatched or self._is_replaced(params[i])
             }
         return sorted(places)
 
@@ -148,11 +148,7 @@ class Versions:
         param_list = list(params)
         masters = {param: state.get(param, {}).get(MASTER) for param in param_list}
         self.compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
-        self._unmatched.difference_update(param_list)
-
-    def forget(self, param: torch.Tensor) -> None:
-        """Notes that a weight may have been written."""
-        self._unmatched.add(param)
+        self.unmatched.difference_update(param_list)
 
     def note(self, param: torch.Tensor, state: States) -> None:
         """Notes that weight and master are as they should be now, whatever was written."""

@@ -40,8 +40,8 @@ class ExternalWrites:
         param_list = list(params)
         self.versions = Versions(param_list)
         self.versions.match(param_list, state)
-        for place in written:
-            self.versions.forget(param_list[place])
+        # these have to be compared with their masters
+        self.versions.unmatched.update(param_list[place] for place in written)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.

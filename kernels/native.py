@@ -93,7 +93,12 @@ class Extension:
         ended = self._child is not None and self._child.poll() is not None
         output = self._hear() if ended else ""
         if self.file.exists():
-            self.module = _loaded(self.file)
+            spec = importlib.util.spec_from_file_location(self.file.stem, self.file)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            self.module = module
         elif ended:
             self.reason = output or "the compiler's process ended without a word"
         elif self._child is None and is_worth_building:
@@ -173,15 +178,6 @@ def _locked(path: Path) -> int | None:
         raise
     os.close(lock)
     return None
-
-
-def _loaded(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # By process: what a fork inherits is its parent's, child process and all.

@@ -181,8 +181,13 @@ def _launch(
     # first time: Triton compiles, and what it compiled is kept if no value went into it
     with _telling(device):
         kernel = function[(programs,)](*arguments, **options, enable_fp_fusion=False)
-    is_known = isinstance(kernel, CompiledKernel) and _is_free_of_values(function, arguments)
-    constants = _constants(function, len(arguments), options) if is_known else ()
+    is_known = isinstance(kernel, CompiledKernel) and all(
+        param.do_not_specialize or argument is None or isinstance(argument, torch.Tensor)
+        for param, argument in zip(function.params, arguments, strict=False)
+    )
+    # with the parameters behind the arguments, in their order
+    rest = list(function.signature.parameters.values())[len(arguments) :]
+    constants = tuple(options.get(param.name, param.default) for param in rest)
     _compiled[key] = (kernel, constants) if is_known else None
 
 
@@ -238,18 +243,3 @@ def kinds_of(arguments: tuple[object, ...]) -> list[object]:
         else:
             kinds.append("wide" if argument < 2**63 else "huge")
     return kinds
-
-
-def _is_free_of_values(function: Any, arguments: tuple[object, ...]) -> bool:
-    """Returns whether Triton looks at no number's value."""
-    pairs = zip(function.params, arguments, strict=False)
-    return all(
-        param.do_not_specialize or argument is None or isinstance(argument, torch.Tensor)
-        for param, argument in pairs
-    )
-
-
-def _constants(function: Any, count: int, options: dict[str, object]) -> tuple[Any, ...]:
-    """The parameters behind the arguments, in their order."""
-    rest = list(function.signature.parameters.values())[count:]
-    return tuple(options.get(param.name, param.default) for param in rest)

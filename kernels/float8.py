@@ -68,6 +68,7 @@ class Float8Recipe:
         if torch.tensor(epsilon, dtype=torch.float32, device="cpu").item() != epsilon:
             raise ValueError(f"amax_epsilon must be a number of fp32, got {epsilon!r}")
         object.__setattr__(self, "amax_epsilon", float(epsilon))  # kernels take it as a constant
+
         # what the scaling would not look at
         if not self.quantizer.scale_dtype.is_floating_point and self.power_of_two_scales is False:
             raise ValueError(

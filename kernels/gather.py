@@ -35,13 +35,6 @@ def gather_kernel(
     tl.store(out_ptr + place, one | two | four | eight, here)
 
 
-def gather_reference(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The bits of a tensor's elements by flat index, int64, with zeros before them."""
-    width = tensor.element_size()
-    bits = tensor.detach().reshape(-1).view(INTEGERS[width])[index].long()
-    return bits if width == 8 else bits & ((1 << 8 * width) - 1)
-
-
 class Gather:
     """The same elements of tensors that are alike; tables are kept from call to call.
 
@@ -76,8 +69,12 @@ class Gather:
         addresses: int64 [tensors], of their elements, which lie in their order; None: looked up.
         """
         if not self._launches:
-            pairs = zip(tensors, self._indices, strict=True)
-            return torch.cat([gather_reference(*pair) for pair in pairs])
+            parts = []
+            for tensor, index in zip(tensors, self._indices, strict=True):
+                width = tensor.element_size()
+                bits = tensor.detach().reshape(-1).view(INTEGERS[width])[index].long()
+                parts.append(bits if width == 8 else bits & ((1 << 8 * width) - 1))
+            return torch.cat(parts)
         # addresses change, the other tables stay
         sources = tensors
         if addresses is None:

@@ -50,8 +50,15 @@ class Pinning:
             "map host memory": self.CAN_MAP_HOST_MEMORY,
             "address host memory as its own (unified addressing)": self.UNIFIED_ADDRESSING,
         }
+        lacks = []
         try:
-            lacks = [words for words, number in abilities.items() if not self._says(number, device)]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            for words, number in abilities.items():
+                handle, value = ctypes.c_int(), ctypes.c_int()
+                self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(index))
+                attribute = (ctypes.byref(value), ctypes.c_int(number), handle)
+                self._call("cuDeviceGetAttribute", *attribute)
+                lacks += [] if value.value else [words]
         except (OSError, HostMemoryError) as error:
             return f"its driver does not say whether it maps host memory: {error}"
         return f"the card cannot {' or '.join(lacks)}" if lacks else None
@@ -89,13 +96,6 @@ class Pinning:
     def wait(self, device: torch.device) -> None:
         """Returns when the work of all the device's streams is done: a graph may be on any."""
         torch.cuda.synchronize(device)
-
-    def _says(self, number: int, device: torch.device) -> int:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        handle, value = ctypes.c_int(), ctypes.c_int()
-        self._call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(index))
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(number), handle)
-        return value.value
 
     def _call(self, name: str, *arguments: Any) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -233,20 +233,17 @@ class HostMemory:
         try:
             chunk = HostAllocation(size, self.device, self.by)
         except HostMemoryError as error:
-            raise HostMemoryError(_refusal(size, self.device, error)) from None
+            free = free_bytes()
+            amount = "an unknown number of" if free is None else f"{free:,}"
+            raise HostMemoryError(
+                f"state_device='cpu' must find {size:,} bytes of host memory to pin for "
+                f"{self.device}, got none: {error}; {amount} bytes are free, {held_bytes():,} hold "
+                "states already. Keep less there (state_device={'moments': 'cpu'}, or formats of "
+                "fewer bits), allow the process more memory (the container's limit), or leave "
+                "state_device out"
+            ) from None
         self._total += size
         return chunk
-
-
-def _refusal(size: int, device: torch.device, error: Exception) -> str:
-    free = free_bytes()
-    amount = "an unknown number of" if free is None else f"{free:,}"
-    return (
-        f"state_device='cpu' must find {size:,} bytes of host memory to pin for {device}, got "
-        f"none: {error}; {amount} bytes are free, {held_bytes():,} hold states already. Keep less "
-        "there (state_device={'moments': 'cpu'}, or formats of fewer bits), allow the process "
-        "more memory (the container's limit), or leave state_device out"
-    )
 
 
 def free_bytes(root: Path = Path("/")) -> int | None:

@@ -216,18 +216,34 @@ class DeviceTable:
 
         rows: those that may differ, of the same shape; None for any.
         """
-        # from the first to behind the last row that differs; None: the copy is up to date
-        changed = self._changed(array, rows)
-        if changed is None:
-            return self.kept()
-        host, self._host = self._host, None  # after an error the next one is uploaded whole
+        # from the first row that differs to behind the last, by bits: 0.0 == -0.0
+        host, first, last = self._host, 0, None
+        if host is not None and host.shape == array.shape:
+            # large arrays are compared row by row, only those that may differ
+            changed_rows = []
+            if array.nbytes > SMALL:
+                rows = range(len(array)) if rows is None else rows
+                changed_rows = [row for row in rows if array[row].tobytes() != host[row].tobytes()]
+            if changed_rows:
+                first, last = min(changed_rows), max(changed_rows) + 1
+            elif array.nbytes > SMALL or array.tobytes() == host.tobytes():
+                return self.kept()  # up to date
+        self._host = None  # after an error the next one is uploaded whole
         if host is None or host.shape != array.shape:
             host = array.copy()
         else:
-            host[slice(*changed)] = array[slice(*changed)]
-        # in a capture the copy goes to new memory, otherwise over the last one where it may
-        in_graph = is_capturing(self.device)
-        tensor = self._put_in_graph(host) if in_graph else self._put(host, *changed)
+            host[first:last] = array[first:last]
+
+        if is_capturing(self.device):
+            # a copy to new memory, filled only when the graph is replayed: both live as long as
+            # the table, as a replay copies again
+            pinned = pinned_copy(host, self.device)
+            tensor = pinned.to(self.device, non_blocking=True, copy=True)
+            self._captured += pinned, tensor
+            self._upload = Upload(tensor)
+            self._is_captured = self._waits_for_replay = True
+        else:
+            tensor = self._put(host, first, last)  # over the last one where it may
         self._host = host
         return tensor
 
@@ -244,21 +260,6 @@ class DeviceTable:
             return self._put(self._host)
         return self._upload.tensor
 
-    def _changed(
-        self, array: numpy.ndarray, rows: Sequence[int] | None
-    ) -> tuple[int, int | None] | None:
-        """The rows that differ from the last array's, from the first to behind the last."""
-        host = self._host
-        if host is None or host.shape != array.shape:
-            return 0, None
-        # by bits: 0.0 == -0.0
-        if array.nbytes <= SMALL:
-            return None if array.tobytes() == host.tobytes() else (0, None)
-        # large arrays are compared row by row, only those that may differ
-        rows = range(len(array)) if rows is None else rows
-        changed_rows = [row for row in rows if array[row].tobytes() != host[row].tobytes()]
-        return (min(changed_rows), max(changed_rows) + 1) if changed_rows else None
-
     def _put(self, host: numpy.ndarray, first: int = 0, last: int | None = None) -> torch.Tensor:
         """Writes rows over those of the copy; makes a new one where it must stay, or fits not."""
         stream, upload = stream_of(self.device), self._upload
@@ -272,16 +273,6 @@ class DeviceTable:
         self._upload, self._stream = upload, stream
         self._is_captured = self._waits_for_replay = False
         return upload.tensor
-
-    def _put_in_graph(self, host: numpy.ndarray) -> torch.Tensor:
-        """Copies to new memory, which is filled only when the graph is replayed."""
-        # both live as long as the table: a replay copies again
-        pinned = pinned_copy(host, self.device)
-        tensor = pinned.to(self.device, non_blocking=True, copy=True)
-        self._captured += pinned, tensor
-        self._upload = Upload(tensor)
-        self._is_captured = self._waits_for_replay = True
-        return tensor
 
 
 def stream_of(device: torch.device) -> int:

@@ -60,26 +60,6 @@ def lanes_of(
     return torch.stack([lane0.sum(1) * row0, lane1.sum(1) * row1], 1)
 
 
-def lanes_in_rows(codes: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """int64 [rows, 2], each row's sums of codes [rows, ROW]; row: their numbers."""
-    return lanes_of(words_of(codes), column_factors(codes.device), factors_reference(row))
-
-
-def lanes_in_runs(codes: torch.Tensor, begin: int, place: Place) -> torch.Tensor:
-    """int64 [2], the sums of a tensor's codes from `begin` on, which are in runs."""
-    # as many as always follow each other in one row
-    width = math.gcd(ROW, place.first, place.run, place.stride)
-    # int64: every width-th element, its run, and its place in the whole tensor
-    index = torch.arange(begin, begin + len(codes), width, device=codes.device)
-    run = index.div(place.run, rounding_mode="floor")
-    places = index.add_(place.first).add_(run, alpha=place.stride - place.run)
-    # [n, width] columns; words padded with 0 to whole rows of width
-    column = (places & ROW - 1)[:, None] + torch.arange(width, device=codes.device)
-    words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(codes)]
-    column0, column1 = (table[column] for table in column_factors(codes.device))
-    return lanes_of(words, (column0, column1), factors_reference(places >> ROW_BITS)).sum(0)
-
-
 def nonfinite_of(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The number of infinities and NaNs of a dtype in each row of codes, the last dimension."""
     mask, pattern = NONFINITE.get(dtype, FINITE)
@@ -133,18 +113,31 @@ def add_in_rows(parts: Sequence[CodeRange], dtype: torch.dtype, out: torch.Tenso
     numbers = numpy.repeat([part.number for part in parts], counts)
     row, number = to_device(numpy.stack([rows, numbers]), codes.device)
     # int64 [rows, 3], added to the tensors' rows of `out`
-    sums = [lanes_in_rows(codes, row), nonfinite_of(codes, dtype)[:, None]]
+    lanes = lanes_of(words_of(codes), column_factors(codes.device), factors_reference(row))
+    sums = [lanes, nonfinite_of(codes, dtype)[:, None]]
     out.index_add_(0, number, torch.cat(sums, 1))
 
 
 def add_in_runs(codes: torch.Tensor, place: Place, dtype: torch.dtype, out: torch.Tensor) -> None:
     """Adds the sums of a tensor whose codes lie in runs to its row."""
-    size = piece_of(codes.device)
+    size, device = piece_of(codes.device), codes.device
+    # as many as always follow each other in one row
+    width = math.gcd(ROW, place.first, place.run, place.stride)
     # the first piece ends where a row does, and so do all but the last
     for end in range(size - place.first % ROW, len(codes) + size, size):
         begin = max(end - size, 0)
-        out[:2] += lanes_in_runs(codes[begin:end], begin, place)
-        out[2] += nonfinite_of(codes[begin:end], dtype)
+        piece = codes[begin:end]
+        # int64: every width-th element, its run, and its place in the whole tensor
+        index = torch.arange(begin, begin + len(piece), width, device=device)
+        run = index.div(place.run, rounding_mode="floor")
+        places = index.add_(place.first).add_(run, alpha=place.stride - place.run)
+        # [n, width] columns; words padded with 0 to whole rows of width
+        column = (places & ROW - 1)[:, None] + torch.arange(width, device=device)
+        words = [pad(word, (0, -len(word) % width)).view(-1, width) for word in words_of(piece)]
+        column0, column1 = (table[column] for table in column_factors(device))
+        row_factors = factors_reference(places >> ROW_BITS)
+        out[:2] += lanes_of(words, (column0, column1), row_factors).sum(0)
+        out[2] += nonfinite_of(piece, dtype)
 
 
 def piece_of(device: torch.device) -> int:

@@ -144,24 +144,6 @@ def _corners(
     return rows[mask], columns[mask]
 
 
-def tile_rows(
-    runs: Sequence[ProductRun], mirrored: bool, tile: ProductTile
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """int32 [3, tiles] as kernel.products_kernel has it, and at which every run's begin."""
-    parts, firsts = [], [0]
-    for run in runs:
-        rows, columns = _corners(run.m, run.n, mirrored, tile)
-        places = numpy.arange(run.count)
-        # each product of the run has the same tiles: place in the run, row, column
-        entries = (
-            places.repeat(len(rows)),
-            *(numpy.tile(starts, run.count) for starts in (rows, columns)),
-        )
-        parts.append(numpy.stack(entries))
-        firsts.append(firsts[-1] + len(entries[0]))
-    return numpy.concatenate(parts, axis=1).astype(numpy.int32), numpy.array(firsts)
-
-
 # --- the launches
 
 ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -302,8 +284,17 @@ class _Launch:
         # cards with less shared memory take the small tiles
         tile = tile or (tile_of(runs, kind) if has_room(device) else UNEVEN)
         assert _fits(tile, kind)
-        tiles, self._firsts = tile_rows(runs, kind.mirrored, tile)
-        self._count = tiles.shape[1]
+        # int32 [3, tiles] as kernel.products_kernel has it, and at which every run's begin
+        parts, firsts = [], [0]
+        for run in runs:
+            rows, columns = _corners(run.m, run.n, kind.mirrored, tile)
+            places = numpy.arange(run.count).repeat(len(rows))
+            # each product of the run has the same tiles: place in the run, row, column
+            starts = (numpy.tile(corner, run.count) for corner in (rows, columns))
+            parts.append(numpy.stack([places, *starts]))
+            firsts.append(firsts[-1] + len(places))
+        tiles = numpy.concatenate(parts, axis=1).astype(numpy.int32)
+        self._firsts, self._count = numpy.array(firsts), tiles.shape[1]
         # the tiles stay on the device, the table of runs is written anew where it changes
         self._tiles, self._table = DeviceTable(device), DeviceTable(device)
         self._tiles.update(tiles)

@@ -81,9 +81,15 @@ def product_reference(
     if extension is not None:
         extension.add_product(left.float(), right.float(), out, *operand)
         return out
+    # some rows of the result at a time, each of which takes one block of K after another
     rows = max(1, NUMBERS_AT_ONCE // max(1, shape[1]))
-    parts = zip(torch.split(left, rows), torch.split(out, rows), strict=True)
-    return torch.cat([_chain(part, right, begun, operand) for part, begun in parts])
+    parts = []
+    for part, begun in zip(torch.split(left, rows), torch.split(out, rows), strict=True):
+        for first in range(0, part.shape[1], operand.terms):
+            last = first + operand.terms
+            begun = _block(part[:, first:last], right[first:last], begun, operand)
+        parts.append(begun)
+    return torch.cat(parts)
 
 
 def products_reference(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -107,15 +113,6 @@ def cut_to_tf32(value: torch.Tensor) -> torch.Tensor:
     return (value.view(torch.int32) & -0x2000).view(torch.float32)
 
 
-def _chain(
-    left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, operand: Operand
-) -> torch.Tensor:
-    for first in range(0, left.shape[1], operand.terms):
-        last = first + operand.terms
-        total = _block(left[:, first:last], right[first:last], total, operand)
-    return total
-
-
 def _block(
     left: torch.Tensor, right: torch.Tensor, total: torch.Tensor, operand: Operand
 ) -> torch.Tensor:
@@ -135,8 +132,12 @@ def _block(
     sums = torch.trunc(total_64 * scale)
     for k in range(left_64.shape[1]):
         sums += torch.trunc(left_64[:, k, None] * right_64[None, k] * scale)
-    # fp64 adds those up exactly, then the sum is cut, not rounded
-    finite = _cut_to_fp32(sums / scale)
+    # fp64 adds those up exactly, then the sum is cut, not rounded, to fp32: to 24 bits, or a
+    # multiple of 2**-149; no zero has a sign
+    value = sums / scale
+    cut = (value.view(torch.int64) & -(2**29)).view(torch.float64)
+    small = torch.trunc(value * 2.0**149) * 2.0**-149
+    finite = torch.where(value.abs() < 2.0**-126, small, cut).float() + 0.0
     if all(bool(matrix.isfinite().all()) for matrix in (left_64, right_64, total_64)):
         return finite
     # of what is finite only the sign counts beside infinities
@@ -155,10 +156,3 @@ def _exponents(value: torch.Tensor, least: int) -> torch.Tensor:
 
 def _signs(value: torch.Tensor) -> torch.Tensor:
     return torch.where(value.isfinite(), value.sign(), value)
-
-
-def _cut_to_fp32(value: torch.Tensor) -> torch.Tensor:
-    """fp64 numbers, cut: 24 bits, or a multiple of 2**-149; no zero has a sign."""
-    cut = (value.view(torch.int64) & -(2**29)).view(torch.float64)
-    small = torch.trunc(value * 2.0**149) * 2.0**-149
-    return torch.where(value.abs() < 2.0**-126, small, cut).float() + 0.0

@@ -64,7 +64,23 @@ class CastPlan:
         # int32 [3, tiles] by blocks, else no tiles
         self._tiles = torch.empty(3, 0, dtype=torch.int32, device=device)
         if self.in_blocks:
-            self._tiles = to_device(tile_table(numels, extents), device)
+            # for each program its tensor, and row and column of the tile, in tiles
+            size, tiles = TILE.value, [numpy.zeros((3, 0), dtype=numpy.int64)]
+            for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
+                if numel == 0:
+                    continue
+                # the weight's first and last row of which the tensor has elements
+                first, end = extent.start // extent.columns, extent.start + numel - 1
+                # in tiles; a part of a row takes all tiles across
+                grid = numpy.meshgrid(
+                    numpy.arange(first // size, end // extent.columns // size + 1),
+                    numpy.arange(-(-extent.columns // size)),
+                    indexing="ij",
+                )
+                row, column = (places.ravel() for places in grid)
+                tiles.append(numpy.stack([numpy.full_like(row, index), row, column]))
+            table = numpy.concatenate(tiles, axis=1).astype(numpy.int32)
+            self._tiles = to_device(numpy.ascontiguousarray(table), device)
         # scales that `cast` stores in a launch of their own, because the step cannot:
         shapes: list[tuple[int, ...]] = []
         # what others make codes of, a pass over masters, or codes that were read until now
@@ -135,9 +151,13 @@ class CastPlan:
         scales, count = self._scale_chunks, len(self.extents)
         arguments = (scales.table, self._controls, count)
         self._launch(scale_invs_kernel, scales.count, arguments, dealt_out(SCALES))
-        # behind that, codes along columns
+        # behind that, codes along columns of whole weights that have them too
         if COLUMNS in self._uploaded:
-            self._cast_columns(self._uploaded[COLUMNS])
+            tiles, values = self._tiles.shape[1], self._step_scalars
+            tables = (self._tiles, self._uploaded[COLUMNS], self._controls, values)
+            options = {"RULE": self.rule, "num_warps": 4}
+            arguments = (*tables, count, tiles, values.shape[1])
+            self._launch(cast_columns_kernel, tiles, arguments, options)
 
     def move_scales(self) -> None:
         """Makes the next step's scales, after the ranks have put amaxes together."""
@@ -173,13 +193,6 @@ class CastPlan:
             arguments = (self._steps.chunks.table, self._controls, scalars, count, scalars.shape[1])
             self._launch(cast_kernel, self._steps.chunks.count, arguments, options)
 
-    def _cast_columns(self, table: torch.Tensor) -> None:
-        """Codes along columns of whole weights that have them too, in a launch of their own."""
-        tiles, scalars = self._tiles.shape[1], self._step_scalars
-        arguments = (self._tiles, table, self._controls, scalars, len(self.extents), tiles)
-        options = {"RULE": self.rule, "num_warps": 4}
-        self._launch(cast_columns_kernel, tiles, (*arguments, scalars.shape[1]), options)
-
     def _launch(
         self, function: Any, programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
@@ -203,23 +216,3 @@ SCALES = Geometry(1024, 1)
 CAST_TILES = {"PIECE": 512, "num_warps": 4}
 if INTERPRETED:  # an interpreted operation costs some 15 microseconds whatever its size
     CAST_TILES = {"PIECE": 8192}
-
-
-def tile_table(numels: Sequence[int], extents: Sequence[Extent]) -> numpy.ndarray:
-    """int32 [3, tiles]: for each program its tensor, and row and column of the tile, in tiles.
-
-    All tiles of the weight of which the tensor has elements.
-    """
-    size = TILE.value
-    tiles = [numpy.zeros((3, 0), dtype=numpy.int64)]
-    for index, (numel, extent) in enumerate(zip(numels, extents, strict=True)):
-        if numel == 0:
-            continue
-        # the weight's first and last row of which the tensor has elements
-        first, last = extent.start // extent.columns, (extent.start + numel - 1) // extent.columns
-        # in tiles; a part of a row takes all tiles across
-        rows = numpy.arange(first // size, last // size + 1)
-        columns = numpy.arange(-(-extent.columns // size))
-        row, column = (grid.ravel() for grid in numpy.meshgrid(rows, columns, indexing="ij"))
-        tiles.append(numpy.stack([numpy.full_like(row, index), row, column]))
-    return numpy.ascontiguousarray(numpy.concatenate(tiles, axis=1).astype(numpy.int32))

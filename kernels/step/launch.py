@@ -66,7 +66,14 @@ class TritonPlan:
         places: Sequence[Place] | None = None,
     ) -> None:
         self.formats, self.rule, self.device = formats, rule, device
-        self.geometry = geometry or _geometry(formats)
+        if geometry is None and formats.scaled:
+            geometry = OWN_SCALED
+        elif geometry is None and formats.block:
+            geometry = OWN_BLOCK_PAIR if formats.block_pair else OWN_BLOCKS
+        elif geometry is None:
+            drawn = sum(form.draws for form in formats.by_slot.values())
+            geometry = OWN_DRAWN if drawn > 1 else OWN
+        self.geometry = geometry
         # the table on the host, int64 [Formats.row_count, tensors]; who writes it sets `stale`
         self.rows = numpy.zeros((formats.row_count, len(numels)), dtype=numpy.int64)
         self.rows[table_rows.NUMEL.value] = numels
@@ -82,8 +89,13 @@ class TritonPlan:
         own_rows = [table_rows.ALIGNED.value, table_rows.VECTORIZED.value]
         own_rows += [formats.rows[slot] for slot in formats.slots]
         self._changing = None if formats.cast else own_rows
+        # elements of each tensor, with those of its first block that lie before it
+        lengths = self.rows[table_rows.NUMEL.value]
+        if formats.block:
+            lead = self.rows[table_rows.FIRST_ELEMENT.value] % formats.block
+            lengths = numpy.where(lengths == 0, 0, lengths + lead)
         # the table of chunks; with scales per tensor each chunk comes twice, once a phase
-        self.chunks = Chunks(self._lengths(), self.geometry, device)
+        self.chunks = Chunks(lengths.tolist(), self.geometry, device)
         self._programs, self._count = self.chunks.table, self.chunks.count
         if formats.scaled:
             programs = two_phase_chunk_rows(chunk_rows(numels, self.geometry), LAG)
@@ -137,14 +149,6 @@ class TritonPlan:
             return NormPlan(self.formats.grad, self.geometry), self.chunks
         numels = self.rows[table_rows.NUMEL.value].tolist()
         return NormPlan(self.formats.grad, OWN), Chunks(numels, OWN, self.device)
-
-    def _lengths(self) -> list[int]:
-        """Elements of each tensor, with those of its first block that lie before it."""
-        numels = self.rows[table_rows.NUMEL.value]
-        if not self.formats.block:
-            return list(numels.tolist())
-        lead = self.rows[table_rows.FIRST_ELEMENT.value] % self.formats.block
-        return list(numpy.where(numels == 0, 0, numels + lead).tolist())
 
     def ready(self, scalars: Sequence[tuple[float, ...]] | None) -> torch.Tensor | None:
         """Brings the table and the rows of scalars, if there are any, up to date on the device."""
@@ -203,7 +207,12 @@ class TritonPlan:
         aligned = reduce(numpy.bitwise_or, in_use) & 15 == 0
         self.rows[table_rows.ALIGNED.value] = aligned & self._in_quads
         if self.rule.lanes:
-            self.rows[table_rows.VECTORIZED.value] = self._vectorized()
+            columns = [
+                (address_row, self.formats.dtype(slot).itemsize)
+                for slot, address_row in self.addresses.items()
+            ]
+            numels = self.rows[table_rows.NUMEL.value]
+            self.rows[table_rows.VECTORIZED.value] = vectorized(numels, columns)
         table = self._table.update(self.rows, self._changing)
         self.stale = False  # only now: without memory for the copy the next step tries again
         return table
@@ -213,31 +222,11 @@ class TritonPlan:
         for row, values in zip(rows, zip(*places, strict=True), strict=True):
             self.rows[row.value] = values
         self._is_split = any(place.stride for place in places)
-        # which tensors' blocks may go unmasked, by place alone; `table` looks at addresses
-        whole = [self._is_whole(place) for place in places]
+        # which tensors' blocks may go unmasked, by place alone; `table` looks at addresses. Those
+        # in rows begin up to a row before the tensor: with 16 elements there all its buffers are
+        # aligned there too
+        whole = [place.in_quads for place in places]
+        if self.formats.block:
+            draws = self.formats.draws
+            whole = [place.first % 16 == 0 and not (place.stride and draws) for place in places]
         self._in_quads = numpy.array(whole, dtype=bool)
-
-    def _is_whole(self, place: Place) -> bool:
-        """Returns whether the tensor's blocks may go unmasked, as far as its place goes.
-
-        Those in rows begin up to a row before the tensor: with 16 elements there all its buffers
-        are aligned there too.
-        """
-        if not self.formats.block:
-            return place.in_quads
-        return place.first % 16 == 0 and not (place.stride and self.formats.draws)
-
-    def _vectorized(self) -> numpy.ndarray:
-        columns = [
-            (self.addresses[slot], self.formats.dtype(slot).itemsize) for slot in self.formats.slots
-        ]
-        return vectorized(self.rows[table_rows.NUMEL.value], columns)
-
-
-def _geometry(formats: Formats) -> Geometry:
-    if formats.scaled:
-        return OWN_SCALED
-    if formats.block:
-        return OWN_BLOCK_PAIR if formats.block_pair else OWN_BLOCKS
-    drawn = sum(form.draws for form in formats.by_slot.values())
-    return OWN_DRAWN if drawn > 1 else OWN

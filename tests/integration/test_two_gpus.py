@@ -1,18 +1,20 @@
 """DTensors on two cards, over NCCL: the bits of one process."""
 
+import random
 import shutil
-from contextlib import nullcontext
+import threading
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import replica_ranks
 import torch
 import torch.distributed as dist
-from disturbed import disturbed
 from fsdp2_ranks import assert_same_on_all, gradients, raised_by, snapshot, split_like, train
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
 from galore_ranks import ranked
 from galore_whole_ranks import placed_galore
+from late_exchange import wrapped_messages
 from llama_ranks import OPTIMIZERS, trained_and_resumed
 from muon_ranks import by_launches, in_small_buckets, made_at, placed
 from ranks import Ranks
@@ -28,6 +30,64 @@ from torch.distributed.tensor import DTensor
 
 from megaopt import FusedAdam, FusedLion, FusedSGD
 from megaopt.kernels.matrix import muon_ranks
+
+# Cards that are late by chance, and memory that moves from step to step.
+
+CYCLES = 2_000_000
+"""For as long as so many a stream is kept busy at most: some millisecond."""
+NUMBERS = 2**22
+"""As many a block of memory has at most."""
+
+
+def disturbed(seed, function, *arguments, **named):
+    """What a function returns while streams are late and memory moves, on each rank otherwise."""
+    chance = random.Random(1000 * seed + dist.get_rank())
+    with late_messages(chance), moving_memory(chance):
+        return function(*arguments, **named)
+
+
+@contextmanager
+def late_messages(chance):
+    """Within it the stream is busy before each message and behind it, and memory is poisoned."""
+
+    def late(collective):
+        def called(*arguments, **options):
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            message = collective(*arguments, **options)
+            poison(chance)
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            return message
+
+        return called
+
+    with wrapped_messages(late):
+        yield
+
+
+@contextmanager
+def moving_memory(chance):
+    """Within it a thread takes memory on a stream of its own, writes it and gives it back."""
+    ended, device = threading.Event(), torch.cuda.current_device()
+
+    def run():
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            while not ended.wait(0.01):
+                poison(chance)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def poison(chance):
+    """Fills some blocks of memory with NaN, and gives them back."""
+    for _ in range(3):
+        torch.full((chance.randrange(1, NUMBERS),), torch.nan, device="cuda")
+
 
 # What ranks with a card each do: captured steps, runs that go on elsewhere, ranks that fail.
 

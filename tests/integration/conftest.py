@@ -1,10 +1,41 @@
 """Processes in which Megatron-Core runs on the CPU."""
 
+import contextlib
 import functools
 import itertools
+import logging
+import os
+import warnings
 
 import pytest
+import torch
 from ranks import Ranks
+
+from megaopt.commands.regression.megatron import cpu
+
+# Megatron-Core on the CPU, in processes of tests that do nothing else.
+
+
+class Stream(cpu.NoStream):
+    """What Megatron makes for several instances of the distributed optimizer."""
+
+    def __init__(self, device=None):
+        self.device = device
+
+
+def prepare():
+    """What a rank does before it meets the others."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    pretend_cuda()
+
+
+def pretend_cuda():
+    """Lets this process run Megatron-Core on the CPU; its own warnings are not ours to heed."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    cpu.pretend_cuda()
+    torch.cuda.Stream = Stream
+    torch.cuda.stream = contextlib.nullcontext
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +44,6 @@ def pools(tmp_path_factory):
 
     The same ones for all tests and numbers: each takes seconds to import Megatron.
     """
-    from megatron_cpu import prepare
     from megatron_gpt import among
 
     started, counter = {}, itertools.count()

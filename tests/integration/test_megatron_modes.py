@@ -1,19 +1,107 @@
 """Lion and SGD in Megatron's distributed optimizer, and its precision-aware fields beside fp8."""
 
+import contextlib
+import dataclasses
 import importlib
 from multiprocessing.reduction import ForkingPickler
 from unittest import mock
 
-import megatron_modes as modes
 import pytest
 import torch
 from fake_pinning import FakePinning
 from how_to import needs
-from megatron_gpt import HAS_KEYS, Case, Trainer, hash_of, megatron, train
+from megatron_gpt import (
+    HAS_KEYS,
+    Case,
+    Trainer,
+    build_model,
+    hash_of,
+    megatron,
+    random_gradients,
+    seen,
+    train,
+)
 from torch.profiler import ProfilerActivity, profile
 
+import megaopt
 from megaopt.kernels.host_memory import pinned_by
 from megaopt.params import codes as pieces
+
+# Other rules than Adam, and Megatron's precision-aware fields, under its distributed optimizer.
+
+
+def step_given_gradients(case, steps=3):
+    """The weights after steps whose gradients are the same whatever the number of ranks."""
+    trainer = Trainer(case)
+    for group in trainer.optimizer.param_groups:
+        group.update(lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        trainer.step_given(random_gradients(step, trainer.chunk.module.parameters()))
+    return trainer
+
+
+def plugged(case, folder):
+    """Weights and states, before and after a checkpoint; then as loaded, and one step on."""
+    trainer = step_given_gradients(case)
+    keys = trainer.optimizer.chained_optimizers[0].optimizer_state_keys
+    trainer.save(folder, "dp_reshardable")
+    other = Trainer(case)
+    other.load(folder, "dp_reshardable", 3)
+    return {
+        "keys": keys,
+        "weights": trainer.weights(),
+        "loaded": other.weights(),
+        "same": moments_of(trainer) == moments_of(other),
+    }
+
+
+def moments_of(trainer):
+    """Hashes of this rank's moments and masters."""
+    (optimizer,) = trainer.optimizer.chained_optimizers
+    found = map(optimizer._get_main_param_and_optimizer_states, optimizer.model_param_gbuf_map)
+    return [{key: hash_of(tensor) for key, tensor in tensors.items()} for tensors in found]
+
+
+def alone(case, name):
+    """The same steps of the whole model by the fused optimizer itself."""
+    Trainer(dataclasses.replace(case, plug=None, config={}))  # for Megatron's groups
+    _, chunk = build_model(case)
+    params = list(chunk.module.parameters())
+    cls, more = {
+        "lion": (megaopt.FusedLion, {"betas": (0.95, 0.98)}),
+        "sgd": (megaopt.FusedSGD, {"momentum": 0.9}),
+    }[name]
+    settings = {"lr": 1e-2, "weight_decay": 0.1, "master_weights": True}
+    optimizer = cls(params, use_decoupled_grad=True, **settings, **more)
+    for step in range(3):
+        for param, grad in zip(params, random_gradients(step, params), strict=True):
+            param.decoupled_grad = grad
+        optimizer.step()
+    return {name: hash_of(p.data) for name, p in chunk.module.named_parameters()}
+
+
+@contextlib.contextmanager
+def as_with_te():
+    """Megatron asks for TransformerEngine's version where its config is precision-aware."""
+    factory = megatron("optimizer")
+    with mock.patch.object(factory, "is_te_min_version", return_value=False):
+        yield
+
+
+def train_aware(case):
+    """Steps of a config that is precision-aware with fp8: masters are Megatron's."""
+    with as_with_te():
+        trainer = Trainer(case)
+        steps = trainer.train(3)
+        (optimizer,) = trainer.optimizer.chained_optimizers
+        state = next(iter(optimizer.fused.state.values()))
+        return {
+            "steps": steps,
+            "dtype": state["exp_avg"].dtype,
+            "rounds": optimizer.fused.options.round_scaled_grads,
+            **seen(trainer),
+        }
+
 
 # Bytes that Megatron's state dicts take beside the state, by the profiler's own count.
 
@@ -126,8 +214,8 @@ def case_of(name, mode, **more):
 )
 def test_other_rules_step_as_they_do_alone(pools, tmp_path, name, mode):
     keys = {"lion": ("exp_avg",), "sgd": ("momentum_buffer",)}[name]
-    expected, _ = pools(2)(modes.alone, case_of(name, mode), name)
-    for found in pools(2)(modes.plugged, case_of(name, mode), tmp_path / "a"):
+    expected, _ = pools(2)(alone, case_of(name, mode), name)
+    for found in pools(2)(plugged, case_of(name, mode), tmp_path / "a"):
         assert found["keys"] == keys
         assert found["weights"] == found["loaded"] == expected
         assert found["same"]
@@ -143,8 +231,8 @@ def test_precision_aware_with_masters_of_megatrons(pools, delayed):
     options = {"exp_avg_dtype": torch.bfloat16, "round_scaled_grads": delayed}
     settings = {"plug": "main_shards", "clip_grad": 0.2, "fp32_grads": False}
     config = {**AWARE, DELAYED: delayed}
-    found = pools(2)(modes.train_aware, Case(config=config, **settings))
-    assert found == pools(2)(modes.train_aware, Case(options=options, **settings))
+    found = pools(2)(train_aware, Case(config=config, **settings))
+    assert found == pools(2)(train_aware, Case(options=options, **settings))
     assert found[0]["dtype"] == torch.bfloat16
     assert found[0]["rounds"] is delayed
 

@@ -154,8 +154,8 @@ def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat
     (expected, *_) = on(worlds[1], goes_on, options)
     for partial in (False, True):
         load = (goes_on_after_a_load, options, folder, flat, partial)
-        for said, found in on(worlds[1], *load):
-            assert re.search("Size mismatch|Missing key", said), said
+        for message, found in on(worlds[1], *load):
+            assert re.search("Size mismatch|Missing key", message), message
             assert_same(found, expected)
 
 
@@ -168,14 +168,14 @@ def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat
 def test_a_frozen_parameters_state_is_lost_on_no_rank(on, tmp_path, at_save, running, flat):
     """All ranks raise, also those without an element of it."""
     given = (KINDS["masters"], str(tmp_path / "checkpoint"), flat, at_save, running)
-    for said in on(2, says_of_frozen, *given):
-        assert re.search("parameter 2 of group 0: requires_grad must be True .*got False", said)
+    for message in on(2, says_of_frozen, *given):
+        assert re.search("parameter 2 of group 0: requires_grad must be True .*got False", message)
 
 
 def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
     options = {**KINDS["masters"], "makes_states": "all"}
-    for said in on(2, always_frozen, options, str(tmp_path / "checkpoint")):
-        assert said == "it loads"
+    for message in on(2, always_frozen, options, str(tmp_path / "checkpoint")):
+        assert message == "it loads"
 
 
 @pytest.mark.sample(2)

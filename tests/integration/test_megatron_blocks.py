@@ -15,7 +15,6 @@ from pathlib import Path
 
 import megatron_cases
 import megatron_gpt
-import torch
 import torch.distributed as dist
 from bits import assert_same_bits
 from megatron_gpt import BETAS, EPS, Case, Trainer, hash_of

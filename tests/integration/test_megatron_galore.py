@@ -13,7 +13,6 @@ import contextlib
 from unittest import mock
 
 import megatron_gpt
-import torch
 import torch.distributed as dist
 from fsdp2_ranks import raised_by
 from megatron_gpt import Case, Trainer, random_gradients

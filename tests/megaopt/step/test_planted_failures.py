@@ -2,15 +2,101 @@
 
 import functools
 
-import planted_ranks
+import float8_ranks
+import fsdp2_ranks
 import pytest
 import torch
+import torch.distributed as dist
+from float8_ranks import WORLD, bytes_of, give, gradients, initial_weights, shards_of
 from handling import both_backends
 from kinds import KINDS, OF_MATRICES, params_for
-from planted import everything, fail_everywhere
-from runs import BF16, FP32, assert_same, give_gradients, parameters, values
+from planted import FailsAt, Planted, everything, fail_everywhere
+from runs import BF16, FP32, assert_same, copied, give_gradients, parameters, values
 
 from megaopt import FusedAdam, FusedMuon, GaLoreAdamW
+from megaopt.float8 import RECIPES
+from megaopt.params.dtensor import locals_of
+
+# One rank of three whose torch calls fail, one after the other, where a step takes memory.
+
+FSDP2 = {"lr": 0.01, "weights": BF16, "dtype": FP32}
+
+
+class Shards:
+    """FSDP2's parameters and their optimizer, on this rank."""
+
+    def __init__(self, **arguments):
+        self.model, self.optimizer = fsdp2_ranks.build(FSDP2)
+        self.arguments = arguments
+
+    def give(self, number):
+        fsdp2_ranks.give(self.model.parameters(), fsdp2_ranks.gradients(number, dtype=BF16))
+
+    def step(self):
+        self.optimizer.step(**self.arguments)
+
+    def look(self):
+        params = list(self.model.parameters())
+        states = [dict(locals_of(self.optimizer.state[param])) for param in params]
+        count = self.optimizer.param_groups[0]["step"]
+        return copied([[param.to_local() for param in params], states, count])
+
+
+class Float8Shards:
+    """Parts of fp8 weights and their optimizer, on this rank."""
+
+    def __init__(self, recipe, options, **arguments):
+        self.weights = initial_weights(RECIPES[recipe])
+        self.shards = shards_of(self.weights, WORLD, dist.get_rank(), dist.group.WORLD)
+        self.optimizer = FusedAdam(
+            self.shards, backend="reference", **float8_ranks.HYPER, **options
+        )
+        self.arguments = arguments
+
+    def give(self, number):
+        give(self.shards, gradients(number))
+
+    def step(self):
+        self.optimizer.step(**self.arguments)
+
+    def look(self):
+        states = [dict(self.optimizer.state[shard]) for shard in self.shards]
+        count = self.optimizer.param_groups[0]["step"]
+        return copied([[bytes_of(weight) for weight in self.weights], states, count])
+
+
+def planted_on_ranks(kind, who, own, arguments, start, every):
+    """For calls of rank `who` that take memory, in a step each, what was raised here.
+
+    start, every: the first of these calls, and the distance to the next.
+    What a rank raised it has not done: it takes its step again.
+    """
+    run, found = kind(*own, **arguments), []
+    run.give(0)
+    run.step()
+    while True:
+        number = start + every * len(found)
+        run.give(len(found) + 1)
+        was, raised = run.look(), ""
+        try:
+            with FailsAt(number if dist.get_rank() == who else -1):
+                run.step()
+        except (Planted, ValueError) as error:
+            raised = f"{type(error).__name__}: {error}"
+            assert_same(run.look(), was, f"failure {number}")
+            run.step()
+        over = torch.tensor([int(not raised)])
+        dist.broadcast(over, who)
+        if over:
+            break
+        found.append(raised)
+    after, run = run.look(), kind(*own, **arguments)
+    for number in range(len(found) + 2):
+        run.give(number)
+        run.step()
+    assert_same(run.look(), after)
+    return found
+
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 REFERENCE, KERNELS = {"backend": "reference"}, {"backend": "triton"}
@@ -158,17 +244,17 @@ def test_every_step_that_fails_anywhere_changes_nothing(name):
 
 
 RANKS = {
-    "fsdp2": (planted_ranks.Shards, (), {}),
-    "fsdp2, clipped": (planted_ranks.Shards, (), {"clip_norm": 0.5}),
-    "fp8 delayed": (planted_ranks.Float8Shards, ("delayed", {"dtype": FP32}), {}),
+    "fsdp2": (Shards, (), {}),
+    "fsdp2, clipped": (Shards, (), {"clip_norm": 0.5}),
+    "fp8 delayed": (Float8Shards, ("delayed", {"dtype": FP32}), {}),
     "fp8 blocks, stochastic": (
-        planted_ranks.Float8Shards,
+        Float8Shards,
         ("block_128x128", {"weight_rounding": "stochastic"}),
         {},
     ),
-    "fp8 current, remainder8": (planted_ranks.Float8Shards, ("current", PAIRS), {}),
+    "fp8 current, remainder8": (Float8Shards, ("current", PAIRS), {}),
     "fp8 mxfp8, skips": (
-        planted_ranks.Float8Shards,
+        Float8Shards,
         ("mxfp8", {"dtype": FP32, "nonfinite": "skip"}),
         {},
     ),
@@ -199,7 +285,7 @@ STARTS = [0, *(pytest.param(start, marks=pytest.mark.exhaustive) for start in ra
 def test_where_one_rank_fails_all_raise_that_have_met(on_ranks, name, who, start):
     """Ranks that meet in no collective go on alone; at last all have the bits of other runs."""
     kind, own, arguments = RANKS[name]
-    found = on_ranks(3, planted_ranks.planted, kind, who, own, arguments, start, EVERY)
+    found = on_ranks(3, planted_on_ranks, kind, who, own, arguments, start, EVERY)
     count = len(found[who])
     print(f"{name}: {count} planted failures")
     assert count > 5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import build, gradients, mesh_of, said, snapshot, split_like, train, whole
+from fsdp2_ranks import build, gradients, mesh_of, snapshot, split_like, train, whole
 from runs import BF16, FP32, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -100,13 +100,6 @@ def released(options, releases, steps=3):
         optimizer.step()
         optimizer.zero_grad()
     return snapshot(optimizer)
-
-
-def released_under_ddp():
-    """The refusal's message."""
-    model = torch.nn.parallel.DistributedDataParallel(_perceptron())
-    optimizer = FusedAdam(model.parameters(), dtype=FP32)
-    return said(lambda: megaopt.release_gradients(model, optimizer))
 
 
 def cast(options):

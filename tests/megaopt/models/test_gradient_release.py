@@ -9,12 +9,23 @@ import fsdp2_models
 import pytest
 import torch
 from bits import assert_same_bits
+from fsdp2_models import _perceptron
+from fsdp2_ranks import said
 from handling import refused
 from runs import BF16, FP32, MASTER, assert_same, assert_same_run, values
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import megaopt
 from megaopt import FusedAdam, release_gradients
+
+
+def released_under_ddp():
+    """The refusal's message."""
+    model = torch.nn.parallel.DistributedDataParallel(_perceptron())
+    optimizer = FusedAdam(model.parameters(), dtype=FP32)
+    return said(lambda: megaopt.release_gradients(model, optimizer))
+
 
 pytestmark = pytest.mark.usefixtures("young_heap")
 
@@ -337,5 +348,5 @@ def test_shards_of_fsdp2(on_ranks, options):
 
 
 def test_a_model_of_ddp_is_refused(on_ranks):
-    (message,) = on_ranks(1, fsdp2_models.released_under_ddp)
+    (message,) = on_ranks(1, released_under_ddp)
     assert "model must not be wrapped in DistributedDataParallel while" in message

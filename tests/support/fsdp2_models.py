@@ -102,20 +102,6 @@ def released(options, releases, steps=3):
     return snapshot(optimizer)
 
 
-def cast(options):
-    """What is left of fp32 weights when a sharded model is cast, and what they were."""
-    model = _perceptron(FP32)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    fully_shard(model, mesh=mesh_of())
-    params = list(model.parameters())
-    optimizer = FusedAdam(params, **options)
-    megaopt.cast_model(model, BF16, optimizer=optimizer)
-    same_objects = all(a is b for a, b in zip(model.parameters(), params, strict=True))
-    found = megaopt.get_fp32_model_state_dict(model, optimizer)
-    model(values((4, 6), 0, BF16)).float().sum().backward()
-    return same_objects, list({param.dtype for param in params}), whole(dict(found)), expected
-
-
 def fp32_values(options):
     """State dicts of a model after steps, and after other values were set; refusals of others."""
     model, optimizer = build({"weights": BF16, **options})

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import megaopt
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
-from megaopt.params import view_of
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
@@ -155,16 +154,6 @@ def assert_same_on_all(found, expected):
 
 
 # --- what belongs to the processes alone
-
-
-def first_elements(shape, replicas, *dims):
-    """For whole tensors that count their elements: what a view says, and the shard's first."""
-    mesh = mesh_of(replicas)
-    counts = torch.arange(torch.Size(shape).numel(), dtype=FP32).view(shape)
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    view = view_of(distribute_tensor(counts, mesh, placements, src_data_rank=None))
-    own = view.local.flatten()[:1].tolist()
-    return view.first_element, own, view.number(7), view.wrap(view.local).full_tensor().tolist()
 
 
 def kinds_of_state(options, replicas):

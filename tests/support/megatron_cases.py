@@ -17,14 +17,6 @@ from megatron_gpt import optimizer_config as make_config
 from megaopt.integration import megatron as ours
 
 
-def zero_gradients(case):
-    """Whether each optimizer is without parameters, after its gradients are zeroed either way."""
-    optimizer = Trainer(case).optimizer
-    for to_none in (False, True):
-        optimizer.zero_grad(set_to_none=to_none)
-    return [each.is_stub_optimizer for each in optimizer.chained_optimizers]
-
-
 @contextmanager
 def version(text):
     core = sys.modules["megatron.core"]

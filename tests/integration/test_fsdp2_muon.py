@@ -1,21 +1,303 @@
 """FusedMuon's DTensors: each matrix is made by one rank, and has the bits of one process."""
 
+import contextlib
+import itertools
 import re
 from pathlib import Path
+from unittest import mock
 
 import muon_ranks
 import pytest
 import torch
-from fsdp2_ranks import assert_same_on_all, split_muon, trained
+import torch.distributed as dist
+from fsdp2_ranks import (
+    assert_same_on_all,
+    build,
+    give,
+    gradients,
+    raised_by,
+    said,
+    snapshot,
+    split_like,
+    split_muon,
+    train,
+    trained,
+)
 from galore_whole_ranks import placed_galore
 from interpreted import interpreted
 from late_exchange import late
-from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
+from muon_ranks import CHANGED, MESHES, PLACEMENTS, SHAPES, by_launches, in_small_buckets, placed
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import names_but, slow_but
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedMuon, GaLoreAdamW
+from megaopt.kernels.matrix import (
+    boxes,
+    muon,
+    muon_launch,
+    muon_ranks,
+    muon_wave,
+    shared,
+    tiles,
+)
+from megaopt.step.ranks import owners
+
+
+def beside_local(*arguments, **named):
+    """What `by_launches` returns, and how many matrices no other rank has a part of."""
+    counts, init = [], owners.Owners.__init__
+
+    def counting(self, *own):
+        init(self, *own)
+        counts.append(len(self.local))
+
+    with mock.patch.object(owners.Owners, "__init__", counting):
+        return by_launches(*arguments, **named), sum(counts)
+
+
+def bytes_sent(options, shapes, replicas=1):
+    """Bytes that this rank sends others in a step after the first, by collective."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, replicas, shapes=shapes)
+    train(model, optimizer, 1)
+    sent, rank = {}, dist.get_rank()
+    names = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "broadcast")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name):
+        def call(*own, **others):
+            if name == "all_to_all_single":
+                lengths = list(own[3])
+                lengths[rank] = 0
+                count = sum(lengths)
+            else:
+                count = own[0].numel() * own[0].element_size()
+            sent[name] = sent.get(name, 0) + count
+            return originals[name](*own, **others)
+
+        return call
+
+    with mock.patch.multiple(dist, **{name: counting(name) for name in names}):
+        train(model, optimizer, 1, first=1)
+    return sent
+
+
+def made_here(shapes, steps=1):
+    """How many matrices this rank makes in a step."""
+    model, optimizer = build({"optimizer": FusedMuon}, shapes=shapes)
+    counts, iterated = [], muon.iterated
+
+    def counting(room, *own):
+        counts.append(len(room.first))
+        return iterated(room, *own)
+
+    with mock.patch.object(muon, "iterated", counting):
+        train(model, optimizer, steps)
+    return sum(counts)
+
+
+def resumed(options, folder, steps, first, replicas=1, saves=False):
+    """Loads what was saved, where there is something, trains, and saves."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, replicas, shapes=SHAPES)
+    if first:
+        own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.load(own, checkpoint_id=folder)
+        model.load_state_dict(own["model"])
+        set_optimizer_state_dict(model, optimizer, own["optimizer"])
+    train(model, optimizer, steps, first=first)
+    if saves:
+        own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        checkpoint.save(own, checkpoint_id=folder)
+    return snapshot(optimizer)
+
+
+LAUNCHES = {
+    "direct": (muon_wave.PartLaunches, "direct"),
+    "sums": (muon_ranks.PartNorms, "measure"),
+    "cast": (muon_ranks.PartNorms, "cast"),
+    "boxes": (boxes.BoxCopies, "copy"),
+    "products": (muon_wave.Iteration, "step"),
+    "apply": (muon_wave.PartLaunches, "apply"),
+    "local": (muon_launch.MuonLaunches, "step"),
+}
+
+
+PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+
+
+"""Where a step fails."""
+
+
+AT_FIRST = {
+    "plans": (muon_ranks, "BoxCopies"),
+    "notes": (muon_wave.Iteration, "note"),
+    **LAUNCHES,
+}
+
+
+def said_of_a_first_step(kind, turn, options, shapes):
+    """The error of a first step in which the last rank fails, and what steps after it come to.
+
+    kind: of AT_FIRST. turn: which of the calls of this rank fails.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    give(model.parameters(), gradients(0, shapes, next(model.parameters()).dtype))
+    error = None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        place, name = AT_FIRST[kind]
+        calls, call = itertools.count(), getattr(place, name)
+
+        def failing(*own, **others):
+            if next(calls) == turn:
+                raise RuntimeError("no memory")
+            return call(*own, **others)
+
+        with mock.patch.object(place, name, failing):
+            error = raised_by(optimizer.step)
+    else:
+        error = raised_by(optimizer.step)
+    train(model, optimizer, 2)
+    return error, snapshot(optimizer)
+
+
+def said_of(kind, options, shapes=SHAPES):
+    """The error of a step in which the last rank does something else, and what was before and is.
+
+    kind: it lacks a "gradient", has one of another "dtype", has a group CHANGED, or fails in the
+        exchange, in the "tiles" of a product, or in a LAUNCH.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    train(model, optimizer, 2)
+    before, params = snapshot(optimizer), list(model.parameters())
+    group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
+    kept = {key: group[key] for key in CHANGED.get(kind, ())}
+    give(params, gradients(2, shapes, params[0].dtype))
+    with contextlib.ExitStack() as stack:
+        if is_last and kind == "gradient":
+            params[1].grad = None
+        elif is_last and kind == "dtype":
+            params[1].grad_dtype = None
+            params[1].grad = params[1].grad.float()
+        elif is_last and kind in CHANGED:
+            group.update(CHANGED[kind])
+        elif is_last:
+            place = PLACES[kind]
+            failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
+            stack.enter_context(failing)
+        error = raised_by(optimizer.step)
+    group.update(kept)
+    after = snapshot(optimizer)
+    give(params, gradients(2, shapes, params[0].dtype))
+    optimizer.step()
+    return error, before, after, snapshot(optimizer)
+
+
+def moved_once(kind, options, shapes):
+    """What four steps come to whose gradients lie in one place, but for one that fails between.
+
+    kind: of LAUNCHES, which fails on all ranks. A step's memory is always the same.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    params, place = list(model.parameters()), LAUNCHES[kind]
+    memory, empty = {}, torch.empty
+
+    def same(*size, dtype=None, **others):
+        if dtype != torch.uint8:
+            return empty(*size, dtype=dtype, **others)
+        return memory.setdefault(size, empty(*size, dtype=dtype, **others))
+
+    with mock.patch.object(torch, "empty", same):
+        give(params, gradients(0, shapes, params[0].dtype))
+        before = [param.grad for param in params]
+        for step in range(4):
+            news = gradients(step, shapes, params[0].dtype)
+            for param, grad, new in zip(params, before, news, strict=True):
+                grad.to_local().copy_(split_like(param, new).to_local())
+                param.grad = grad
+            optimizer.step()
+            if step == 2:
+                give(params, gradients(9, shapes, params[0].dtype))
+                with mock.patch.object(*place, side_effect=RuntimeError("no memory")):
+                    assert "no memory" in raised_by(optimizer.step)
+    return snapshot(optimizer)
+
+
+def said_after_a_fault(options):
+    """The errors of a step in which a product and all calls after it fail, and of a step after."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    train(model, optimizer, 1)
+    give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
+    fault, later = RuntimeError("the product"), RuntimeError("a call after it")
+    with (
+        mock.patch.object(muon, "products", side_effect=fault),
+        mock.patch.object(owners.Owners, "back", side_effect=later),
+    ):
+        first = raised_by(optimizer.step)
+    return first, raised_by(optimizer.step)
+
+
+def lying_otherwise(options, steps, turns, shapes):
+    """What an optimizer has after steps in which local gradients lie in columns.
+
+    turns: of the second matrix on all ranks, of which some have a row, and of the third on the
+        first rank alone; otherwise none does.
+    """
+    model, optimizer = build(options, shapes=shapes)
+    params = list(model.parameters())
+    for step in range(steps):
+        give(params, gradients(step, shapes, params[0].dtype))
+        for param in params[1 : 1 + turns * (1 if dist.get_rank() else 2)]:
+            local = param.grad._local_tensor
+            param.grad._local_tensor = local.t().contiguous().t()
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def in_a_world_anew(folder, shapes):
+    """What two optimizers have after steps, of equal meshes before and after a group ends."""
+    found, (rank, world) = [], (dist.get_rank(), dist.get_world_size())
+    for number in range(2):
+        found.append(placed({}, 2, "rows and columns", (1, world), shapes))
+        dist.destroy_process_group()
+        meeting = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
+    return found
+
+
+def said_of_parts_of_blocks(momentum):
+    """What the constructor says of experts whose matrices, unlike rows, are no whole blocks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 16, 600), mesh, [Shard(0)]))
+    group = {"params": [experts], "split_sizes": [4, 12]}
+    return said(lambda: FusedMuon([group], momentum_buffer_dtype=momentum))
+
+
+def left_out(options, reason, shapes=SHAPES):
+    """What there is before a step that is left out, after it, and after one that is not.
+
+    reason: "found_inf", or a "nan" in the last rank's gradient.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    train(model, optimizer, 2)
+    before, params = snapshot(optimizer), list(model.parameters())
+    give(params, gradients(2, shapes, params[0].dtype))
+    if reason == "found_inf":
+        optimizer.found_inf = torch.tensor(1.0)
+    elif dist.get_rank() == dist.get_world_size() - 1:
+        params[0].grad.to_local()[-1] = torch.nan
+    optimizer.step()
+    optimizer.found_inf = None
+    after = snapshot(optimizer)
+    train(model, optimizer, 1, first=2)
+    return before, after, snapshot(optimizer)
+
 
 FP16 = {"precision": "fp16"}
 NORMUON = {"second_moment": "normuon"}
@@ -120,7 +402,7 @@ def test_one_place_begins_messages_that_others_wait_for():
 
 def test_the_first_error_of_a_fault_is_the_one_that_is_raised(on_ranks):
     """After a fault of a device all calls fail, those to other ranks too."""
-    ((error, after),) = on_ranks(1, muon_ranks.said_after_a_fault, KINDS["masters, fp16"])
+    ((error, after),) = on_ranks(1, said_after_a_fault, KINDS["masters, fp16"])
     assert error == "RuntimeError: the product"
     assert after is None
 
@@ -247,7 +529,7 @@ def test_experts_that_one_rank_has_are_launched_beside_the_rest(
     options = {**SHORT, "weights": BF16, **MASTER, **FP16, **NORMUON}
     sizes = (2, 2) if len(local) == 4 else (2,)
     named = {"placements": placements, "sizes": sizes, "shapes": shapes}
-    found = on_ranks(len(local), muon_ranks.beside_local, options, 2, **named)
+    found = on_ranks(len(local), beside_local, options, 2, **named)
     assert [count for _, count in found] == local
     assert_same_on_all([run for run, _ in found], placed(options, 2, shapes=shapes))
 
@@ -262,8 +544,8 @@ LEFT_OUT = {f"{why}-{way}": (why, way) for why in ("found_inf", "nan") for way i
 def test_launches_that_are_left_out_leave_everything(on_ranks, reason, capturable):
     options = {**SHORT, **KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
     launches = {**options, "backend": "triton"}
-    expected = muon_ranks.left_out(options, "found_inf", TINY)
-    for before, after, then in on_ranks(2, muon_ranks.left_out, launches, reason, TINY):
+    expected = left_out(options, "found_inf", TINY)
+    for before, after, then in on_ranks(2, left_out, launches, reason, TINY):
         assert_same(after, before)
         assert_same(then, expected[2])
 
@@ -273,12 +555,12 @@ MATRICES = [shape for shape in TINY if len(shape) > 1]
 
 
 @interpreted
-@pytest.mark.parametrize("kind", names_but(muon_ranks.LAUNCHES, ["boxes", "cast"]))
+@pytest.mark.parametrize("kind", names_but(LAUNCHES, ["boxes", "cast"]))
 def test_launches_that_fail_on_one_rank_change_nothing_on_any(on_ranks, kind):
     options = {**SHORT, **KINDS["kahan, normuon"]}
     straight = placed(options, 3, shapes=MATRICES)
     launches = {**options, "backend": "triton"}
-    for rank, found in enumerate(on_ranks(2, muon_ranks.said_of, kind, launches, MATRICES)):
+    for rank, found in enumerate(on_ranks(2, said_of, kind, launches, MATRICES)):
         error, before, after, then = found
         assert ("RuntimeError: no memory" if rank else FAILED) in error
         assert_same(after, before)
@@ -292,11 +574,11 @@ def test_gradients_that_move_for_a_step_that_fails_are_followed(on_ranks, kind):
     options = {**SHORT, "weights": BF16, **MASTER, **FP16}
     straight = placed(options, 4, shapes=MANY[:4])
     launches = {**options, "backend": "triton"}
-    found = on_ranks(2, muon_ranks.moved_once, kind, launches, MANY[:4])
+    found = on_ranks(2, moved_once, kind, launches, MANY[:4])
     assert_same_on_all(found, straight)
 
 
-FIRST = [*((kind, 0) for kind in muon_ranks.AT_FIRST), ("plans", 1), ("boxes", 1), ("notes", 1)]
+FIRST = [*((kind, 0) for kind in AT_FIRST), ("plans", 1), ("boxes", 1), ("notes", 1)]
 
 
 @interpreted
@@ -307,7 +589,7 @@ def test_a_first_step_whose_launches_fail_on_one_rank_can_be_taken_again(on_rank
     """What was planned before is not planned twice."""
     options = {**SHORT, **KINDS["kahan, normuon"]}
     launches = {**options, "backend": "triton"}
-    found = on_ranks(2, muon_ranks.said_of_a_first_step, kind, turn, launches, MATRICES)
+    found = on_ranks(2, said_of_a_first_step, kind, turn, launches, MATRICES)
     for rank, (error, _) in enumerate(found):
         assert ("RuntimeError: no memory" if rank else FAILED) in error
     assert_same_on_all([then for _, then in found], placed(options, 2, shapes=MATRICES))
@@ -323,7 +605,7 @@ def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, repl
     """
     shapes = [(24, 12), (12, 24), (48, 12), (12, 12, 12)]
     numels, experts = 24 * 12 * 2 + 48 * 12, 12**3
-    sent = on_ranks(world, muon_ranks.bytes_sent, options, shapes, replicas)
+    sent = on_ranks(world, bytes_sent, options, shapes, replicas)
     shards = world // replicas
     there = 2 * numels * (shards - 1) // shards
     back = 2 * numels * (world - 1) // shards + 2 * experts * (replicas - 1)
@@ -340,7 +622,7 @@ def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, repl
 
 def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
     shapes = [(20, 30)] * 6 + [(7, 5)]
-    assert sorted(on_ranks(3, muon_ranks.made_here, shapes)) == [2, 2, 3]
+    assert sorted(on_ranks(3, made_here, shapes)) == [2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -350,8 +632,8 @@ def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
     options, folder = KINDS[kind], str(tmp_path / "saved")
     (world, copies), (others, their_copies) = before, after
-    on_ranks(world, muon_ranks.resumed, options, folder, 2, 0, copies, saves=True)
-    found = on_ranks(others, muon_ranks.resumed, options, folder, 2, 2, their_copies)
+    on_ranks(world, resumed, options, folder, 2, 0, copies, saves=True)
+    found = on_ranks(others, resumed, options, folder, 2, 2, their_copies)
     expected = trained({**options, "optimizer": FusedMuon}, 4, shapes=SHAPES)
     assert_same_on_all(found, expected)
 
@@ -376,7 +658,7 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
     """And all go on with the next step as if there had been none."""
     options, (elsewhere, there, shapes) = KINDS["kahan, normuon"], WRONG[kind]
     straight = trained({**options, "optimizer": FusedMuon}, 3, shapes=shapes)
-    found = on_ranks(3, muon_ranks.said_of, kind, options, shapes)
+    found = on_ranks(3, said_of, kind, options, shapes)
     for rank, (error, before, after, then) in enumerate(found):
         assert (there if rank == 2 else elsewhere) in error
         assert_same(after, before)
@@ -421,7 +703,7 @@ def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, mo
 def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable):
     """Also where numbers on the device say so, and owners make updates before they are known."""
     options = {**KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
-    for before, after, then in on_ranks(3, muon_ranks.left_out, options, reason):
+    for before, after, then in on_ranks(3, left_out, options, reason):
         assert_same(after, before)
         with pytest.raises(AssertionError):
             assert_same(then["states"], before["states"])
@@ -456,21 +738,21 @@ OTHERWISE = {"muon": {"optimizer": FusedMuon}, "galore": {"optimizer": GaLoreAda
 def test_ranks_whose_gradients_lie_otherwise_in_memory_have_the_same_bits(on_ranks, options):
     """As columns do in a shard of several rows, and not in one of a single row."""
     shapes = [(9, 4), (5, 4), (12, 8), (10, 6)]
-    straight = on_ranks(4, muon_ranks.lying_otherwise, options, 3, False, shapes)
-    for found in on_ranks(4, muon_ranks.lying_otherwise, options, 3, True, shapes):
+    straight = on_ranks(4, lying_otherwise, options, 3, False, shapes)
+    for found in on_ranks(4, lying_otherwise, options, 3, True, shapes):
         assert_same(found, straight[0])
 
 
 def test_a_group_that_begins_anew_is_another(tmp_path):
     """Its meshes equal those from before, whose groups are gone."""
     ranks, one = Ranks(2, tmp_path), placed({}, 2, shapes=LARGE)
-    for found in ranks(muon_ranks.in_a_world_anew, tmp_path, LARGE):
+    for found in ranks(in_a_world_anew, tmp_path, LARGE):
         assert_same(found, [one, one])
     ranks.close()
 
 
 def test_momenta_in_blocks_of_two_matrices_are_refused(on_ranks):
     """One process steps them; of ranks each would send a part of a block."""
-    for text in on_ranks(2, muon_ranks.said_of_parts_of_blocks, "block_e4m3"):
+    for text in on_ranks(2, said_of_parts_of_blocks, "block_e4m3"):
         assert "momentum_buffer_dtype='block_e4m3' must find whole blocks of 128" in text
         assert "got matrices of [(4, 600), (12, 600)]" in text

@@ -1,9 +1,5 @@
 """What ranks record in the tests of layouts: fixed gradients, the same whatever the layout."""
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
-
-from megaopt import digest
 from megaopt.recording.files import Recording
 
 BLOCKS = {"exp_avg_dtype": "block_e4m3", "exp_avg_sq_dtype": "block_e5m3"}
@@ -27,9 +23,3 @@ def kept(out, step):
     found = {key: recording.kept(step, key) for key in named if not key[1].startswith("old old")}
     assert all(held.all() for _, held in filter(None, found.values()))
     return {key: each[0].tolist() for key, each in found.items() if each is not None}
-
-
-def digests_of_shards(whole, placements):
-    """The digests of this rank's shards of a tensor, for each placement over two ranks."""
-    mesh = init_device_mesh("cpu", (2,))
-    return [digest(distribute_tensor(whole, mesh, [each])) for each in placements]

@@ -40,13 +40,6 @@ def split_drawing_kernel(
 
 
 @jit
-def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
-    tl.store(value_ptr + offsets, value)
-
-
-@jit
 def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
@@ -100,11 +93,6 @@ def by_kernel(form, values, device, bits=None):
 
 def dtypes_of(form):
     return [form.requires_weight, form.dtype] if form.joined else [form.dtype]
-
-
-def values_of(form, codes):
-    """What codes say, fp32, by the twin."""
-    return form.decode_reference(*codes)
 
 
 def assert_encoded(form, values, device, bits=None):

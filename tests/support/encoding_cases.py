@@ -39,12 +39,6 @@ def split_drawing_kernel(
     tl.store(code_ptr + offsets, code)
 
 
-@jit
-def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
-
-
 def run(kernel, *tensors, form):
     block = 4096
     assert tensors[0].numel() % block == 0
@@ -136,15 +130,6 @@ def ties(form):
     expected = torch.tensor([[code, code + code % 2, code + 1] for code in codes]).flatten()
     both = torch.cat([expected, expected + 128]).to(torch.uint8).view(form.dtype)
     return torch.cat([values, -values]), both
-
-
-def random_patterns(count):
-    """Half of all fp32 patterns, half of numbers where fp8 has codes."""
-    generator = np.random.default_rng(0)
-    patterns = generator.integers(0, 2**32, count // 2, dtype=np.uint32).view(np.float32)
-    exponents = np.exp2(generator.integers(-24, 18, count // 2)).astype(np.float32)
-    near = generator.standard_normal(count // 2, dtype=np.float32) * exponents
-    return torch.from_numpy(np.concatenate([patterns, near]))
 
 
 def assert_encodes(form, values, expected, device):

@@ -16,8 +16,6 @@ from ranks import Ranks
 from megaopt.commands.regression.megatron import cpu
 
 _place: list[int] = []
-
-
 """This process's number among all of its pool, and how many have met."""
 
 

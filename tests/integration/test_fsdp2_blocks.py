@@ -220,9 +220,9 @@ def test_shards_that_cut_blocks_are_refused(on_ranks, world, shape, placements, 
         rf"parameter 0 of group [01]: exp_avg_dtype='{moment}' must find whole blocks of {block} "
         rf"elements in each shard, got placements .*Shard.*of shape {re.escape(str(shape))}"
     )
-    for said in on_ranks(world, refused, shape, placements, options):
-        assert len(said) == 2
-        for each in said:
+    for messages in on_ranks(world, refused, shape, placements, options):
+        assert len(messages) == 2
+        for each in messages:
             assert re.search(message, each), each
 
 

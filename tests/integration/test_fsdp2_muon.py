@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from unittest import mock
 
-import muon_ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +25,16 @@ from fsdp2_ranks import (
 from galore_whole_ranks import placed_galore
 from interpreted import interpreted
 from late_exchange import late
-from muon_ranks import CHANGED, MESHES, PLACEMENTS, SHAPES, by_launches, in_small_buckets, placed
+from muon_ranks import (
+    CHANGED,
+    MESHES,
+    PLACEMENTS,
+    SHAPES,
+    by_launches,
+    by_small_tiles,
+    in_small_buckets,
+    placed,
+)
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import names_but, slow_but
@@ -437,7 +445,7 @@ def launched(on_ranks, placements, options, steps=2, **named):
     """What steps by launches leave on each rank."""
     sizes = (2, 2) if placements in MESHES else (2,)
     own = {"placements": placements, "sizes": sizes, "shapes": TINY, **named}
-    called = (muon_ranks.by_launches, {**SHORT, **options}, steps)
+    called = (by_launches, {**SHORT, **options}, steps)
     return on_ranks(4 if placements in MESHES else 2, *called, **own)
 
 
@@ -477,7 +485,7 @@ def test_launches_do_not_touch_memory_that_is_on_its_way(on_ranks, room, in_orde
     """Many buckets take turns with it: each of a matrix or two a rank, or of all."""
     options, sizes = LAUNCHED[placements], (2, 2) if placements in MESHES else (2,)
     called = (late, in_small_buckets, room, {**SHORT, **options}, 2)
-    own = {"made": muon_ranks.by_launches, "in_order": in_order}
+    own = {"made": by_launches, "in_order": in_order}
     named = {"placements": placements, "sizes": sizes, "shapes": MANY}
     found = on_ranks(4 if placements in MESHES else 2, *called, **own, **named)
     assert_same_on_all(found, placed({**SHORT, **options}, 2, shapes=MANY))
@@ -675,9 +683,9 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     """Each rank makes tiles of it; the bits are those of one process."""
     options = {**MASTER, "weights": BF16, **FP16, **NORMUON, "method": form, "optimizer": FusedMuon}
     expected = trained(options, 3, shapes=shapes)
-    found = on_ranks(world, muon_ranks.by_small_tiles, options, 3, replicas, shapes)
+    found = on_ranks(world, by_small_tiles, options, 3, replicas, shapes)
     assert_same_on_all([run for run, _ in found], expected)
-    alone = muon_ranks.by_small_tiles(options, 3, 1, shapes)[1]
+    alone = by_small_tiles(options, 3, 1, shapes)[1]
     works = [work for _, work in found]
     assert sum(works) < 1.5 * alone
     assert max(works) < 0.75 * alone

@@ -12,10 +12,8 @@ import torch
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-import sys
 
 import megatron_cases as cases
-import torch
 from megatron_gpt import (
     Case,
     Trainer,

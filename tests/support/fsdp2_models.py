@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import fsdp2_ranks
 from fsdp2_ranks import build, gradients, mesh_of, snapshot, split_like, train, whole
 from runs import BF16, FP32, values
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,7 +106,7 @@ def released(options, releases, steps=3):
 def fp32_values(options):
     """State dicts of a model after steps, and after other values were set; refusals of others."""
     model, optimizer = build({"weights": BF16, **options})
-    train(model, optimizer, 2)
+    fsdp2_ranks.train(model, optimizer, 2)
     first = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
     given = {name: values(param.shape, 40) for name, param in model.named_parameters()}
     if dist.is_initialized():
@@ -117,5 +118,5 @@ def fp32_values(options):
     megaopt.set_fp32_model_state_dict(model, optimizer, given)
     second = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
     weights = whole(dict(model.state_dict()))
-    train(model, optimizer, 1, first=2)
+    fsdp2_ranks.train(model, optimizer, 1, first=2)
     return [first, second, weights, whole(dict(model.state_dict()))]

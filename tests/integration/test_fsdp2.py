@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import assert_same_bits
+from fsdp2_models import LAYERS
 from fsdp2_ranks import (
     assert_same_on_all,
     build,
@@ -15,21 +16,85 @@ from fsdp2_ranks import (
     gradients,
     mesh_of,
     snapshot,
+    split_like,
     train,
     trained,
     whole,
 )
-from runs import BF16, MASTER, REMAINDERS, assert_same, values
+from runs import BF16, FP32, MASTER, REMAINDERS, assert_same, values
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, reduce_scatter_tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
+
+
+def with_tensor_parallel(options, steps):
+    """FSDP2 over tensor parallelism, 2 x 2: meshes of one and two dimensions, strided shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    layers = [torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)]
+    model = torch.nn.Sequential(*layers)
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    for param in model.parameters():  # each element's place in the whole tensor
+        local = param.detach()
+        places = torch.arange(param.numel(), dtype=FP32).view(param.shape)
+        if isinstance(param, DTensor):
+            places = split_like(param, places)
+        local.copy_(places)
+    fully_shard(model, mesh=mesh["data"])
+    params = dict(model.named_parameters())
+    places = {name: param.to_local().long() for name, param in params.items()}
+
+    def part(name, value):
+        own = value.flatten()[places[name].flatten()].view(places[name].shape)
+        own = own.contiguous()
+        like = params[name]
+        given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return DTensor.from_local(own, like.device_mesh, like.placements, **given)
+
+    for index, (name, param) in enumerate(params.items()):
+        param.detach().copy_(part(name, values(LAYERS[name], index)))
+    optimizer = FusedAdam(params.values(), **options)
+    for step in range(steps):
+        grads = gradients(step, LAYERS.values())
+        for (name, param), grad in zip(params.items(), grads, strict=True):
+            param.grad = part(name, grad)
+        optimizer.step(clip_norm=0.5)
+    return snapshot(optimizer), optimizer.grad_norm
+
+
+def losses(replicas, steps, options):
+    """bf16 weights made of fp32 ones that stay as masters; every rank has the same batches."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
+    model = torch.nn.Sequential(*layers)
+    if dist.is_initialized():
+        mesh = mesh_of(replicas)
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    masters = [param.detach().clone() for param in model.parameters()]
+    model.bfloat16()
+    optimizer = FusedAdam(model.parameters(), master_weights=masters, **options)
+    found = []
+    for step in range(steps):
+        loss = model(values((4, 6), step, BF16)).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step(clip_norm=0.5)
+        optimizer.zero_grad()
+    return found, snapshot(optimizer)
 
 
 def kinds_of_state(options, replicas):
@@ -490,8 +555,8 @@ def test_triton_steps_shards(on_ranks, kind):
 def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
     """Means of equal gradients on 2 or 4 ranks are exact."""
     options = {**HYPER, "exp_avg_dtype": BF16}
-    found = on_ranks(world, fsdp2_models.losses, replicas, 4, options)
-    assert_same_on_all(found, fsdp2_models.losses(1, 4, options))
+    found = on_ranks(world, losses, replicas, 4, options)
+    assert_same_on_all(found, losses(1, 4, options))
 
 
 @pytest.mark.parametrize("options", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
@@ -500,7 +565,7 @@ def test_fsdp_over_tensor_parallel(on_ranks, options):
     shapes = list(fsdp2_models.TENSOR_PARALLEL.values())
     model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, 3, clip_norm=0.5)
-    found = on_ranks(4, fsdp2_models.with_tensor_parallel, options, 3)
+    found = on_ranks(4, with_tensor_parallel, options, 3)
     assert_same_on_all(found, [snapshot(optimizer), optimizer.grad_norm])
 
 

@@ -1,82 +1,18 @@
 """What ranks do with models of torch in the tests of DTensor parameters, forward and backward."""
 
+import fsdp2_ranks
 import pytest
 import torch
 import torch.distributed as dist
-import fsdp2_ranks
-from fsdp2_ranks import build, gradients, mesh_of, snapshot, split_like, train, whole
-from runs import BF16, FP32, values
-from torch.distributed.device_mesh import init_device_mesh
+from fsdp2_ranks import build, mesh_of, snapshot, split_like, whole
+from runs import BF16, values
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import megaopt
 from megaopt import FusedAdam
 
-TENSOR_PARALLEL = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
-TENSOR_PARALLEL |= {"3.weight": (5,), "3.bias": (5,)}
-
-
-def with_tensor_parallel(options, steps):
-    """FSDP2 over tensor parallelism, 2 x 2: meshes of one and two dimensions, strided shards."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    layers = [torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 5), torch.nn.LayerNorm(5)]
-    model = torch.nn.Sequential(*layers)
-    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    parallelize_module(model, mesh["tensor"], plan)
-    for param in model.parameters():  # each element's place in the whole tensor
-        local = param.detach()
-        places = torch.arange(param.numel(), dtype=FP32).view(param.shape)
-        if isinstance(param, DTensor):
-            places = split_like(param, places)
-        local.copy_(places)
-    fully_shard(model, mesh=mesh["data"])
-    params = dict(model.named_parameters())
-    places = {name: param.to_local().long() for name, param in params.items()}
-
-    def part(name, value):
-        own = value.flatten()[places[name].flatten()].view(places[name].shape)
-        own = own.contiguous()
-        like = params[name]
-        given = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-        return DTensor.from_local(own, like.device_mesh, like.placements, **given)
-
-    for index, (name, param) in enumerate(params.items()):
-        param.detach().copy_(part(name, values(TENSOR_PARALLEL[name], index)))
-    optimizer = FusedAdam(params.values(), **options)
-    for step in range(steps):
-        grads = gradients(step, TENSOR_PARALLEL.values())
-        for (name, param), grad in zip(params.items(), grads, strict=True):
-            param.grad = part(name, grad)
-        optimizer.step(clip_norm=0.5)
-    return snapshot(optimizer), optimizer.grad_norm
-
-
-def losses(replicas, steps, options):
-    """bf16 weights made of fp32 ones that stay as masters; every rank has the same batches."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(6, 10), torch.nn.GELU(), torch.nn.Linear(10, 3)]
-    model = torch.nn.Sequential(*layers)
-    if dist.is_initialized():
-        mesh = mesh_of(replicas)
-        for module in (model[0], model[2], model):
-            fully_shard(module, mesh=mesh)
-    masters = [param.detach().clone() for param in model.parameters()]
-    model.bfloat16()
-    optimizer = FusedAdam(model.parameters(), master_weights=masters, **options)
-    found = []
-    for step in range(steps):
-        loss = model(values((4, 6), step, BF16)).float().square().mean()
-        loss.backward()
-        found.append(loss.detach())
-        optimizer.step(clip_norm=0.5)
-        optimizer.zero_grad()
-    return found, snapshot(optimizer)
+LAYERS = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
+LAYERS |= {"3.weight": (5,), "3.bias": (5,)}
 
 
 def _perceptron(dtype=BF16):

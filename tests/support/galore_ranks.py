@@ -2,19 +2,14 @@
 
 import fsdp2_ranks as ranks
 import torch
-import torch.distributed as dist
 from fsdp2_ranks import (
-    Bare,
     give,
     gradients,
     snapshot,
-    whole,
 )
 from galore_cases import GAP as TWINS_GAP
 from galore_cases import Twin
 from runs import values
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
@@ -119,34 +114,6 @@ def exact_weights(steps, stagger, shapes=SHAPES, rank=RANK):
 def norm_of_errors(found, exact):
     pairs = zip(found, exact, strict=True)
     return sum((own.double() - other).square().sum() for own, other in pairs).sqrt()
-
-
-def stepped_on(device, options, steps, shapes):
-    """On a device, of this rank's rows where there are ranks: the weights, whole; bytes of steps.
-
-    fp32 weights; a process group has to be there, or not.
-    """
-    model, found = Bare(shapes).to(device), []
-    if dist.is_initialized():
-        fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
-    params = list(model.parameters())
-    optimizer = GaLoreAdamW(params, **{**NUMBERS, **RANKED, **options})
-    for step in range(steps):
-        give(params, [grad.to(device) for grad in gradients(step, shapes)])
-        with Bytes() as counted:
-            optimizer.step()
-        found.append(counted.count)
-    return [weight.cpu() for weight in whole([p.detach() for p in params])], found
-
-
-def rank_of_two(rank, folder, options, steps, shapes):
-    """A process for torch.multiprocessing: steps on a GPU of its own, and leaves what came out."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", f"file://{folder}/meeting", world_size=2, rank=rank)
-    torch.save(
-        stepped_on(torch.device("cuda", rank), options, steps, shapes), f"{folder}/{rank}.pt"
-    )
-    dist.destroy_process_group()
 
 
 # --- products that are exact

@@ -5,62 +5,18 @@ import math
 import pytest
 import torch
 from bits import assert_same_bits
-from muon_cases import FORMS, SIMPLE, buffers, how_of
+from muon_cases import FORMS, ROW, SHAPES, SIMPLE, buffers, formats_of, how_of, stepped
 from step_cases import PAIRS, assert_same_buffers, copied
 
-from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, WEIGHTS
+from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.matrix import muon, muon_launch
-from megaopt.kernels.matrix.muon import MUON, Orthogonal
-from megaopt.kernels.matrix.muon_launch import ROOM, muon_plan
+from megaopt.kernels.matrix.muon import Orthogonal
+from megaopt.kernels.matrix.muon_launch import muon_plan
 from megaopt.kernels.matrix.muon_wave import Layout, parts_of
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import Matrix
-from megaopt.kernels.rules.muon import MUON_DIRECTION
 from megaopt.kernels.step.controls import COEFFICIENT, COUNT, INVERSE_SCALE, SKIP
-
-FLOAT32 = WEIGHTS["float32"]
-
-
-PLAIN = (FLOAT32, NONE)
-
-
-GROUP = {
-    "lr": 0.03, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "step": 3,
-    "seed": 0x1234_5678_9ABC_DEF0,
-}  # fmt: skip
-
-
-ROW = MUON_DIRECTION.drawing.row(GROUP)
-
-
-SHAPES = [(24, 40), (40, 24), (32, 32), (17, 33), (1, 9), (9, 1), (5, 64)]
-
-
-"""Wide, tall and square; of whole 16 bytes and not; of one row, of one column."""
-
-
-def formats_of(how, pair=PLAIN, grad=FLOAT32, moment=FLOAT32):
-    return Formats(grad, *pair, (moment,), ("momentum_buffer",), matrix=Matrix(MUON, how))
-
-
-def stepped(
-    backend, formats, shapes, before, device, controls=None, room=ROOM, steps=2, groups=None,
-    places=None, rows=None, kept=None,
-):  # fmt: skip
-    """The buffers after steps of a backend."""
-    own = {slot: [each.to(device) for each in some] for slot, some in copied(before).items()}
-    sizes, groups = [torch.Size(shape) for shape in shapes], groups or [0] * len(shapes)
-    plan = muon_plan(backend, formats, sizes, groups, places, torch.device(device), room)
-    for work, each in zip(plan.works, kept or [{}] * len(shapes), strict=True):
-        work.kept = each
-    for _ in range(steps):
-        plan.look(own)
-        plan.step(rows or [ROW], None if controls is None else controls.to(device))
-    return own
-
 
 BF16 = WEIGHTS["bfloat16"], MASTERS["float32"]
 FEW = [(24, 40), (40, 24), (17, 33)]

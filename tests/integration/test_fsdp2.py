@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import fsdp2_models
 import fsdp2_ranks
 import pytest
 import torch
@@ -562,7 +561,7 @@ def test_a_model_trains_as_without_fsdp(on_ranks, world, replicas):
 @pytest.mark.parametrize("options", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
 def test_fsdp_over_tensor_parallel(on_ranks, options):
     """Every element is stepped once, and counts once in the norm, copies included."""
-    shapes = list(fsdp2_models.TENSOR_PARALLEL.values())
+    shapes = list(LAYERS.values())
     model, optimizer = build(options, shapes=shapes)
     train(model, optimizer, 3, clip_norm=0.5)
     found = on_ranks(4, with_tensor_parallel, options, 3)

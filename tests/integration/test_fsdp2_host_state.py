@@ -1,12 +1,11 @@
 """DTensors with states in host memory: steps, checkpoints and values are those of the card's."""
 
-import fsdp2_blocks
 import pytest
 import torch
 import torch.distributed as dist
 from fake_pinning import FakePinning
 from fsdp2_blocks import BLOCKS, SHAPES
-from fsdp2_ranks import build, train
+from fsdp2_ranks import build, snapshot, train
 from runs import BF16, MASTER, REMAINDERS, assert_same
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +38,7 @@ def trained(options, steps):
         model, optimizer = build({**options, **APART}, shapes=SHAPES)
         train(model, optimizer, steps, clip_norm=0.5)
         placed = is_in_place(optimizer, pinning)
-        return fsdp2_blocks.snapshot(optimizer), placed, len(pinning.sizes)
+        return snapshot(optimizer), placed, len(pinning.sizes)
 
 
 def resumed(options, steps, more, folder, flat, devices):

@@ -1,10 +1,7 @@
 """What ranks do with models of torch in the tests of DTensor parameters, forward and backward."""
 
-import fsdp2_ranks
-import pytest
 import torch
-import torch.distributed as dist
-from fsdp2_ranks import build, mesh_of, snapshot, split_like, whole
+from fsdp2_ranks import mesh_of, snapshot
 from runs import BF16, values
 from torch.distributed.fsdp import fully_shard
 
@@ -37,22 +34,3 @@ def released(options, releases, steps=3):
         optimizer.step()
         optimizer.zero_grad()
     return snapshot(optimizer)
-
-
-def fp32_values(options):
-    """State dicts of a model after steps, and after other values were set; refusals of others."""
-    model, optimizer = build({"weights": BF16, **options})
-    fsdp2_ranks.train(model, optimizer, 2)
-    first = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
-    given = {name: values(param.shape, 40) for name, param in model.named_parameters()}
-    if dist.is_initialized():
-        params = dict(model.named_parameters())
-        for spoilt in (given, {**given, "p0": torch.ones(2)}):
-            with pytest.raises(ValueError, match=r"state_dict\['p0'\]"):
-                megaopt.set_fp32_model_state_dict(model, optimizer, spoilt)
-        given = {name: split_like(params[name], value) for name, value in given.items()}
-    megaopt.set_fp32_model_state_dict(model, optimizer, given)
-    second = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
-    weights = whole(dict(model.state_dict()))
-    fsdp2_ranks.train(model, optimizer, 1, first=2)
-    return [first, second, weights, whole(dict(model.state_dict()))]

@@ -15,7 +15,6 @@ import warnings
 from functools import partial
 
 import megatron_gpt
-import torch
 import torch.distributed as dist
 from fsdp2_ranks import raised_by
 from megatron_cases import save_without_psutil

@@ -8,9 +8,6 @@ from torch.distributed.fsdp import fully_shard
 import megaopt
 from megaopt import FusedAdam
 
-LAYERS = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
-LAYERS |= {"3.weight": (5,), "3.bias": (5,)}
-
 
 def _perceptron(dtype=BF16):
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))

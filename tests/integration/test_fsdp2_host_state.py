@@ -1,5 +1,6 @@
 """DTensors with states in host memory: steps, checkpoints and values are those of the card's."""
 
+import fsdp2_blocks
 import pytest
 import torch
 import torch.distributed as dist

@@ -7,7 +7,7 @@ import pytest
 import torch
 from how_to import needs
 from megatron_gpt import Case, Trainer, megatron
-from recorded_ranks import kept, rows
+from recorded import kept, rows
 
 from megaopt import Recorder
 from megaopt.recording.files import Recording

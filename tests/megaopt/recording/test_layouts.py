@@ -7,8 +7,7 @@ import pytest
 import torch
 from fsdp2_ranks import SHAPES, Bare, give, gradients, sharded
 from interpreted import interpreted
-from recorded import places
-from recorded_ranks import kept, rows
+from recorded import kept, places, rows
 from torch.distributed.fsdp import fully_shard
 
 from megaopt import FusedAdam, Recorder

@@ -4,7 +4,7 @@ import re
 from functools import partial
 from unittest import mock
 
-import fsdp2_models
+import fsdp2_ranks
 import fsdp2_ranks as ranks
 import galore_ranks
 import pytest
@@ -415,7 +415,7 @@ def test_refreshes_between_steps_are_those_of_steps(on_ranks):
 
 
 def test_gradients_may_be_released(on_ranks):
-    own = (fsdp2_models.released, galore_ranks.ranked({}))
+    own = (fsdp2_ranks.released, galore_ranks.ranked({}))
     assert_same(*(on_ranks(2, *own, releases, steps=2 * GAP) for releases in (True, False)))
 
 

@@ -6,8 +6,7 @@ import pickle
 import pytest
 import torch
 from bits import assert_same_bits
-from fsdp2_models import _perceptron
-from fsdp2_ranks import mesh_of, whole
+from fsdp2_ranks import mesh_of, perceptron, whole
 from runs import BF16, FP16, FP32, assert_same, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +17,7 @@ from megaopt import FusedAdam, FusedSGD, cast_model
 
 def cast(options):
     """What is left of fp32 weights when a sharded model is cast, and what they were."""
-    model = _perceptron(FP32)
+    model = perceptron(FP32)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     fully_shard(model, mesh=mesh_of())
     params = list(model.parameters())

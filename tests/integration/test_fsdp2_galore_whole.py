@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_ranks import assert_same_on_all, give, gradients, load, raised_by, save, snapshot, train
-from galore_ranks import RANK, build, ranked, refreshed_by_hand, trained
-from galore_whole_ranks import placed_galore
+from galore_ranks import RANK, build, placed_galore, ranked, refreshed_by_hand, trained
 from interpreted import interpreted
 from runs import BF16, MASTER, REMAINDERS, assert_same
 from torch.distributed.tensor import DTensor

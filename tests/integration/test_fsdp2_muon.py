@@ -22,7 +22,7 @@ from fsdp2_ranks import (
     train,
     trained,
 )
-from galore_whole_ranks import placed_galore
+from galore_ranks import placed_galore
 from interpreted import interpreted
 from late_exchange import late
 from muon_ranks import (

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from fsdp2_ranks import assert_same_on_all, gradients, raised_by, snapshot, split_like, train
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
-from galore_ranks import ranked
-from galore_whole_ranks import placed_galore
+from galore_ranks import placed_galore, ranked
 from late_exchange import wrapped_messages
 from muon_ranks import by_launches, in_small_buckets, made_at, placed
 from ranks import Ranks

@@ -9,10 +9,19 @@ from fsdp2_ranks import (
 )
 from galore_cases import GAP as TWINS_GAP
 from galore_cases import Twin
+from muon_ranks import placed
 from runs import values
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
+
+# What ranks do in the tests of GaLore's matrices that go to owners.
+
+
+def placed_galore(options, steps, *placed_as, **named):
+    """`placed` with a GaLoreAdamW."""
+    return placed(ranked({**options, "optimizer": GaLoreAdamW}), steps, *placed_as, **named)
+
 
 SHAPES = [(24, 10), (7, 6), (9,), (6, 30), (4, 40), (12, 12)]
 """Tall, wide and square; even and uneven on 2 and 3 ranks, the fifth empty on the last of 3."""

@@ -37,9 +37,11 @@ from torch.distributed.tensor.parallel import (
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
 
+
+# --- what ranks do
+
+
 LAYERS = {"0.weight": (6, 4), "0.bias": (6,), "2.weight": (5, 6), "2.bias": (5,)}
-
-
 LAYERS |= {"3.weight": (5,), "3.bias": (5,)}
 
 

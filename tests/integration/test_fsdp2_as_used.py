@@ -13,6 +13,9 @@ from megaopt import (
 )
 
 
+# --- what ranks do
+
+
 def cast_beside_one(use, kind, device="cpu", **keep):
     """Steps of a model that cast_model casts to bf16 before its first forward; its weights' dtypes.
 

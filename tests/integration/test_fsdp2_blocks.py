@@ -16,6 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megaopt import FusedAdam
 
 
+# --- what ranks do
+
+
 def kinds_of_state(options):
     """Placements, shape and dtype of each state tensor, beside the parameter's own."""
     model, optimizer = build(options, shapes=SHAPES)

@@ -18,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from megaopt import GaLoreAdamW
 
 
+# --- what ranks do
+
+
 def stepped_on(device, options, steps, shapes):
     """On a device, of this rank's rows where there are ranks: the weights, whole; bytes of steps.
 

@@ -18,6 +18,9 @@ from megaopt import FusedMuon
 from megaopt.kernels.matrix import boxes, galore, galore_ranks, shared
 
 
+# --- what ranks do
+
+
 def of_strided_projections(options, steps, shapes, strided):
     """Trains with projections that become tensors with gaps behind the first step."""
     model, optimizer = build(options, shapes=shapes)

@@ -59,6 +59,9 @@ from megaopt.kernels.matrix import (
 from megaopt.step.ranks import owners
 
 
+# --- what ranks do
+
+
 def beside_local(*arguments, **named):
     """What `by_launches` returns, and how many matrices no other rank has a part of."""
     counts, init = [], owners.Owners.__init__
@@ -138,8 +141,6 @@ LAUNCHES = {
 
 
 PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
-
-
 """Where a step fails."""
 
 

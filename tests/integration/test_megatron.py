@@ -35,6 +35,9 @@ from megaopt.integration import megatron as ours
 from megaopt.integration.megatron.choices import Choices
 
 
+# --- what ranks do
+
+
 def step_given_gradients(case, steps=3):
     """The state after steps whose gradients are the same whatever the number of ranks."""
     trainer = Trainer(case)

@@ -34,6 +34,9 @@ from slow_cases import names_but
 from megaopt.commands.regression.megatron.optimizer import leaves
 
 
+# --- what ranks do
+
+
 def muon_config(**more):
     """What a Case's config says to take Muon."""
     return {"optimizer": "muon", "use_distributed_optimizer": False, **more}
@@ -103,8 +106,6 @@ def load_weights_first(case):
 
 
 PATCHED = ("", ".layer_wise_optimizer", *(() if HAS_KEYS else (".muon",)))
-
-
 """Modules of Megatron's optimizers in which names stand for ours while one is made."""
 
 
@@ -129,8 +130,6 @@ def fuse_experts(layer):
 CHANGES = {
     each.__name__: each for each in (mark, take_another_attention, take_other_rows, fuse_experts)
 }
-
-
 """What is done to the first layer before its optimizer is made."""
 
 

@@ -23,6 +23,9 @@ from megaopt import FusedMuon
 from megaopt.kernels.matrix import muon, shared
 
 
+# --- what ranks do
+
+
 def trained_alike(options, steps, replicas, shapes):
     """The same, with arguments as of those with shards; replicas: 1, as all have all."""
     assert replicas == 1

@@ -58,8 +58,6 @@ IN_BLOCKS = {
     block: one_of_each_pair(block)
     for block in sorted({f.block for f in MOMENTS.values() if f.block})
 }
-
-
 """Curated combinations by the size of blocks."""
 
 

@@ -44,9 +44,6 @@ class Before:
         assert all(a is b for a, b in zip(objects, self._objects, strict=True))
 
 
-# --- an error at any point
-
-
 # --- errors that say what is wrong
 
 

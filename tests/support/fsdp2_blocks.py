@@ -32,6 +32,3 @@ def read_and_set(options):
             again = optimizer.get_unscaled_state(param, name).to_local()
             same.append(torch.equal(again, kept) and bool((kept != 0).any() or not kept.numel()))
     return same
-
-
-# --- other placements than FSDP2's

@@ -18,33 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import megaopt
 from megaopt import FusedAdam
 
-# What ranks do with models of torch in the tests of DTensor parameters, forward and backward.
-
-
-def perceptron(dtype=BF16):
-    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-    for seed, param in enumerate(model.parameters()):
-        param.data = values(param.shape, seed).to(dtype)
-    return model
-
-
-def released(options, releases, steps=3):
-    """What steps of a model leave behind, with its gradients released or not."""
-    options = {"lr": 0.01, "optimizer": FusedAdam, **options}
-    model = perceptron()
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh_of())
-    optimizer = options.pop("optimizer")(model.parameters(), **options)
-    if releases:
-        megaopt.release_gradients(model, optimizer)
-    for step in range(steps):
-        model(values((4, 6), step, BF16)).float().pow(2).sum().backward()
-        assert all((param.grad is None) is releases for param in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(optimizer)
-
-
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
 
@@ -176,6 +149,30 @@ def assert_same_on_all(found, expected):
         assert_same(own, expected, f"rank {rank}")
 
 
+def perceptron(dtype=BF16):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    for seed, param in enumerate(model.parameters()):
+        param.data = values(param.shape, seed).to(dtype)
+    return model
+
+
+def released(options, releases, steps=3):
+    """What steps of a model leave behind, with its gradients released or not."""
+    options = {"lr": 0.01, "optimizer": FusedAdam, **options}
+    model = perceptron()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of())
+    optimizer = options.pop("optimizer")(model.parameters(), **options)
+    if releases:
+        megaopt.release_gradients(model, optimizer)
+    for step in range(steps):
+        model(values((4, 6), step, BF16)).float().pow(2).sum().backward()
+        assert all((param.grad is None) is releases for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(optimizer)
+
+
 # --- what belongs to the processes alone
 
 
@@ -232,9 +229,3 @@ def through_full_state(options, steps, more, shapes=SHAPES):
     set_optimizer_state_dict(model, optimizer, saved, options=given)
     train(model, optimizer, more, steps)
     return snapshot(optimizer)
-
-
-# --- the norm over ranks
-
-
-# --- shards that move, and what lies beside them

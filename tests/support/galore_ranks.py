@@ -15,14 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import GaLoreAdamW
 
-# What ranks do in the tests of GaLore's matrices that go to owners.
-
-
-def placed_galore(options, steps, *placed_as, **named):
-    """`placed` with a GaLoreAdamW."""
-    return placed(ranked({**options, "optimizer": GaLoreAdamW}), steps, *placed_as, **named)
-
-
 SHAPES = [(24, 10), (7, 6), (9,), (6, 30), (4, 40), (12, 12)]
 """Tall, wide and square; even and uneven on 2 and 3 ranks, the fifth empty on the last of 3."""
 GAP, RANK = 3, 3
@@ -42,6 +34,11 @@ def build(options, replicas=1, shapes=SHAPES):
 
 def trained(options, steps, replicas=1, shapes=SHAPES, **step):
     return ranks.trained(ranked(options), steps, replicas, shapes, **step)
+
+
+def placed_galore(options, steps, *placed_as, **named):
+    """`placed` with a GaLoreAdamW."""
+    return placed(ranked({**options, "optimizer": GaLoreAdamW}), steps, *placed_as, **named)
 
 
 def refreshed_by_hand(options, steps):
@@ -123,24 +120,3 @@ def exact_weights(steps, stagger, shapes=SHAPES, rank=RANK):
 def norm_of_errors(found, exact):
     pairs = zip(found, exact, strict=True)
     return sum((own.double() - other).square().sum() for own, other in pairs).sqrt()
-
-
-# --- products that are exact
-
-
-# --- gradients that say nothing
-
-
-# --- states
-
-
-# --- beside other parameters
-
-
-# --- the whole gradient
-
-
-# --- what is refused
-
-
-# --- ranks that differ

@@ -22,14 +22,10 @@ from megaopt.float8 import RECIPES
 from megaopt.params.dtensor import locals_of
 
 LIFTED = torch.ops.aten.lift_fresh.default
-
-
 """What torch.tensor calls, whose memory is taken out of sight."""
 
 
 DEPTH = 8
-
-
 """Callers that say where in the code a call is."""
 
 

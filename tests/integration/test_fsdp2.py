@@ -37,7 +37,6 @@ from torch.distributed.tensor.parallel import (
 from megaopt import FusedAdam
 from megaopt.kernels.step.reference import ReferencePlan
 
-
 # --- what ranks do
 
 

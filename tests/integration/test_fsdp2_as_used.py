@@ -12,7 +12,6 @@ from megaopt import (
     get_fp32_model_state_dict,
 )
 
-
 # --- what ranks do
 
 

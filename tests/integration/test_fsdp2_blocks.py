@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from megaopt import FusedAdam
 
-
 # --- what ranks do
 
 

@@ -48,7 +48,6 @@ from megaopt.kernels.matrix import galore
 from megaopt.params import view_of
 from megaopt.step.matrix import parts_of
 
-
 # --- what ranks do
 
 

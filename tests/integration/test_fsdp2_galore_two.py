@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 
 from megaopt import GaLoreAdamW
 
-
 # --- what ranks do
 
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megaopt import FusedMuon
 from megaopt.kernels.matrix import boxes, galore, galore_ranks, shared
 
-
 # --- what ranks do
 
 

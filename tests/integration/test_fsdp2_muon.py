@@ -58,7 +58,6 @@ from megaopt.kernels.matrix import (
 )
 from megaopt.step.ranks import owners
 
-
 # --- what ranks do
 
 

@@ -34,7 +34,6 @@ import megaopt
 from megaopt.integration import megatron as ours
 from megaopt.integration.megatron.choices import Choices
 
-
 # --- what ranks do
 
 

@@ -33,7 +33,6 @@ from slow_cases import names_but
 
 from megaopt.commands.regression.megatron.optimizer import leaves
 
-
 # --- what ranks do
 
 

@@ -22,7 +22,6 @@ import megaopt
 from megaopt import FusedMuon
 from megaopt.kernels.matrix import muon, shared
 
-
 # --- what ranks do
 
 

@@ -18,7 +18,6 @@ from megaopt import FusedAdam
 from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.float8.shard import Float8Shard
 
-
 # --- what ranks do
 
 

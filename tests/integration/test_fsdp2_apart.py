@@ -8,7 +8,18 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, give, gradients, mesh_of, raised_by, sharded, snapshot, train, whole
+from fsdp2_ranks import (
+    Bare,
+    give,
+    gradients,
+    mesh_of,
+    odd_step,
+    raised_by,
+    sharded,
+    snapshot,
+    train,
+    whole,
+)
 from runs import assert_same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -95,7 +106,7 @@ def edited(optimizer, number, edit, value):
 
 
 def said_of(make, options, changes, steps=0, replicas=1, build=built):
-    """The error of a step in which some ranks have others, and what was before, is, and then is.
+    """As odd_step, of one in which some ranks have others.
 
     Args:
         make: the optimizer's class.
@@ -105,18 +116,12 @@ def said_of(make, options, changes, steps=0, replicas=1, build=built):
         replicas: rows of the mesh.
         build: makes model and optimizer.
     """
-    model, optimizer = build(make, options, replicas)
-    train(model, optimizer, steps)
-    before, params = snapshot(optimizer), list(model.parameters())
-    shapes = [tuple(param.shape) for param in params]
-    give(params, gradients(steps, shapes))
     own = changes.get(dist.get_rank())
-    with edited(optimizer, *own) if own else contextlib.nullcontext():
-        error = raised_by(optimizer.step)
-    after = snapshot(optimizer)
-    give(params, gradients(steps, shapes))
-    optimizer.step()
-    return error, before, after, snapshot(optimizer)
+
+    def oddity(optimizer):
+        return edited(optimizer, *own) if own else contextlib.nullcontext()
+
+    return odd_step(*build(make, options, replicas), steps, oddity)
 
 
 def trained(make, options, steps, replicas=1, build=built):

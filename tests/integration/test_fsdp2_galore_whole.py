@@ -1,14 +1,35 @@
 """GaLoreAdamW's DTensors whose products add up over ranks: owners make them as one process."""
 
 import contextlib
+from functools import partial
 from unittest import mock
 
 import fsdp2_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import assert_same_on_all, give, gradients, load, raised_by, save, snapshot, train
-from galore_ranks import RANK, build, placed_galore, ranked, refreshed_by_hand, trained
+from fsdp2_ranks import (
+    assert_same_on_all,
+    give,
+    gradients,
+    is_last_rank,
+    left_out,
+    odd_last_rank,
+    odd_step,
+    raised_by,
+    snapshot,
+    train,
+)
+from galore_ranks import (
+    RANK,
+    build,
+    load_and_train,
+    placed_galore,
+    ranked,
+    refreshed_by_hand,
+    save,
+    trained,
+)
 from interpreted import interpreted
 from runs import BF16, MASTER, REMAINDERS, assert_same
 from torch.distributed.tensor import DTensor
@@ -32,18 +53,6 @@ def of_strided_projections(options, steps, shapes, strided):
             state["projection"] = DTensor.from_local(local, *placed)
     train(model, optimizer, steps, 1)
     return snapshot(optimizer)
-
-
-def saved_by_some(options, steps, folder, shapes):
-    return save(ranked(options), steps, folder, False, shapes)
-
-
-def gone_on(options, steps, first, folder, shapes):
-    """What is loaded, with another seed and another lr made here, and what steps then make."""
-    model, optimizer = load(ranked({**options, "seed": 5}), folder, False, shapes)
-    loaded = snapshot(optimizer)
-    train(model, optimizer, steps, first)
-    return loaded, snapshot(optimizer)
 
 
 def shards_of_states(options, shapes):
@@ -77,60 +86,29 @@ def made_here(options, steps, shapes):
     return list(counts.values())
 
 
-def left_out(options, reason, first, shapes):
-    """What there is before a step that is left out, after it, and after those that follow.
-
-    reason: "found_inf", or a "nan" in the last rank's gradient.
-    """
+def said_of_left_out(options, reason, first, shapes):
+    """As odd_step, of one that is left out; a "nan" is in the last rank's gradient."""
     model, optimizer = build(options, shapes=shapes)
-    train(model, optimizer, first)
-    before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(first, shapes, params[0].dtype))
-    if reason == "found_inf":
-        optimizer.found_inf = torch.tensor(1.0)
-    elif not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1:
-        local = params[0].grad.to_local() if dist.is_initialized() else params[0].grad
-        local[-1] = torch.nan
-    optimizer.step()
-    optimizer.found_inf = None
-    after = snapshot(optimizer)
-    train(model, optimizer, 2, first)
-    return before if before["states"][0] else None, after, snapshot(optimizer)
+    oddity = partial(left_out, reason=reason, here=is_last_rank())
+    return odd_step(model, optimizer, first, oddity, more=2)
+
+
+GROUPS = {"steps": {"step": 7}, "lr": {"lr": "much"}}
+PLACES = {
+    "exchange": (shared, "unpacked"),
+    "refresh": (galore, "refreshed"),
+    "update": (galore, "projected_back"),
+    "launched exchange": (boxes.PartCopies, "copy"),
+    "launched projection": (galore_ranks.ProjectionGroup, "project"),
+    "launched update": (galore_ranks.ProjectionGroup, "project_back"),
+}
 
 
 def said_of(kind, options, shapes):
-    """The error of a step in which the last rank does something else, and what was before and is.
-
-    kind: it lacks a "gradient", has taken other "steps", has an "lr" that is none, or fails in
-        the "exchange", in a "refresh" or when it makes an "update"; or in one of the launches.
-    """
+    """As odd_step, of one whose last rank is odd: it has one of GROUPS, or fails in a place."""
     model, optimizer = build(options, shapes=shapes)
-    train(model, optimizer, 3)
-    before, params = snapshot(optimizer), list(model.parameters())
-    group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
-    give(params, gradients(3, shapes, params[0].dtype))
-    places = {
-        "exchange": (shared, "unpacked"),
-        "refresh": (galore, "refreshed"),
-        "update": (galore, "projected_back"),
-        "launched exchange": (boxes.PartCopies, "copy"),
-        "launched projection": (galore_ranks.ProjectionGroup, "project"),
-        "launched update": (galore_ranks.ProjectionGroup, "project_back"),
-    }
-    with contextlib.ExitStack() as stack:
-        if is_last and kind == "gradient":
-            params[1].grad = None
-        elif is_last and kind in ("steps", "lr"):
-            group.update({"steps": {"step": 7}, "lr": {"lr": "much"}}[kind])
-        elif is_last:
-            failing = mock.patch.object(*places[kind], side_effect=RuntimeError("no memory"))
-            stack.enter_context(failing)
-        error = raised_by(optimizer.step)
-    group.update(step=3, lr=0.01)
-    after = snapshot(optimizer)
-    give(params, gradients(3, shapes, params[0].dtype))
-    optimizer.step()
-    return error, before, after, snapshot(optimizer)
+    oddity = partial(odd_last_rank, kind=kind, places=PLACES, options=GROUPS)
+    return odd_step(model, optimizer, 3, oddity)
 
 
 def kinds_of_steps(options, shapes):
@@ -352,10 +330,10 @@ def test_moments_in_blocks_have_the_bits_of_one_process(on_ranks, side, placemen
 @pytest.mark.sample(4)
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, worlds, steps, kind):
     options, folder = {**LEFT, **KINDS[kind]}, str(tmp_path / "saved")
-    saved = on_ranks(worlds[0], saved_by_some, options, steps, folder, SHAPES)
-    given = (options, 4, steps, folder, SHAPES)
+    saved = on_ranks(worlds[0], save, options, steps, folder, False, SHAPES)
+    given = (options, 4, steps, folder, False, SHAPES)
     straight = trained(options, steps + 4, shapes=SHAPES)
-    for loaded, after in on_ranks(worlds[1], gone_on, *given):
+    for loaded, after in on_ranks(worlds[1], load_and_train, *given):
         assert_same(loaded, saved[0])
         assert_same(after, straight)
 
@@ -390,11 +368,12 @@ def test_a_gradient_that_says_nothing_does_what_it_does_to_one_process(
     """A step is left out, or NaN goes into weights; projections stay in both."""
     own = {**LEFT, "weights": BF16, **MASTER, "stagger": False}
     given = ({**own, "nonfinite": "skip" if stays else "propagate"}, reason, first, SHAPES)
-    expected = left_out(*given)
-    for found in on_ranks(3, left_out, *given):
+    expected = said_of_left_out(*given)
+    for found in on_ranks(3, said_of_left_out, *given):
         assert_same(found, expected)
-        before, after, then = found
-        if before is not None and (stays or reason == "found_inf"):
+        error, before, after, then = found
+        assert error is None
+        if before["states"][0] and (stays or reason == "found_inf"):
             assert_same(after, before)
             with pytest.raises(AssertionError):
                 assert_same(then["states"], before["states"])

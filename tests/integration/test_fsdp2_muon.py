@@ -1,8 +1,8 @@
 """FusedMuon's DTensors: each matrix is made by one rank, and has the bits of one process."""
 
-import contextlib
 import itertools
 import re
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,12 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_ranks import (
+    MESHES,
+    PLACEMENTS,
     assert_same_on_all,
     build,
     give,
     gradients,
+    is_last_rank,
+    left_out,
+    load_and_train,
+    odd_last_rank,
+    odd_step,
     raised_by,
     said,
+    save,
     snapshot,
     split_like,
     split_muon,
@@ -27,22 +35,16 @@ from interpreted import interpreted
 from late_exchange import late
 from muon_ranks import (
     CHANGED,
-    MESHES,
-    PLACEMENTS,
     SHAPES,
     by_launches,
     by_small_tiles,
     in_small_buckets,
+    matrices_made,
     placed,
 )
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import names_but, slow_but
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -99,35 +101,6 @@ def bytes_sent(options, shapes, replicas=1):
     return sent
 
 
-def made_here(shapes, steps=1):
-    """How many matrices this rank makes in a step."""
-    model, optimizer = build({"optimizer": FusedMuon}, shapes=shapes)
-    counts, iterated = [], muon.iterated
-
-    def counting(room, *own):
-        counts.append(len(room.first))
-        return iterated(room, *own)
-
-    with mock.patch.object(muon, "iterated", counting):
-        train(model, optimizer, steps)
-    return sum(counts)
-
-
-def resumed(options, folder, steps, first, replicas=1, saves=False):
-    """Loads what was saved, where there is something, trains, and saves."""
-    model, optimizer = build({**options, "optimizer": FusedMuon}, replicas, shapes=SHAPES)
-    if first:
-        own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        checkpoint.load(own, checkpoint_id=folder)
-        model.load_state_dict(own["model"])
-        set_optimizer_state_dict(model, optimizer, own["optimizer"])
-    train(model, optimizer, steps, first=first)
-    if saves:
-        own = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        checkpoint.save(own, checkpoint_id=folder)
-    return snapshot(optimizer)
-
-
 LAUNCHES = {
     "direct": (muon_wave.PartLaunches, "direct"),
     "sums": (muon_ranks.PartNorms, "measure"),
@@ -173,38 +146,6 @@ def said_of_a_first_step(kind, turn, options, shapes):
         error = raised_by(optimizer.step)
     train(model, optimizer, 2)
     return error, snapshot(optimizer)
-
-
-def said_of(kind, options, shapes=SHAPES):
-    """The error of a step in which the last rank does something else, and what was before and is.
-
-    kind: it lacks a "gradient", has one of another "dtype", has a group CHANGED, or fails in the
-        exchange, in the "tiles" of a product, or in a LAUNCH.
-    """
-    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
-    train(model, optimizer, 2)
-    before, params = snapshot(optimizer), list(model.parameters())
-    group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
-    kept = {key: group[key] for key in CHANGED.get(kind, ())}
-    give(params, gradients(2, shapes, params[0].dtype))
-    with contextlib.ExitStack() as stack:
-        if is_last and kind == "gradient":
-            params[1].grad = None
-        elif is_last and kind == "dtype":
-            params[1].grad_dtype = None
-            params[1].grad = params[1].grad.float()
-        elif is_last and kind in CHANGED:
-            group.update(CHANGED[kind])
-        elif is_last:
-            place = PLACES[kind]
-            failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
-            stack.enter_context(failing)
-        error = raised_by(optimizer.step)
-    group.update(kept)
-    after = snapshot(optimizer)
-    give(params, gradients(2, shapes, params[0].dtype))
-    optimizer.step()
-    return error, before, after, snapshot(optimizer)
 
 
 def moved_once(kind, options, shapes):
@@ -287,24 +228,17 @@ def said_of_parts_of_blocks(momentum):
     return said(lambda: FusedMuon([group], momentum_buffer_dtype=momentum))
 
 
-def left_out(options, reason, shapes=SHAPES):
-    """What there is before a step that is left out, after it, and after one that is not.
-
-    reason: "found_inf", or a "nan" in the last rank's gradient.
-    """
+def said_of(kind, options, shapes=SHAPES):
+    """As odd_step, of one whose last rank is odd: it has a group CHANGED, or fails in a PLACE."""
     model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
-    train(model, optimizer, 2)
-    before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(2, shapes, params[0].dtype))
-    if reason == "found_inf":
-        optimizer.found_inf = torch.tensor(1.0)
-    elif dist.get_rank() == dist.get_world_size() - 1:
-        params[0].grad.to_local()[-1] = torch.nan
-    optimizer.step()
-    optimizer.found_inf = None
-    after = snapshot(optimizer)
-    train(model, optimizer, 1, first=2)
-    return before, after, snapshot(optimizer)
+    oddity = partial(odd_last_rank, kind=kind, places=PLACES, options=CHANGED)
+    return odd_step(model, optimizer, 2, oddity)
+
+
+def said_of_left_out(options, reason, shapes=SHAPES):
+    """As odd_step, of one that is left out; a "nan" is in the last rank's gradient."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    return odd_step(model, optimizer, 2, partial(left_out, reason=reason, here=is_last_rank()))
 
 
 FP16 = {"precision": "fp16"}
@@ -552,10 +486,11 @@ LEFT_OUT = {f"{why}-{way}": (why, way) for why in ("found_inf", "nan") for way i
 def test_launches_that_are_left_out_leave_everything(on_ranks, reason, capturable):
     options = {**SHORT, **KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
     launches = {**options, "backend": "triton"}
-    expected = left_out(options, "found_inf", TINY)
-    for before, after, then in on_ranks(2, left_out, launches, reason, TINY):
+    *_, straight = said_of_left_out(options, "found_inf", TINY)
+    for error, before, after, then in on_ranks(2, said_of_left_out, launches, reason, TINY):
+        assert error is None
         assert_same(after, before)
-        assert_same(then, expected[2])
+        assert_same(then, straight)
 
 
 MATRICES = [shape for shape in TINY if len(shape) > 1]
@@ -630,7 +565,8 @@ def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, repl
 
 def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
     shapes = [(20, 30)] * 6 + [(7, 5)]
-    assert sorted(on_ranks(3, made_here, shapes)) == [2, 2, 3]
+    made = on_ranks(3, matrices_made, trained, {"optimizer": FusedMuon}, 1, shapes=shapes)
+    assert sorted(map(len, made)) == [2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -640,10 +576,12 @@ def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
     options, folder = KINDS[kind], str(tmp_path / "saved")
     (world, copies), (others, their_copies) = before, after
-    on_ranks(world, resumed, options, folder, 2, 0, copies, saves=True)
-    found = on_ranks(others, resumed, options, folder, 2, 2, their_copies)
-    expected = trained({**options, "optimizer": FusedMuon}, 4, shapes=SHAPES)
-    assert_same_on_all(found, expected)
+    options = {**options, "optimizer": FusedMuon}
+    on_ranks(world, save, options, 2, folder, False, SHAPES, copies)
+    given = (options, 2, 2, folder, False, SHAPES, their_copies)
+    found = on_ranks(others, load_and_train, *given)
+    expected = trained(options, 4, shapes=SHAPES)
+    assert_same_on_all([after for _, after in found], expected)
 
 
 LARGE = [(40, 90), (10, 12), (7,)]
@@ -683,9 +621,9 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     """Each rank makes tiles of it; the bits are those of one process."""
     options = {**MASTER, "weights": BF16, **FP16, **NORMUON, "method": form, "optimizer": FusedMuon}
     expected = trained(options, 3, shapes=shapes)
-    found = on_ranks(world, by_small_tiles, options, 3, replicas, shapes)
+    found = on_ranks(world, by_small_tiles, trained, options, 3, replicas, shapes)
     assert_same_on_all([run for run, _ in found], expected)
-    alone = by_small_tiles(options, 3, 1, shapes)[1]
+    alone = by_small_tiles(trained, options, 3, 1, shapes)[1]
     works = [work for _, work in found]
     assert sum(works) < 1.5 * alone
     assert max(works) < 0.75 * alone
@@ -711,7 +649,8 @@ def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, mo
 def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable):
     """Also where numbers on the device say so, and owners make updates before they are known."""
     options = {**KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
-    for before, after, then in on_ranks(3, left_out, options, reason):
+    for error, before, after, then in on_ranks(3, said_of_left_out, options, reason):
+        assert error is None
         assert_same(after, before)
         with pytest.raises(AssertionError):
             assert_same(then["states"], before["states"])

@@ -1,19 +1,30 @@
 """FusedMuon's replicas: ranks with copies divide the work, and have the bits of one process."""
 
-import contextlib
 import copy
 import io
 import pickle
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import Bare, assert_same_on_all, give, gradients, raised_by, snapshot, train
+from fsdp2_ranks import (
+    Bare,
+    assert_same_on_all,
+    build,
+    give,
+    gradients,
+    left_out,
+    odd_last_rank,
+    odd_step,
+    raised_by,
+    snapshot,
+    train,
+)
 from interpreted import interpreted
 from late_exchange import late
-from muon_ranks import CHANGED, by_small_tiles, in_small_buckets
-from replica_ranks import SHAPES, made, trained
+from muon_ranks import CHANGED, by_small_tiles, divided, in_small_buckets, matrices_made
 from runs import BF16, FP16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import slow_but
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -25,23 +36,28 @@ from megaopt.kernels.matrix import muon, shared
 # --- what ranks do
 
 
-def trained_alike(options, steps, replicas, shapes):
-    """The same, with arguments as of those with shards; replicas: 1, as all have all."""
-    assert replicas == 1
-    return trained(options, steps, shapes=shapes)
+SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (20, 33), (5, 6, 7), (4, 3, 2, 2)]
+"""Tall, wide, a vector, one of one row, two of the same products, experts, a convolution."""
+trained = partial(divided, shapes=SHAPES)
 
 
-def matrices_made(options, steps, **named):
-    """The shapes of the matrices that this rank makes in steps."""
-    shapes, iterated = [], muon.iterated
+def made(options, shapes=SHAPES, kind="group", alone=False):
+    """A model and its optimizer, of which all ranks have all; alone: they divide no work."""
+    own = {"optimizer": FusedMuon, **options}
+    return build(own, shapes=shapes, place=None if alone else kind)
 
-    def counting(room, *own):
-        shapes.extend(tuple(each.shape) for each in room.first)
-        return iterated(room, *own)
 
-    with mock.patch.object(muon, "iterated", counting):
-        trained(options, steps, **named)
-    return shapes
+def said_of(what, options):
+    """As odd_step, of one whose last rank is odd: it has a group CHANGED, or fails in a place."""
+    places = {"exchange": (shared, "unpacked"), "product": (muon, "products")}
+    oddity = partial(odd_last_rank, kind=what, places=places, options=CHANGED)
+    return odd_step(*made(options), 2, oddity)
+
+
+def said_of_left_out(options, reason):
+    """As odd_step, of one that is left out; a "nan" is in all ranks' gradients, or in "one"."""
+    here = reason == "nan" or dist.get_rank() == 1
+    return odd_step(*made(options), 2, partial(left_out, reason=reason, here=here))
 
 
 def bytes_sent(options, shapes):
@@ -77,53 +93,6 @@ def groups_apart(steps, alone=False):
     lines = [(each.ranks, str(each)) for each in optimizer.describe()]
     keys = [sorted(group) for group in optimizer.param_groups]
     return snapshot(optimizer), lines, keys
-
-
-def said_of(what, options, shapes=SHAPES):
-    """The error of a step in which the last rank does something else, and what was before and is.
-
-    what: it lacks a "gradient", has a group CHANGED, or fails in the "exchange" or in a "product".
-    """
-    model, optimizer = made(options, shapes)
-    train(model, optimizer, 2)
-    before, params = snapshot(optimizer), list(model.parameters())
-    group, is_last = optimizer.param_groups[0], dist.get_rank() == dist.get_world_size() - 1
-    kept = {key: group[key] for key in CHANGED.get(what, ())}
-    give(params, gradients(2, shapes, params[0].dtype))
-    with contextlib.ExitStack() as stack:
-        if is_last and what == "gradient":
-            params[1].grad = None
-        elif is_last and what in CHANGED:
-            group.update(CHANGED[what])
-        elif is_last:
-            place = {"exchange": (shared, "unpacked"), "product": (muon, "products")}[what]
-            failing = mock.patch.object(*place, side_effect=RuntimeError("no memory"))
-            stack.enter_context(failing)
-        error = raised_by(optimizer.step)
-    group.update(kept)
-    after = snapshot(optimizer)
-    train(model, optimizer, 1, first=2)
-    return error, before, after, snapshot(optimizer)
-
-
-def left_out(options, reason):
-    """What there is before a step that is left out, after it, and after one that is not.
-
-    reason: "found_inf", a "nan" in all ranks' gradients, or in "one" rank's alone.
-    """
-    model, optimizer = made(options)
-    train(model, optimizer, 2)
-    before, params = snapshot(optimizer), list(model.parameters())
-    give(params, gradients(2, SHAPES, params[0].dtype))
-    if reason == "found_inf":
-        optimizer.found_inf = torch.tensor(1.0)
-    elif reason == "nan" or dist.get_rank() == 1:
-        params[0].grad[-1] = torch.nan
-    error = raised_by(optimizer.step)
-    optimizer.found_inf = None
-    after = snapshot(optimizer)
-    train(model, optimizer, 1, first=2)
-    return error, before, after, snapshot(optimizer)
 
 
 def resumed(options, steps, first, saved=None, **named):
@@ -281,16 +250,17 @@ def test_launches_have_the_same_bits(on_ranks, kind):
 def test_each_matrix_is_made_by_one_rank(on_ranks, kind):
     """Six of one cost go to three ranks, two each; alone every rank makes all."""
     shapes = [(20, 30)] * 6 + [(7,)]
-    made = on_ranks(3, matrices_made, KINDS[kind], 2, shapes=shapes)
+    made = on_ranks(3, matrices_made, trained, KINDS[kind], 2, shapes=shapes)
     assert made == [[(20, 30)] * 4] * 3
-    alone = on_ranks(3, matrices_made, KINDS[kind], 1, shapes=shapes, alone=True)
+    called = (matrices_made, trained, KINDS[kind], 1)
+    alone = on_ranks(3, *called, shapes=shapes, alone=True)
     assert [len(own) for own in alone] == [6] * 3
 
 
 def test_the_work_is_divided_by_its_cost(on_ranks):
     """The most expensive matrix goes first: all ranks have it, and nobody has another before."""
     shapes = [(16, 16)] * 6 + [(32, 24)]  # of which the last is some 40% of the work
-    made = on_ranks(3, matrices_made, {}, 1, shapes=shapes)
+    made = on_ranks(3, matrices_made, trained, {}, 1, shapes=shapes)
     assert sorted(made, key=len) == [[(32, 24)], [(16, 16)] * 3, [(16, 16)] * 3]
 
 
@@ -314,10 +284,10 @@ def test_a_bucket_has_room_for_the_updates_of_all_ranks(on_ranks):
 def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form):
     options, shapes = {**KINDS["fp16, normuon"], "method": form}, [(40, 90), (10, 12), (7,)]
     expected = trained(options, 3, shapes=shapes)
-    made = {"made": trained_alike}
-    found = on_ranks(2, by_small_tiles, options, 3, 1, shapes, **made)
+    called = (by_small_tiles, trained, options, 3)
+    found = on_ranks(2, *called, shapes=shapes)
     assert_same_on_all([run for run, _ in found], expected)
-    alone = by_small_tiles(options, 3, 1, shapes, **made)[1]
+    alone = by_small_tiles(trained, options, 3, shapes=shapes)[1]
     assert max(work for _, work in found) < 0.75 * alone
 
 
@@ -368,7 +338,7 @@ def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, nonfinite):
     """Also where one rank alone has an infinity or NaN, which its copies should have too."""
     options = {**KINDS["fp16, normuon"], "nonfinite": nonfinite}
     raises = nonfinite == "error" and reason != "found_inf"
-    for error, before, after, then in on_ranks(3, left_out, options, reason):
+    for error, before, after, then in on_ranks(3, said_of_left_out, options, reason):
         assert (error or "").startswith("FloatingPointError") is raises
         assert_same(after, before)
         with pytest.raises(AssertionError):
@@ -377,7 +347,7 @@ def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, nonfinite):
 
 def test_numbers_on_the_device_leave_a_step_out(on_ranks):
     options = {**KINDS["capturable"], **NORMUON, "nonfinite": "skip"}
-    for _, before, after, _ in on_ranks(2, left_out, options, "nan"):
+    for _, before, after, _ in on_ranks(2, said_of_left_out, options, "nan"):
         assert_same(after, before)
 
 

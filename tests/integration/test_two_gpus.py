@@ -7,20 +7,25 @@ from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
-import replica_ranks
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import assert_same_on_all, gradients, raised_by, snapshot, split_like, train
+from fsdp2_ranks import (
+    assert_same_on_all,
+    content_of,
+    gradients,
+    raised_by,
+    snapshot,
+    split_like,
+    train,
+)
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
 from galore_ranks import placed_galore, ranked
 from late_exchange import wrapped_messages
-from muon_ranks import by_launches, in_small_buckets, made_at, placed
+from muon_ranks import by_launches, divided, in_small_buckets, made_at, placed
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same, on_cpu
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -265,19 +270,14 @@ def gone_on(options, folder, first, steps, shapes, number=0, device="cuda", **na
     model, optimizer = made_at(options, shapes=shapes, device=device, **named)
     alone = {"no_dist": not dist.is_initialized()}
     if first:
-        content = content_of(model, optimizer)
+        content = content_of(model, optimizer, None)
         checkpoint.load(content, checkpoint_id=f"{folder}/{number}", **alone)
         set_model_state_dict(model, content["model"])
         set_optimizer_state_dict(model, optimizer, content["optimizer"])
     train(model, optimizer, steps, first=first, clip_norm=1.0)
-    content = content_of(model, optimizer)
+    content = content_of(model, optimizer, None)
     checkpoint.save(content, checkpoint_id=f"{folder}/{number + 1}", **alone)
     return on_cpu(snapshot(optimizer))
-
-
-def content_of(model, optimizer):
-    weights = get_model_state_dict(model)
-    return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
 def said_of(kind, options, shapes, device="cuda", **named):
@@ -430,8 +430,8 @@ def test_two_cards_that_have_all_divide_the_work(on_two_cards, name, room):
     """Plain parameters; many buckets of updates take turns with the memory, or there is one."""
     step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
     called = (in_small_buckets, room, LAUNCHED[name], 8)
-    found = on_two_cards(disturbed, 4, *called, made=replica_ranks.trained, **step)
-    assert_same_on_all(found, replica_ranks.trained(LAUNCHED[name], 8, **step))
+    found = on_two_cards(disturbed, 4, *called, made=divided, **step)
+    assert_same_on_all(found, divided(LAUNCHED[name], 8, **step))
 
 
 GRAPHS = {

@@ -1,9 +1,12 @@
 """What ranks do in the tests of DTensor parameters: real fully_shard, on CPUs, over gloo."""
 
+import contextlib
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import BF16, FP32, assert_same, params_of, values
+from runs import BF16, FP32, assert_same, on_cpu, params_of, values
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,13 +16,29 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import megaopt
 from megaopt import FusedAdam
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
+
+
+PLACEMENTS = {
+    "rows": lambda shape: [Shard(0)],
+    "columns": lambda shape: [Shard(len(shape) - 1)],
+    "by turns": lambda shape: [Shard(sum(shape) % len(shape))],
+}
+MESHES = {
+    "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
+    "rows twice": lambda shape: [Shard(0), Shard(0)],
+    "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
+    "copies of rows": lambda shape: [Replicate(), Shard(0)],
+    "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
+    "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
+}
+COPIES = ("group", "mesh", "mesh of two dimensions")
 
 
 class Bare(torch.nn.Module):
@@ -86,23 +105,55 @@ def snapshot(optimizer):
     return whole({"weights": params, "states": states, "steps": steps})
 
 
-def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
-    """A model and its optimizer; without a process group a whole one.
+def groups_of(params, split):
+    """All parameters in a group; split: those of 24 rows in one of their own, of three matrices."""
+    if not split:
+        return params
+    is_fused = [param.shape[0] == 24 for param in params]
+    fused = [param for param, own in zip(params, is_fused, strict=True) if own]
+    rest = [param for param, own in zip(params, is_fused, strict=True) if not own]
+    return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
+
+
+def ranks_as(kind):
+    """All ranks, as a process group or as a mesh of one dimension or two."""
+    world = dist.get_world_size()
+    if kind == "group":
+        return dist.group.WORLD
+    sizes = (world,) if kind == "mesh" else (2, world // 2)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+
+
+def build(
+    options, replicas=1, shapes=SHAPES, seed=0, place="shards", sizes=(), split=False, device="cpu"
+):
+    """A model and its optimizer.
 
     options: FusedAdam's, or those of the class that "optimizer" is or names; "external" makes
         fp32 masters of the values before bf16.
+    place: "shards" are fully_shard's, with so many `replicas`; without a process group tensors are
+        whole. None: they are whole. Of PLACEMENTS or MESHES: DTensors on a mesh of these `sizes`.
+        Of COPIES: whole ones that all ranks have, among which they divide the work.
+    split: as groups_of takes it.
     """
     options = dict(options)
-    dtype = dtype or options.pop("weights", FP32)
-    model = Bare(shapes, dtype, seed)
-    if dist.is_initialized():
+    model = Bare(shapes, options.pop("weights", FP32), seed).to(device)
+    if place == "shards" and dist.is_initialized():
         sharded(model, replicas)
+    elif place in COPIES and dist.is_initialized():
+        options["replicas"] = ranks_as(place)
+    elif place in {**PLACEMENTS, **MESHES}:
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        for name, param in list(model.named_parameters()):
+            lies = {**PLACEMENTS, **MESHES}[place](param.shape)
+            part = distribute_tensor(param.detach(), mesh, lies, src_data_rank=None)
+            setattr(model, name, torch.nn.Parameter(part))
     if options.pop("external", False):
         options["master_weights"] = [param.detach().clone() for param in model.parameters()]
         model.to(BF16)
     kind = options.pop("optimizer", FusedAdam)
     kind = getattr(megaopt, kind) if isinstance(kind, str) else kind
-    return model, kind(model.parameters(), **options)
+    return model, kind(groups_of(list(model.parameters()), split), **options)
 
 
 def train(model, optimizer, steps, first=0, **step):
@@ -114,11 +165,71 @@ def train(model, optimizer, steps, first=0, **step):
         optimizer.step(**step)
 
 
-def trained(options, steps, replicas=1, shapes=SHAPES, **step):
+def trained(
+    options, steps, replicas=1, shapes=SHAPES, *, place="shards", sizes=(), split=False,
+    device="cpu", **step,
+):  # fmt: skip
     """What an optimizer has after some steps; of all ranks the same."""
-    model, optimizer = build(options, replicas, shapes=shapes)
+    own = {"place": place, "sizes": sizes, "split": split, "device": device}
+    model, optimizer = build(options, replicas, shapes, **own)
     train(model, optimizer, steps, **step)
-    return snapshot(optimizer)
+    return on_cpu(snapshot(optimizer))
+
+
+def odd_step(model, optimizer, steps, oddity, more=1, **step):
+    """Steps, an odd one, and `more`: its error, what there was before it, is after it and then.
+
+    oddity: what the odd step is taken within, of the optimizer, whose gradients are there.
+    """
+    train(model, optimizer, steps, **step)
+    before, params = snapshot(optimizer), list(model.parameters())
+    give(params, gradients(steps, [tuple(param.shape) for param in params], params[0].dtype))
+    with oddity(optimizer):
+        error = raised_by(lambda: optimizer.step(**step))
+    after = snapshot(optimizer)
+    train(model, optimizer, more, first=steps, **step)
+    return error, before, after, snapshot(optimizer)
+
+
+@contextlib.contextmanager
+def odd_last_rank(optimizer, kind, places, options=None):
+    """Within it the last rank does something else than the others.
+
+    kind: it lacks a "gradient", has one of another "dtype", has another group, of `options`, or
+        fails in one of `places`, which are attributes, where others may wait for it.
+    """
+    if not is_last_rank():
+        yield
+        return
+    group, own = optimizer.param_groups[0], (options or {}).get(kind, {})
+    was, failing = {name: group[name] for name in own}, contextlib.nullcontext()
+    group.update(own)
+    if kind == "gradient":
+        group["params"][1].grad = None
+    elif kind == "dtype":
+        group["params"][1].grad_dtype = None
+        group["params"][1].grad = group["params"][1].grad.float()
+    elif not own:
+        failing = mock.patch.object(*places[kind], side_effect=RuntimeError("no memory"))
+    with failing:
+        yield
+    group.update(was)
+
+
+@contextlib.contextmanager
+def left_out(optimizer, reason, here=True):
+    """Within it "found_inf" is set, or the first gradient's last row has a "nan" `here`."""
+    grad = optimizer.param_groups[0]["params"][0].grad
+    if reason == "found_inf":
+        optimizer.found_inf = torch.tensor(1.0)
+    elif here:
+        (grad.to_local() if isinstance(grad, DTensor) else grad)[-1] = torch.nan
+    yield
+    optimizer.found_inf = None
+
+
+def is_last_rank():
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def split_muon(params, **options):
@@ -189,16 +300,16 @@ def content_of(model, optimizer, given):
     }
 
 
-def save(options, steps, folder, flat, shapes=SHAPES):
-    model, optimizer = build(options, shapes=shapes)
+def save(options, steps, folder, flat, shapes=SHAPES, replicas=1):
+    model, optimizer = build(options, replicas, shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
     return snapshot(optimizer)
 
 
-def load(options, folder, flat, shapes=SHAPES):
+def load(options, folder, flat, shapes=SHAPES, replicas=1):
     """Model and optimizer from a checkpoint; all that was made here is overwritten."""
-    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
+    model, optimizer = build({**options, "lr": 77.0}, replicas, shapes, seed=50)
     given = options_of(flat)
     content = content_of(model, optimizer, given)
     dcp.load(content, checkpoint_id=folder)
@@ -207,9 +318,9 @@ def load(options, folder, flat, shapes=SHAPES):
     return model, optimizer
 
 
-def load_and_train(options, steps, first, folder, flat, shapes=SHAPES):
+def load_and_train(options, steps, first, folder, flat, shapes=SHAPES, replicas=1):
     """From a checkpoint of another number of ranks on: what is loaded, and what it comes to."""
-    model, optimizer = load(options, folder, flat, shapes)
+    model, optimizer = load(options, folder, flat, shapes, replicas)
     loaded = snapshot(optimizer)
     train(model, optimizer, steps, first)
     return loaded, snapshot(optimizer)

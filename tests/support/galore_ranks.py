@@ -41,6 +41,16 @@ def placed_galore(options, steps, *placed_as, **named):
     return placed(ranked({**options, "optimizer": GaLoreAdamW}), steps, *placed_as, **named)
 
 
+def save(options, steps, folder, flat, shapes=SHAPES):
+    return ranks.save(ranked(options), steps, folder, flat, shapes)
+
+
+def load_and_train(options, steps, first, folder, flat, shapes=SHAPES):
+    """The seed too is the checkpoint's."""
+    own = ranked({**options, "seed": 5})
+    return ranks.load_and_train(own, steps, first, folder, flat, shapes)
+
+
 def refreshed_by_hand(options, steps):
     """With capturable: a refresh before each step."""
     model, optimizer = build({**options, "capturable": True})

@@ -3,16 +3,7 @@
 import contextlib
 from unittest import mock
 
-import torch
-from fsdp2_ranks import (
-    Bare,
-    snapshot,
-    train,
-    trained,
-)
-from runs import FP32, on_cpu
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from fsdp2_ranks import build, trained
 
 from megaopt import FusedMuon
 from megaopt.kernels.matrix import (
@@ -24,53 +15,37 @@ from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
 """Tall, wide, of fewer rows than ranks, a vector, experts, a convolution."""
-PLACEMENTS = {
-    "rows": lambda shape: [Shard(0)],
-    "columns": lambda shape: [Shard(len(shape) - 1)],
-    "by turns": lambda shape: [Shard(sum(shape) % len(shape))],
-}
-MESHES = {
-    "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
-    "rows twice": lambda shape: [Shard(0), Shard(0)],
-    "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
-    "copies of rows": lambda shape: [Replicate(), Shard(0)],
-    "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
-    "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
-}
 
 
-def groups_of(params, split):
-    """All parameters in a group; split: those of 24 rows in one of their own, of three matrices."""
-    if not split:
-        return params
-    is_fused = [param.shape[0] == 24 for param in params]
-    fused = [param for param, own in zip(params, is_fused, strict=True) if own]
-    rest = [param for param, own in zip(params, is_fused, strict=True) if not own]
-    return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
-
-
-def made_at(options, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu"):
+def made_at(options, placements=None, sizes=(), shapes=SHAPES, **named):
     """A model and an optimizer of its DTensors; without placements of whole tensors."""
-    options = dict(options)
-    model = Bare(shapes, options.pop("weights", FP32)).to(device)
-    if placements is not None:
-        named = ("a", "b")[: len(sizes)]
-        mesh = init_device_mesh(device, sizes, mesh_dim_names=named)
-        place = {**PLACEMENTS, **MESHES}[placements]
-        for name, param in list(model.named_parameters()):
-            own = distribute_tensor(param.detach(), mesh, place(param.shape), src_data_rank=None)
-            setattr(model, name, torch.nn.Parameter(own))
-    kind = options.pop("optimizer", FusedMuon)
-    return model, kind(groups_of(list(model.parameters()), split), **options)
+    own = {"optimizer": FusedMuon, **options}
+    return build(own, shapes=shapes, place=placements, sizes=sizes, **named)
 
 
-def placed(
-    options, steps, placements=None, sizes=None, shapes=SHAPES, split=False, device="cpu", **step
-):
-    """What an optimizer of DTensors has after steps; without placements one of whole tensors."""
-    model, optimizer = made_at(options, placements, sizes, shapes, split, device)
-    train(model, optimizer, steps, **step)
-    return on_cpu(snapshot(optimizer))
+def placed(options, steps, placements=None, sizes=(), shapes=SHAPES, **named):
+    """What an optimizer of DTensors, a FusedMuon where options name none, has after steps."""
+    own = {"optimizer": FusedMuon, **options}
+    return trained(own, steps, shapes=shapes, place=placements, sizes=sizes, **named)
+
+
+def divided(options, steps, shapes, kind="group", alone=False, **named):
+    """What a FusedMuon has of plain parameters, which all ranks have; alone: all make all."""
+    own = {"optimizer": FusedMuon, **options}
+    return trained(own, steps, shapes=shapes, place=None if alone else kind, **named)
+
+
+def matrices_made(function, *arguments, **named):
+    """The shapes of the matrices that this rank makes in a function."""
+    shapes, iterated = [], muon.iterated
+
+    def counting(room, *own):
+        shapes.extend(tuple(matrix.shape) for matrix in room.first)
+        return iterated(room, *own)
+
+    with mock.patch.object(muon, "iterated", counting):
+        function(*arguments, **named)
+    return shapes
 
 
 def in_small_buckets(room, *arguments, made=placed, **named):
@@ -94,8 +69,8 @@ CHANGED = {
 }
 
 
-def by_small_tiles(options, steps, replicas, shapes, made=trained):
-    """What an optimizer has after steps, and the multiply-adds of this rank's products."""
+def by_small_tiles(function, *arguments, **named):
+    """What a function returns, and the multiply-adds of this rank's products."""
     work = []
     names = ("products", "symmetric_products")
     with contextlib.ExitStack() as stack:
@@ -103,7 +78,7 @@ def by_small_tiles(options, steps, replicas, shapes, made=trained):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(tiles, "UNIT", 8))
-        found = made(options, steps, replicas, shapes)
+        found = function(*arguments, **named)
     return found, sum(work)
 
 

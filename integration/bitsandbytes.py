@@ -8,30 +8,34 @@ parameters for which it asks for 32 bits go to an optimizer of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from inspect import Parameter
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions
-from megaopt.options.checks import one_of, refuse
+from megaopt.integration.drop_in import ADAM, ADAMW, IN_BLOCKS, DropIn, Meanings
+from megaopt.options.checks import refuse
 from megaopt.params import view_of
 from megaopt.saving.parse import with_states
 
-Class = TypeVar("Class", bound=type)
-
-BITS = {"optim_bits": 32}
-LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False}
-LAST |= {"percentile_clipping": 100, "block_wise": True, "seed": 0}
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
-ADAMW = {**ADAM, "weight_decay": 1e-2}
-LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
 MOMENTUM = {"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0}
 MOMENTUM |= {"nesterov": False}
-UNPAGED = {name: LAST[name] for name in LAST if name != "is_paged"}
+LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
+BITS = {"optim_bits": 32}
+CLIPPED = {"*": None, "percentile_clipping": 100, "block_wise": True, "seed": 0}
+UNPAGED = {"args": None, "min_8bit_size": 4096, **CLIPPED}
+LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False, **CLIPPED}
+ONLY_32: Meanings = {"optim_bits": {32: {}}}
+MEANS: Meanings = {
+    "amsgrad": {False: {}},
+    "args": {None: {}},
+    "is_paged": {False: {}, True: {"state_device": "cpu"}},
+    "percentile_clipping": {100: {}},
+    "block_wise": {True: {}},
+    "optim_bits": {32: {}, 8: IN_BLOCKS},
+}
 MOMENTS = {"exp_avg": "1", "exp_avg_sq": "2"}
 """The endings of bitsandbytes' names of each moment's tensors."""
 INNER = "__bnb_optimizer_quant_state__"
@@ -44,7 +48,7 @@ OTHER_KEYS = ("alpha", "t_alpha", "t_beta3")
 BLOCK, OLDER_BLOCK = 256, 2048
 
 
-class BitsandbytesOptions(DropInOptions, total=False):
+class _Base(DropIn, means=MEANS):
     """Arguments are bitsandbytes', with its order and defaults.
 
     Moments of 8 bits are "block_e4m3" and "block_e5m3", in blocks of 128 elements; bitsandbytes has
@@ -71,43 +75,14 @@ class BitsandbytesOptions(DropInOptions, total=False):
         ValueError: as megaopt.FusedAdam; an argument that has to have one value has another.
     """
 
-    amsgrad: bool
-    momentum: float
-    dampening: float
-    nesterov: bool
-    optim_bits: int
-    args: Any
-    min_8bit_size: int
-    is_paged: bool
-    percentile_clipping: int
-    block_wise: bool
-
-
-class _Base(DropIn):
-    _library: ClassVar[Any] = BitsandbytesOptions
-    _keywords: ClassVar[tuple[str, ...]] = ("percentile_clipping", "block_wise", "seed")
-    _only: ClassVar = {"amsgrad": (False,), "args": (None,), "is_paged": (False, True)}
-    _only |= {"percentile_clipping": (100,), "block_wise": (True,)}
-    _bits: ClassVar[int | None] = None
-    """Bits of moments, where the name says them."""
-    _moment: ClassVar[str] = "exp_avg"
-    _is_paged = False
-    _min_8bit_size = 0
-
-    def __init__(
-        self, params: Iterable[Any], *arguments: Any, **options: Unpack[BitsandbytesOptions]
-    ) -> None:
-        super().__init__(params, *arguments, **options)
+    _moment, _min_8bit_size = "exp_avg", 0
 
     def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        least, bits = arguments["min_8bit_size"], arguments.get("optim_bits", 32)
-        one_of("optim_bits", bits, (32,) if self._bits else (32, 8))
+        least = arguments["min_8bit_size"]
         if type(least) is not int or least < 0:
             refuse("min_8bit_size", "a whole number >= 0", least)
         self._min_8bit_size = least
-        is_paged = arguments.get("is_paged") or self._is_paged
-        home = {"state_device": "cpu"} if is_paged else {}
-        return {**home, **(IN_BLOCKS if 8 in (self._bits, bits) else {})}
+        return {}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         super()._check_param(param, label)
@@ -186,77 +161,82 @@ class SGD(_Base, megaopt.FusedSGD, takes={**MOMENTUM, **BITS, **UNPAGED}):
         Raises ValueError for codes without their map or amaxes; nothing has changed then.
         """
         unpacked = unpacked_state_dict(state_dict)
-        super().load_state_dict(state_dict if unpacked is state_dict else _as_sgd(unpacked))
+        if unpacked is not state_dict:
+            # momentum is bitsandbytes' first beta, and the buffer its first moment
+            groups = [dict(group) for group in unpacked["param_groups"]]
+            for group in groups:
+                group["momentum"], _ = group.pop("betas")
+            buffers = {
+                key: {"momentum_buffer": state["exp_avg"]}
+                for key, state in unpacked["state"].items()
+            }
+            unpacked = {"state": buffers, "param_groups": groups}
+        super().load_state_dict(unpacked)
 
 
-def _as_sgd(unpacked: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with the names of torch.optim.SGD, which has momentum for the first beta."""
-    groups = [dict(group) for group in unpacked["param_groups"]]
-    for group in groups:
-        group["momentum"], _ = group.pop("betas")
-    buffers = {
-        key: {"momentum_buffer": state["exp_avg"]} for key, state in unpacked["state"].items()
-    }
-    return {"state": buffers, "param_groups": groups}
-
-
-class Adam8bit(Adam):
+class Adam8bit(Adam, means=ONLY_32, **IN_BLOCKS):
     """bitsandbytes' Adam8bit: Adam with moments of 8 bits."""
 
-    _bits = 8
 
-
-class AdamW8bit(AdamW):
+class AdamW8bit(AdamW, means=ONLY_32, **IN_BLOCKS):
     """bitsandbytes' AdamW8bit: AdamW with moments of 8 bits."""
 
-    _bits = 8
 
-
-class Lion8bit(Lion, takes={**LION, **LAST}):
+class Lion8bit(Lion, takes={**LION, **LAST}, **IN_BLOCKS):
     """bitsandbytes' Lion8bit: Lion with a moment of 8 bits."""
 
-    _bits = 8
 
-
-class SGD8bit(SGD, takes={**MOMENTUM, **UNPAGED}):
+class SGD8bit(SGD, takes={**MOMENTUM, **UNPAGED}, **IN_BLOCKS):
     """bitsandbytes' SGD8bit: SGD with a momentum buffer of 8 bits."""
 
-    _bits = 8
 
-
-class Adam32bit(Adam):
+class Adam32bit(Adam, means=ONLY_32):
     """bitsandbytes' Adam32bit: Adam with fp32 moments."""
 
-    _bits = 32
 
-
-class AdamW32bit(AdamW):
+class AdamW32bit(AdamW, means=ONLY_32):
     """bitsandbytes' AdamW32bit: AdamW with fp32 moments."""
-
-    _bits = 32
 
 
 class Lion32bit(Lion, takes={**LION, **LAST}):
     """bitsandbytes' Lion32bit: Lion with an fp32 moment."""
 
-    _bits = 32
-
 
 class SGD32bit(SGD, takes={**MOMENTUM, **UNPAGED}):
     """bitsandbytes' SGD32bit: SGD with an fp32 momentum buffer."""
 
-    _bits = 32
+
+class PagedAdam(Adam, state_device="cpu"):
+    """PagedAdam: Adam, with its states in pinned host memory."""
 
 
-def _paged(base: Class) -> Class:
-    """The optimizer whose states bitsandbytes pages to the host; here all of them are there."""
-    doc = f"Paged{base.__name__}: {base.__name__}, with its states in pinned host memory."
-    members = {"_is_paged": True, "__doc__": doc, "__module__": __name__}
-    return type(base)(f"Paged{base.__name__}", (base,), members)
+class PagedAdam8bit(Adam8bit, state_device="cpu"):
+    """PagedAdam8bit: Adam8bit, with its states in pinned host memory."""
 
 
-PagedAdam, PagedAdam8bit = _paged(Adam), _paged(Adam8bit)
-PagedAdamW, PagedAdamW8bit = _paged(AdamW), _paged(AdamW8bit)
-PagedLion, PagedLion8bit = _paged(Lion), _paged(Lion8bit)
-PagedAdam32bit, PagedAdamW32bit = _paged(Adam32bit), _paged(AdamW32bit)
-PagedLion32bit = _paged(Lion32bit)
+class PagedAdamW(AdamW, state_device="cpu"):
+    """PagedAdamW: AdamW, with its states in pinned host memory."""
+
+
+class PagedAdamW8bit(AdamW8bit, state_device="cpu"):
+    """PagedAdamW8bit: AdamW8bit, with its states in pinned host memory."""
+
+
+class PagedLion(Lion, state_device="cpu"):
+    """PagedLion: Lion, with its states in pinned host memory."""
+
+
+class PagedLion8bit(Lion8bit, state_device="cpu"):
+    """PagedLion8bit: Lion8bit, with its states in pinned host memory."""
+
+
+class PagedAdam32bit(Adam32bit, state_device="cpu"):
+    """PagedAdam32bit: Adam32bit, with its states in pinned host memory."""
+
+
+class PagedAdamW32bit(AdamW32bit, state_device="cpu"):
+    """PagedAdamW32bit: AdamW32bit, with its states in pinned host memory."""
+
+
+class PagedLion32bit(Lion32bit, state_device="cpu"):
+    """PagedLion32bit: Lion32bit, with its states in pinned host memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions
+from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions, Meanings
 from megaopt.models.cast import RUNNING, SHORT, compute_in_fp32
 from megaopt.models.release import GradientRelease as GradientReleaseHandle
 from megaopt.optimizer import FusedOptimizer
@@ -33,8 +33,16 @@ MASTERS: dict[int | None, dict[str, Any]] = {
 """The options that each master_weight_bits stands for."""
 ALLOW_INEFFECTIVE = "FLASHOPTIM_ALLOW_INEFFECTIVE_MASTER_WEIGHT_BITS"
 """flashoptim's variable: where it is set and not empty, models of fp32 weights take any bits."""
-QUANTIZE = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}
-COMMON = {**QUANTIZE, "check_numerics": False, "fused": True, "seed": 0}
+MEANS: Meanings = {
+    "quantize": {True: IN_BLOCKS, False: {}},
+    "compress_state_dict": {True: {}, False: {}},
+    "fused": {True: {"backend": "auto"}, False: {"backend": "reference"}},
+    "check_numerics": {False: {}},
+    "decouple_lr": {False: {}},
+    "master_weight_bits": MASTERS,
+}
+COMMON = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}
+COMMON |= {"check_numerics": False, "fused": True, "*": None, "seed": 0}
 DECOUPLED = {"decouple_lr": False, **COMMON}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 ADAMW = {**ADAM, "weight_decay": 1e-2}
@@ -42,7 +50,7 @@ LION = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
 SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 
 
-class FlashoptimOptions(DropInOptions, total=False):
+class _Flash(DropIn, means=MEANS):
     """Arguments are flashoptim's, with its order and defaults.
 
     Args:
@@ -70,27 +78,8 @@ class FlashoptimOptions(DropInOptions, total=False):
             weights.
     """
 
-    momentum: float
-    dampening: float
-    nesterov: bool
-    decouple_lr: bool
-    quantize: bool
-    compress_state_dict: bool
-    master_weight_bits: int | None
-    check_numerics: bool
-    fused: bool
-
-
-class _Flash(DropIn):
-    _library = FlashoptimOptions
-    _only: ClassVar = {
-        **dict.fromkeys(("quantize", "compress_state_dict", "fused"), (True, False)),
-        **dict.fromkeys(("check_numerics", "decouple_lr"), (False,)),
-        "master_weight_bits": (*MASTERS,),
-    }
-
     def __init__(
-        self, params: Iterable[Any], *arguments: Any, **options: Unpack[FlashoptimOptions]
+        self, params: Iterable[Any], *arguments: Any, **options: Unpack[DropInOptions]
     ) -> None:
         super().__init__(params, *arguments, **options)
         is_fp32 = {param.dtype for param in self._owned.params} == {torch.float32}
@@ -99,11 +88,6 @@ class _Flash(DropIn):
                 "master_weight_bits", "where all weights are torch.float32, which have no masters, "
                 f"as in flashoptim, unless the environment has {ALLOW_INEFFECTIVE}",
             )  # fmt: skip
-
-    def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        formats = IN_BLOCKS if arguments["quantize"] else {}
-        backend = "auto" if arguments["fused"] else "reference"
-        return {**MASTERS[arguments["master_weight_bits"]], **formats, "backend": backend}
 
     def _check_param(self, param: torch.Tensor, label: str) -> None:
         if param.dtype == torch.float16:
@@ -141,7 +125,7 @@ class FlashAdam(
     """flashoptim's FlashAdam: megaopt.FusedAdam with L2 weight decay (adam_w_mode=False)."""
 
 
-class FlashAdamW(FlashAdam, takes={**ADAMW, **DECOUPLED}, makes_states="stepped"):
+class FlashAdamW(FlashAdam, takes={**ADAMW, **DECOUPLED}, adam_w_mode=True):
     """flashoptim's FlashAdamW: megaopt.FusedAdam, with a weight_decay of 0.01 by default."""
 
 

@@ -7,22 +7,33 @@ their files alone.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import megaopt
 from megaopt.integration import bitsandbytes
+from megaopt.integration.drop_in import ADAMW, IN_BLOCKS, Meanings
 from megaopt.options.checks import refuse
 from megaopt.params.view import FEWEST_IN_ROWS
 
 __all__ = ["GaLoreAdamW8bit"]
 
+TAKES = {**ADAMW, "optim_bits": 32, "args": None, "min_8bit_size": FEWEST_IN_ROWS}
+TAKES |= {"percentile_clipping": 100, "block_wise": True, "is_paged": False, "*": None, "seed": 0}
+MEANS: Meanings = {"optim_bits": {32: {}}, "is_paged": {False: {}}}
+FIXED: dict[str, Any] = {**IN_BLOCKS, "refresh": "svd", "stagger": False}
 
-TAKES = {**bitsandbytes.ADAMW, "optim_bits": 32, "args": None, "min_8bit_size": FEWEST_IN_ROWS}
-TAKES |= {"percentile_clipping": 100, "block_wise": True, "is_paged": False, "seed": 0}
 
+class GaLoreAdamW8bit(bitsandbytes._Base, megaopt.GaLoreAdamW, takes=TAKES, means=MEANS, **FIXED):
+    """galore_torch's GaLoreAdamW8bit: megaopt.GaLoreAdamW with moments of 8 bits in blocks.
 
-class GaLoreOptions(bitsandbytes.BitsandbytesOptions, total=False):
-    """Arguments are galore_torch's, with its order and defaults.
+    Groups say rank, update_proj_gap, scale and proj_type. Moments are "block_e4m3" and
+    "block_e5m3", as in megaopt.integration.bitsandbytes, where the projected gradient has at least
+    4,096 elements and its rows are whole blocks of 128; else they are fp32, of 4 times the bytes.
+    Projected on the right it is of shape (rows, rank), so that rank has to be a multiple of 128; on
+    the left of shape (rank, columns). proj_type="std" is the right for tall and square matrices.
+    Projections are galore_torch's, by an SVD, all in one step.
+
+    Arguments are galore_torch's, with its order and defaults.
 
     Args:
         params, lr, betas, eps, weight_decay: as megaopt.GaLoreAdamW takes them.
@@ -38,25 +49,6 @@ class GaLoreOptions(bitsandbytes.BitsandbytesOptions, total=False):
     Raises:
         ValueError: as megaopt.GaLoreAdamW; an argument that has to have one value has another.
     """
-
-
-class GaLoreAdamW8bit(
-    bitsandbytes._Base, megaopt.GaLoreAdamW, takes=TAKES, refresh="svd", stagger=False
-):
-    """galore_torch's GaLoreAdamW8bit: megaopt.GaLoreAdamW with moments of 8 bits in blocks.
-
-    Groups say rank, update_proj_gap, scale and proj_type. Moments are "block_e4m3" and
-    "block_e5m3", as in megaopt.integration.bitsandbytes, where the projected gradient has at least
-    4,096 elements and its rows are whole blocks of 128; else they are fp32, of 4 times the bytes.
-    Projected on the right it is of shape (rows, rank), so that rank has to be a multiple of 128; on
-    the left of shape (rank, columns). proj_type="std" is the right for tall and square matrices.
-    Projections are galore_torch's, by an SVD, all in one step.
-    """
-
-    _library: ClassVar[Any] = GaLoreOptions
-    _keywords = ("seed",)
-    _only: ClassVar = {**bitsandbytes._Base._only, "is_paged": (False,)}
-    _bits = 8
 
     def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         size = arguments["min_8bit_size"]

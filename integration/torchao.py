@@ -8,13 +8,12 @@ torchao itself is needed to read its files alone; it loads what `to_torch_state_
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from typing_extensions import Unpack
 
 import megaopt
-from megaopt.integration.drop_in import DropIn, DropInOptions
+from megaopt.integration.drop_in import ADAM, ADAMW, DropIn
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.checks import one_of, refuse
 from megaopt.options.groups import entries_of
@@ -22,12 +21,19 @@ from megaopt.options.placement import STATE_DEVICE
 from megaopt.params.dtensor import local_of
 from megaopt.saving.parse import with_states
 
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False}
-ADAMW = {**ADAM, "weight_decay": 1e-2}
-ROUND = {"bf16_stochastic_round": False, "seed": 0}
+BLOCK8 = {128: ("block_e4m3", "block_e5m3"), 64: ("block64_e4m3", "block64_e5m3")}
+BLOCK4 = {32: ("block32_e3m0", "block32_e4m0")}
+"""The formats of exp_avg and exp_avg_sq, by the elements that a block has at least."""
+PLAIN: dict[str, Any] = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
+ROUNDING = {True: {"weight_rounding": "stochastic"}, False: {"weight_rounding": "nearest"}}
+DRAWS = {"bf16_stochastic_round": False, "seed": 0}
+EIGHT, FOUR = {"*": None, "block_size": 256, **DRAWS}, {"*": None, "block_size": 128, **DRAWS}
 
 
-class TorchaoOptions(DropInOptions, total=False):
+MEANS = {"bf16_stochastic_round": ROUNDING}
+
+
+class _Base(DropIn, megaopt.FusedAdam, means=MEANS, makes_states="stepped"):
     """Arguments are torchao's, with its order and defaults. Formats are not its own.
 
     Moments of 8 bits, also where torchao has fp8, are "block_e4m3" and "block_e5m3", those of 4
@@ -51,24 +57,7 @@ class TorchaoOptions(DropInOptions, total=False):
         ValueError: as megaopt.FusedAdam; block_size is too small.
     """
 
-    amsgrad: bool
-    block_size: int
-    bf16_stochastic_round: bool
-
-
-class _Base(DropIn, megaopt.FusedAdam):
-    """Translates torchao's arguments, and reads its state dicts."""
-
-    _library = TorchaoOptions
-    _keywords = ("block_size", "bf16_stochastic_round", "seed")
-    _only: ClassVar = {"bf16_stochastic_round": (True, False)}
-    _blocks: ClassVar = {128: ("block_e4m3", "block_e5m3"), 64: ("block64_e4m3", "block64_e5m3")}
-    """The formats of exp_avg and exp_avg_sq, by the elements of a block."""
-
-    def __init__(
-        self, params: Iterable[Any], *arguments: Any, **options: Unpack[TorchaoOptions]
-    ) -> None:
-        super().__init__(params, *arguments, **options)
+    _blocks = BLOCK8
 
     def _translated(self, arguments: dict[str, Any]) -> dict[str, Any]:
         size, lr = arguments.get("block_size", 128), arguments["lr"]
@@ -77,13 +66,9 @@ class _Base(DropIn, megaopt.FusedAdam):
         exp_avg, exp_avg_sq = next(pair for least, pair in self._blocks.items() if least <= size)
         # the largest of numbers that are rounded up and down would be too large
         nearest = "_nearest" if arguments["amsgrad"] is True else ""
-        return {
-            "exp_avg_dtype": exp_avg,
-            "exp_avg_sq_dtype": f"{exp_avg_sq}{nearest}",
-            "weight_rounding": "stochastic" if arguments["bf16_stochastic_round"] else "nearest",
-            "capturable": isinstance(lr, torch.Tensor) and lr.is_cuda,
-            "makes_states": "stepped",
-        }
+        is_capturable = isinstance(lr, torch.Tensor) and lr.is_cuda
+        moments = {"exp_avg_dtype": exp_avg, "exp_avg_sq_dtype": f"{exp_avg_sq}{nearest}"}
+        return {**moments, "capturable": is_capturable}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group as megaopt.FusedAdam; its lr becomes an fp32 tensor, as in torchao."""
@@ -124,11 +109,11 @@ def _values(value: Any) -> Any:
     return type(value).from_local(values, mesh, placements, run_check=False, **extent)
 
 
-class Adam8bit(_Base, takes={**ADAM, "block_size": 256, **ROUND}, adam_w_mode=False):
+class Adam8bit(_Base, takes={**ADAM, **EIGHT}, adam_w_mode=False):
     """torchao's Adam8bit: megaopt.FusedAdam with L2 weight decay and 8-bit moments."""
 
 
-class AdamW8bit(_Base, takes={**ADAMW, "block_size": 256, **ROUND}):
+class AdamW8bit(_Base, takes={**ADAMW, **EIGHT}):
     """torchao's AdamW8bit: megaopt.FusedAdam with 8-bit moments."""
 
 
@@ -140,22 +125,19 @@ class AdamWFp8(AdamW8bit):
     """torchao's AdamWFp8: AdamW8bit."""
 
 
-class AdamW4bit(_Base, takes={**ADAMW, "block_size": 128, **ROUND}):
+class AdamW4bit(_Base, takes={**ADAMW, **FOUR}):
     """torchao's AdamW4bit: megaopt.FusedAdam with 4-bit moments."""
 
-    _blocks: ClassVar = {32: ("block32_e3m0", "block32_e4m0")}
+    _blocks = BLOCK4
 
 
-class Adam4bit(_Base, takes={**ADAM, "block_size": 128, **ROUND}, adam_w_mode=False):
+class Adam4bit(_Base, takes={**ADAM, **FOUR}, adam_w_mode=False):
     """torchao's Adam4bit: megaopt.FusedAdam with L2 weight decay and 4-bit moments."""
 
-    _blocks = AdamW4bit._blocks
+    _blocks = BLOCK4
 
 
-PLAIN: dict[str, Any] = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
-
-
-class _AdamW(_Base, takes={**ADAMW, **ROUND}, **PLAIN):
+class _AdamW(_Base, takes={**ADAMW, "*": None, **DRAWS}, **PLAIN):
     """torchao's _AdamW: megaopt.FusedAdam with fp32 moments; torchao's are of the weight's dtype.
 
     exp_avg_dtype="bfloat16_stochastic" of megaopt.FusedAdam takes half their memory, and does not

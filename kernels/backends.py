@@ -12,12 +12,11 @@ from megaopt.kernels.chunks.batch import Buffers, Extent, Formats
 from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.place import Place
-from megaopt.kernels.quantizers.launch import CastPlan
-from megaopt.kernels.quantizers.reference import CastReferencePlan
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
 from megaopt.kernels.step.reference import ReferencePlan
+
+# Kernels, and what casts to fp8, are imported by the first plan that needs them.
 
 
 class Plan(Protocol):
@@ -83,7 +82,11 @@ class Triton:
     ) -> Plan:
         """Tables on the device for tensors of these sizes; `groups` are their rows of scalars."""
         if formats.cast is not None and extents is not None:
+            from megaopt.kernels.quantizers.launch import CastPlan
+
             return CastPlan(formats, rule, numels, groups, device, extents, places)
+        from megaopt.kernels.step.launch import TritonPlan
+
         return TritonPlan(formats, rule, numels, groups, device, None, places)
 
     def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
@@ -113,6 +116,8 @@ class Reference:
     ) -> Plan:
         """The plan of a batch; it lays nothing out ahead."""
         if formats.cast is not None and extents is not None:
+            from megaopt.kernels.quantizers.reference import CastReferencePlan
+
             return CastReferencePlan(formats, rule, groups, extents, places)
         return ReferencePlan(formats, rule, groups, places)
 

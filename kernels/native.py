@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import operator
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,17 @@ def get(is_worth_building: bool) -> Any:
         return None
     native = _extensions.get(os.getpid()) or extension()
     return native.get(is_worth_building)
+
+
+def is_worth_building(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether looks at these tensors save the time that it takes to build the extension."""
+    on_gpu = any(param.device.type == "cuda" for param in tensors)
+    return on_gpu or len(tensors) >= WORTH_BUILDING
+
+
+def same_objects(first: Collection[object], second: Collection[object]) -> bool:
+    """Whether two collections hold the very same objects in one order."""
+    return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
 def is_switched_off() -> bool:

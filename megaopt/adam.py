@@ -119,7 +119,6 @@ class FusedAdam(FusedOptimizer):
             state of a frozen parameter (docs/how-to/fsdp2.md). None: "stepped" under contract
             torch, else "trainable".
         contract: how operations are rounded, by name (megaopt.kernels.contracts.CONTRACTS).
-        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError: an argument has a name that is not here.

@@ -13,7 +13,9 @@ from typing_extensions import Unpack
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.kernels.matrix.galore import (
+from megaopt.kernels.galore.launch import AUTO, LAUNCHED, why_not_kernel
+from megaopt.kernels.galore.ranks import galore_plan
+from megaopt.kernels.galore.rule import (
     GALORE,
     GALORE_WHOLE,
     LEFT,
@@ -22,8 +24,7 @@ from megaopt.kernels.matrix.galore import (
     LowRank,
     saves,
 )
-from megaopt.kernels.matrix.galore_ranks import galore_plan
-from megaopt.kernels.matrix.launch import AUTO, LAUNCHED, is_fused, why_not_kernel
+from megaopt.kernels.galore.wave import is_fused
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
@@ -207,6 +208,9 @@ class GaLoreAdamW(FusedOptimizer):
     Moments are DTensors split as their parameter, and projections DTensors that every rank has
     whole.
 
+    The seed is also that of the first projections. With capturable `step()` makes only projections
+    that are not there yet; `refresh()`, called between replays, makes those anew whose turn it is.
+
     Args:
         params: as for FusedAdam; with a rank no fp8 weights, and no flat parts of matrices, but for
             those of Megatron's distributed optimizer (docs/how-to/megatron.md).
@@ -247,9 +251,6 @@ class GaLoreAdamW(FusedOptimizer):
         bias_correction: galore_torch's correct_bias.
         exp_avg_dtype: of the moment, also of the projected gradient, as for FusedAdam.
         exp_avg_sq_dtype: likewise.
-        **options: of megaopt.SharedOptions, which follow. The seed is also that
-            of the first projections. With capturable `step()` makes only projections that are not
-            there yet; `refresh()`, called between replays, makes those anew whose turn it is.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.

@@ -43,7 +43,6 @@ class FusedLion(FusedOptimizer):
         weight_decay: decoupled: the part of a weight that goes per step, times lr. The paper takes
             three to ten times AdamW's. At least 0.
         exp_avg_dtype: of the moment, as for FusedAdam.
-        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.

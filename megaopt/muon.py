@@ -15,16 +15,9 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.matrix.muon import (
-    COEFFICIENTS,
-    MUON,
-    MUON_PEER,
-    RATIOS,
-    TORCH,
-    Orthogonal,
-    coefficients_of,
-)
-from megaopt.kernels.matrix.muon_launch import muon_plan
+from megaopt.kernels.muon.launch import muon_plan
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
+from megaopt.kernels.muon.rule import MUON, MUON_PEER
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
@@ -39,7 +32,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
 from megaopt.params.float8 import Float8View
-from megaopt.params.view import EMBEDDING, STEP, ReplicatedView, whole_shape_of
+from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
     OURS,
@@ -168,7 +161,7 @@ class MuonOptions(Options):
         under, buffer_dtype = f"with contract={self.contract!r}", self.momentum_buffer_dtype
         if len(view.whole_shape) != 2:
             refuse(where, f"of two dimensions {under}", view.param)
-        if isinstance(view, ReplicatedView) and self.contract == "torch":
+        if view.replicas is not None and self.contract == "torch":
             refuse(f"{where}: {REPLICAS}", f"None {under}", view.split)
         if view.split is not None and self.contract == "torch":
             raise ValueError(f"{where} must be whole {under}, got a rank's part of a matrix")
@@ -363,7 +356,6 @@ class FusedMuon(FusedOptimizer):
             a parameter. All take their steps together. The bits are those without it, and states
             stay whole on every rank. Vectors, AdamW's parameters, DTensors and fp8 weights are
             stepped as without it. A group may say another, or None. Not with contract "torch".
-        **options: of megaopt.SharedOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam. ValueError also for use_muon=True beside

@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.overwriting import overwrite
+from megaopt.kernels.digest.launch import StepDigests
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.untraced import torchs, unless_heard, untraced
 from megaopt.options.checks import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
 from megaopt.options.options import Options
+from megaopt.options.overwriting import overwrite
 from megaopt.options.placement import Homes, taken_from
 from megaopt.options.replicas import Replicas, replicas_of
-from megaopt.options.untraced import torchs, unless_heard, untraced
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
@@ -25,7 +26,6 @@ from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, clear_moments, picklable
 from megaopt.step.counts import restart
-from megaopt.step.digests import StepDigests
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
@@ -454,7 +454,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         # sized: torch.distributed.checkpoint compares sizes, and loads into what is there
         self.stepper.hear(self.param_groups)
-        owned, sized = self._owned.checked(), is_asked_by_torch()
+        owned, sized = self._owned, is_asked_by_torch()
+        _ = owned.params  # an error where something else is among them
         places = state_dicts.incomplete(owned, self.state) if sized else []
         if places:
             with torch.no_grad():

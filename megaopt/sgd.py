@@ -69,7 +69,6 @@ class FusedSGD(FusedOptimizer):
         decoupled_weight_decay: weight decay is the part of a weight that goes per step of size one,
             times lr, and passes by the momentum (SGDW, Loshchilov & Hutter 2019, arXiv:1711.05101).
         momentum_buffer_dtype: of the moment, as FusedAdam's exp_avg_dtype.
-        **options: of megaopt.SharedOptions and megaopt.StepOptions, which follow.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedAdam.

@@ -64,6 +64,15 @@ ADDED = {
     "against the order: megaopt.kernels.calling imports megaopt.saving.parse": {
         "kernels/calling.py": "\nimport megaopt.saving.parse\n"
     },
+    "against the order: megaopt.recording.sink imports megaopt.state.owned": {
+        "megaopt/recording/sink.py": f"{LATE}import megaopt.state.owned\n"
+    },
+    "against the order: megaopt.recording.late imports megaopt.adam": {
+        "megaopt/recording/late.py": "from megaopt.adam import FusedAdam\n"
+    },
+    "against the order: megaopt.lion imports megaopt.recording.digest": {
+        "megaopt/lion.py": f"{LATE}from megaopt.recording.digest import digest\n"
+    },
     "circle of folders": {
         "megaopt/options/checks.py": "\nimport megaopt.saving.formats\n",
         "megaopt/saving/formats.py": "import megaopt.options.others\n",

@@ -19,7 +19,7 @@ from megaopt.integration.megatron import SUPPORTED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
-from megaopt.kernels.matrix.products import PRECISIONS
+from megaopt.kernels.galore.products import PRECISIONS
 from megaopt.options import choices
 
 ROOT = Path(__file__).resolve().parents[1]

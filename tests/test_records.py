@@ -189,6 +189,23 @@ def test_megatrons_steps_are_the_records():
         assert variants[name]["identical"] is True
 
 
+def test_megatrons_muon_is_the_record():
+    variants = read("h200x2-megatron_gpt_muon_2gpu.json")["variants"]
+    rows = rows_of(PAGE, "| Muon's step |")
+    for row, (stock, name) in zip(
+        rows, [("stock", "whole"), ("stock_on_owners", "owners")], strict=True
+    ):
+        measured = [variants[key]["measured"] for key in (stock, name)]
+        steps, iterations = (
+            [figures[f"{part}_milliseconds"] for figures in measured]
+            for part in ("optimizer", "step")
+        )
+        assert_says(row[1:6], *steps, steps[0] / steps[1], *iterations)
+        assert row[6] == "the same bits"
+    compared = [variant for variant in variants.values() if variant["baseline"]]
+    assert [variant["identical"] for variant in compared] == [True] * 3
+
+
 def held(case):
     return case["held_bytes"] / case["elements"]
 

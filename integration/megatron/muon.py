@@ -40,7 +40,7 @@ from megaopt.integration.megatron.distributed import (
     standing_in,
 )
 from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
-from megaopt.kernels.matrix.muon import COEFFICIENTS, MOST_STEPS
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, MOST_STEPS
 from megaopt.muon import SPLIT_SIZES
 from megaopt.options.checks import DECAY, number, one_of, refuse
 

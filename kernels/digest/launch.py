@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -171,3 +172,14 @@ def _column(tensor: torch.Tensor, place: Place, kind: kernel.TensorKind) -> dict
         RUN.value: place.run if place.stride else LONGEST_RUN,
         RUN_STRIDE.value: place.stride or LONGEST_RUN,
     }
+
+
+class StepDigests(NamedTuple):
+    """The digests of parameters that are stepped alike, at the last step."""
+
+    params: list[torch.Tensor]
+    """The parameter of each row."""
+    quantities: tuple[str, ...]
+    """The quantity of each column: "grad", "weight", and names of the state."""
+    lanes: torch.Tensor
+    """int64 [parameters, quantities, 2], as megaopt.digest has them, on the parameters' device."""

@@ -1,6 +1,6 @@
-"""Rules that work on whole matrices: GaLore's, Muon's, any other value of rules.matrix.MatrixRule.
+"""Whole matrices, stepped by any value of rules.matrix.MatrixRule, alone or shared among ranks.
 
-plan.py steps such matrices one by one, in plain torch or with the step's kernel for what is
-elementwise. galore.py is GaLore's rule, and launch.py steps it in launches over many matrices; so
-are muon.py and muon_launch.py. muon_peers.py has other libraries' Muon.
+plan.py steps matrices one by one, in plain torch or with the step's kernel for what is elementwise.
+shared.py steps those of which ranks have parts. megaopt.kernels.galore and megaopt.kernels.muon
+have a rule each, and launches over many matrices.
 """

@@ -33,7 +33,7 @@ def room_of(lengths: Sequence[int], rank: int) -> int:
 
 
 class TiledProducts:
-    """Makes products in the place of muon.Immediate, of lists of one matrix.
+    """Makes products in the place of newton_schulz.Immediate, of lists of one matrix.
 
     Args:
         exchange: the ranks that make it: shared.Exchange.

@@ -1,6 +1,6 @@
 """The elementwise rules of Muon's step: the momentum's direction, and the update by a matrix.
 
-Between them a matrix is made orthogonal (megaopt.kernels.matrix.muon): docs/numbers.md lists the
+Between them a matrix is made orthogonal (megaopt.kernels.muon): docs/numbers.md lists the
 operations of all three.
 """
 
@@ -119,7 +119,7 @@ def peer_prepare(hyper_ptr, lr, step):
 
 def not_elementwise(*_: Any) -> Any:
     """Raises TypeError."""
-    raise TypeError("contracts 'torch' and 'eo' step whole matrices: muon_peers.PeerSteps")
+    raise TypeError("contracts 'torch' and 'eo' step whole matrices: kernels.muon.peers.PeerSteps")
 
 
 BUFFER = (Moment("momentum_buffer"),)
@@ -134,4 +134,4 @@ MUON_APPLY = Rule("muon_apply", "ieee", (), *_ROW, apply, apply_reference, hyper
 _PEER = (peer_scalars, 4, hyper, peer_prepare, not_elementwise, not_elementwise)
 PEER_DIRECTION = Rule("muon_peer_direction", "torch", BUFFER, *_PEER, hyper_length=3)
 PEER_APPLY = Rule("muon_peer_apply", "torch", (), *_PEER, hyper_length=3)
-"""The rules that make the row of contracts "torch" and "eo", whose steps are muon_peers.py's."""
+"""The rules that make the row of contracts "torch" and "eo", of kernels.muon.peers' steps."""

@@ -17,7 +17,6 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.base import MOST_TABLES
 from megaopt.kernels.step.controls import COUNT
-from megaopt.kernels.step.prepare import prepare_kernel
 from megaopt.kernels.step.reference import skips_of
 
 Group = Mapping[str, Any]
@@ -189,6 +188,8 @@ class TritonPreparation(Preparation):
         skips, clips = request.skip_nonfinite, request.clip_norm is not None
         kind = (count, skips, clips, apart, *kinds_of((table, bins, *numbers)))
         if kind not in self._launches:
+            from megaopt.kernels.step.prepare import prepare_kernel
+
             options = {"RULE": self.rule, "SKIP_NONFINITE": skips, "APART": apart, "num_warps": 1}
             self._launches[kind] = Again(prepare_kernel, count, options)
         self._launches[kind]((*arguments, columns, self.rule.width))

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from megaopt.commands.console import make_console
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED
+from megaopt.kernels.files import write_json
 from megaopt.recording.audit import Audit, AuditFinding, Report
 from megaopt.recording.files import Recording
-from megaopt.saving.files import write_json
 
 MOST = 20
 """Rows of a table."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from megaopt.commands.console import coloured, make_console, make_table
 from megaopt.commands.exits import DIFFERENT, DONE, REFUSED, how_to_install
 from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels.files import replacing, write_json
 from megaopt.recording import golden as values
 from megaopt.recording.blame import Blame
 from megaopt.recording.checks import RecordingError, read_json
@@ -19,7 +20,6 @@ from megaopt.recording.compare import Comparison, Growth, Repeats, compare
 from megaopt.recording.files import Rank, Recording
 from megaopt.recording.pair import NamesError, shown
 from megaopt.recording.printable import short
-from megaopt.saving.files import replacing, write_json
 
 STATUS = {
     "same": DONE,

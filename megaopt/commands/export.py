@@ -11,10 +11,10 @@ from typing import Any
 
 from megaopt.commands.exits import DONE
 from megaopt.commands.toml_tables import ConfigError
+from megaopt.kernels.files import replacing
 from megaopt.recording.files import Recording
 from megaopt.recording.pair import flat, shown
 from megaopt.recording.printable import printable
-from megaopt.saving.files import replacing
 
 FORMULAS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 """Beginnings of what programs that open tables take for formulas, which may run commands; the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,14 +12,12 @@ from megaopt.float8.operations import is_float8
 from megaopt.float8.weight import Float8Weight, named_recipe
 from megaopt.kernels.float8 import Float8Recipe
 from megaopt.options.choices import Recipe
+from megaopt.options.placement import REPLACED
 
 Filter = Callable[[str, nn.Linear], bool]
 Module = TypeVar("Module", bound=nn.Module)
 
 logger = logging.getLogger("megaopt")
-
-REPLACED = "megaopt_replaced"
-"""Attribute of a weight in whose place an fp8 one stands now: the name of its layer."""
 
 
 class Float8Linear(nn.Linear):
@@ -66,13 +64,31 @@ def to_float8(
     """
     # all that is refused is refused before the first weight changes
     recipe = named_recipe(recipe)
-    layers = dict(_chosen(module, filter))
-    _check_shared(module, layers)
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and not is_float8(layer.weight)
+        if filter(name, layer)
+    }
+    # every other owner of a weight that changes, an embedding tied to the output layer, say
+    names = {layer.weight: name for name, layer in layers.items()}
+    for name, owner in module.named_modules():
+        for param_name, param in owner.named_parameters(recurse=False):
+            if param in names and not (name in layers and param_name == "weight"):
+                raise ValueError(
+                    f"the weight of {names[param]!r} must be that of chosen layers alone, got "
+                    f"one that is also {param_name!r} of {name!r}, which would stay as it is; "
+                    "leave it out by `filter`"
+                )
     # shared weights: one fp8 weight for all layers that have the old one
     weights: dict[Tensor, nn.Parameter] = {}
     for layer in layers.values():
-        if layer.weight not in weights:
-            weights[layer.weight] = _float8_of(layer.weight, recipe)
+        weight = layer.weight
+        if weight not in weights:
+            float8_weight = Float8Weight.from_values(weight, recipe)
+            weights[weight] = nn.Parameter(float8_weight, weight.requires_grad)
+            for name, value in vars(weight).items():  # as model parallelism marks parameters
+                setattr(weights[weight], name, value)
     for name, layer in layers.items():
         old, layer.weight = layer.weight, weights[layer.weight]
         # an optimizer that holds the old weight finds the mark at its next step, and raises
@@ -102,31 +118,3 @@ def _tell(
         "%s; %d stay as they are, as a size is no multiple of 16: %s%s",
         *(done, len(left), ", ".join(left[:8]), more),
     )
-
-
-def _chosen(module: nn.Module, filter: Filter) -> Iterator[tuple[str, nn.Linear]]:
-    for name, layer in module.named_modules():
-        if not isinstance(layer, nn.Linear) or is_float8(layer.weight):
-            continue
-        if filter(name, layer):
-            yield name, layer
-
-
-def _check_shared(module: nn.Module, layers: dict[str, nn.Linear]) -> None:
-    # every other owner of a weight that changes, an embedding tied to the output layer, say
-    weights = {layer.weight: name for name, layer in layers.items()}
-    for name, owner in module.named_modules():
-        for param_name, param in owner.named_parameters(recurse=False):
-            if param in weights and not (name in layers and param_name == "weight"):
-                raise ValueError(
-                    f"the weight of {weights[param]!r} must be that of chosen layers alone, got "
-                    f"one that is also {param_name!r} of {name!r}, which would stay as it is; "
-                    "leave it out by `filter`"
-                )
-
-
-def _float8_of(weight: Tensor, recipe: Float8Recipe) -> nn.Parameter:
-    param = nn.Parameter(Float8Weight.from_values(weight, recipe), weight.requires_grad)
-    for name, value in vars(weight).items():  # as model parallelism marks parameters
-        setattr(param, name, value)
-    return param

@@ -26,7 +26,7 @@ class ForeignWeight:
     """The codes: the recipe's dtype, the owner's shape, contiguous."""
     scale_inv: Tensor
     """fp32, or uint8 for mxfp8; the recipe's `scale_shape`, rows may lie apart in memory."""
-    changed: Callable[[], None]
+    codes_changed: Callable[[], None]
     """Tells the library that codes and scale_inv were written: caches made of them are stale."""
     made_of: Callable[[], Sequence[Tensor | None]]
     """Reads, as they are now, the library's tensors of which all of this was made."""
@@ -69,10 +69,6 @@ class ForeignWeight:
         """The values that the weight was made of, on its device; None where they are gone."""
         values = self.initial()
         return None if values is None else values.to(self.owner.device)
-
-    def codes_changed(self) -> None:
-        """Tells the library that others wrote codes."""
-        self.changed()
 
     def quantize_(self, values: Tensor, dtype: torch.dtype | None = None) -> None:
         """Becomes these values: fp32, of the weight's shape; dtype: as Float8Weight's."""

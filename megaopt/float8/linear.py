@@ -66,11 +66,30 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Any, bias: Tensor | None, dtype: torch.dtype, scaled: bool
     ) -> Tensor:
-        product = None
+        product: Tensor | None = None
         # fp8 product: the input in e4m3fn with one scale, from its own amax
         if scaled:
             quantized = quantize_reference(input, INPUT, input.dtype)
-            product = _scaled_product(quantized.codes, quantized.scale_inv, weight, bias, input)
+            codes = quantized.codes
+            # torch._scaled_mm wants these; elsewhere the product of the dequantized two serves
+            multiplies_fp8 = (
+                input.is_cuda
+                and torch.version.hip is None
+                and torch.cuda.get_device_capability(input.device) >= (8, 9)
+                and input.dtype == torch.bfloat16
+                and input.numel() > 0
+                and all(size % 16 == 0 for size in weight.data8.shape)
+            )
+            # codes [rows, columns] @ data8.t() [columns, weight's rows], one fp32 scale for each
+            if multiplies_fp8:
+                product = torch._scaled_mm(
+                    codes.reshape(-1, codes.shape[-1]),
+                    weight.data8.t(),
+                    scale_a=quantized.scale_inv.reshape(()),
+                    scale_b=weight.scale_inv.reshape(()),
+                    bias=bias,
+                    out_dtype=input.dtype,
+                ).reshape(*input.shape[:-1], weight.shape[0])
             # the backward pass takes the input as it was multiplied
             input = dequantize_reference(quantized.codes, quantized.scale_inv, INPUT, input.dtype)
         # codes are saved: one byte a weight until the backward pass
@@ -92,12 +111,18 @@ class _Linear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         # grad @ weight, with values dequantized again
         if ctx.needs_input_grad[0]:
-            grad_input = _times(rows, _dense(weight, ctx.dtype), input)
+            flat, dense = input.reshape(-1, input.shape[-1]), _dense(weight, ctx.dtype)
+            # torch computes the transposed product for a transposed input: other bits otherwise
+            is_transposed = flat.stride() == (1, flat.shape[0])
+            product = dense.t().mm(rows.t()).t() if is_transposed else rows.mm(dense)
+            grad_input = product.reshape(input.shape)
         # grad.t() @ input, in the weight's dtype
         if ctx.needs_input_grad[1]:
             grad_weight = rows.t().mm(input.reshape(-1, input.shape[-1])).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            grad_bias = _bias_sum(grad, input)
+            # over all rows; F.linear adds the bias to rows only where the input is made of them
+            is_in_rows = input.dim() == 2 or input.is_contiguous()
+            grad_bias = rows.sum(0) if is_in_rows else grad.sum_to_size(grad.shape[-1])
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -105,48 +130,3 @@ def _dense(weight: Any, dtype: torch.dtype) -> Tensor:
     """The values, plain; hooks on saved tensors may have made them plain already."""
     dense: Tensor = weight.dequantize() if hasattr(weight, "data8") else weight
     return dense.to(dtype)
-
-
-def _times(grad: Tensor, dense: Tensor, input: Tensor) -> Tensor:
-    """Grad @ dense in the input's shape; of an input that is a transpose, as a transpose."""
-    # torch computes the transposed product for a transposed input: other bits otherwise
-    flat = input.reshape(-1, input.shape[-1])
-    if flat.stride() == (1, flat.shape[0]):
-        return dense.t().mm(grad.t()).t().reshape(input.shape)
-    return grad.mm(dense).reshape(input.shape)
-
-
-def _bias_sum(grad: Tensor, input: Tensor) -> Tensor:
-    """Sums over all rows; F.linear adds the bias to rows only where the input is made of them."""
-    if input.dim() == 2 or input.is_contiguous():
-        return grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad.sum_to_size(grad.shape[-1])
-
-
-def _scaled_product(
-    codes: Tensor, scale_inv: Tensor, weight: Any, bias: Tensor | None, input: Tensor
-) -> Tensor | None:
-    """The product in fp8, in the input's dtype; None where torch._scaled_mm does not work."""
-    if not _multiplies_fp8(input, weight.data8):
-        return None
-    # codes [rows, columns] @ data8.t() [columns, weight's rows], one fp32 scale for each
-    product: Tensor = torch._scaled_mm(
-        codes.reshape(-1, codes.shape[-1]),
-        weight.data8.t(),
-        scale_a=scale_inv.reshape(()),
-        scale_b=weight.scale_inv.reshape(()),
-        bias=bias,
-        out_dtype=input.dtype,
-    )
-    return product.reshape(*input.shape[:-1], weight.shape[0])
-
-
-def _multiplies_fp8(input: Tensor, data8: Tensor) -> bool:
-    return (
-        input.is_cuda
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(input.device) >= (8, 9)
-        and input.dtype == torch.bfloat16
-        and input.numel() > 0
-        and all(size % 16 == 0 for size in data8.shape)
-    )

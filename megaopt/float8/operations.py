@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ def is_float8(value: object) -> bool:
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A function of torch's with a Float8Weight among its arguments, above autograd."""
     # F.linear with the weight alone in fp8: a function with gradients of its own
-    if func is torch.nn.functional.linear and _is_weight_alone(*args, **kwargs):
-        return linear(*args, **kwargs)
+    if func is torch.nn.functional.linear:
+        operands = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        if [name for name, value in operands.items() if is_float8(value)] == ["weight"]:
+            return linear(*args, **kwargs)
     if func in OF_STORAGE and is_float8(args[0]):
         return OF_STORAGE[func](*args, **kwargs)
     # everything else goes on to autograd, and comes back to `dispatch`
@@ -36,8 +38,17 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # detach, clone, to and copy_ keep the weight in fp8
     if func in OWN and is_float8(args[0]):
         return OWN[func](*args, **kwargs)
+    # a plain copy must not be written: arguments that the operator's schema says it writes
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[index] if index < len(args) else kwargs.get(argument.name)
+        if any(map(is_float8, tree_flatten(written)[0])):
+            raise TypeError(
+                f"{func} must not be called in place on a Float8Weight: it would write to a copy. "
+                "quantize_ sets values; an optimizer must know fp8 weights, as megaopt's do"
+            )
     # other operators get plain tensors: the values, or, where only the shape counts, any memory
-    _refuse_in_place(func, args, kwargs)
     shape_alone = func in SHAPE_ALONE
 
     def plain(value: Any) -> Any:
@@ -48,10 +59,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return value.dequantize()
 
     return func(*tree_map(plain, args), **tree_map(plain, kwargs))
-
-
-def _is_weight_alone(input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> bool:
-    return is_float8(weight) and not is_float8(input) and not is_float8(bias)
 
 
 def _alias(weight: Any) -> Any:
@@ -155,20 +162,3 @@ SHAPE_ALONE = {
     aten.new_full.default,
 }
 """Operations that do not look at the values."""
-
-
-def _refuse_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises TypeError where a Float8Weight would be written."""
-    if any(is_float8(value) for value in _written(func, args, kwargs)):
-        raise TypeError(
-            f"{func} must not be called in place on a Float8Weight: it would write to a copy. "
-            "quantize_ sets values; an optimizer must know fp8 weights, as megaopt's do"
-        )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    # arguments that the operator's schema says it writes
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from tree_flatten(value)[0]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megaopt.float8.operations import call, dispatch
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.float8 import (
     RECIPES,
     Float8Recipe,
@@ -19,6 +18,7 @@ from megaopt.kernels.float8 import (
 )
 from megaopt.kernels.quantizers.delayed import move_scales_reference
 from megaopt.kernels.quantizers.scale import amax_reference, scale_from_amax_reference
+from megaopt.options.overwriting import overwrite
 
 TENSORS = ("data8", "scale_inv", "scale", "amax_history")
 """The tensors of a Float8Weight; without delayed scaling the last two are None."""
@@ -83,14 +83,10 @@ class Float8Weight(Tensor):
         weight.data8, weight.scale_inv, weight.recipe = data8, scale_inv, recipe
         weight.scale, weight.amax_history = scale, amax_history
         weight._initial = []
-        weight._check()
-        return weight
-
-    def _check(self) -> None:
         # by tensor the dtype and shape that the recipe wants; None: the tensor has to be None
-        recipe, shape = self.recipe, self.recipe.scale_shape(self.shape)
+        shape = recipe.scale_shape(weight.shape)
         kinds: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {
-            "data8": (recipe.dtype, tuple(self.shape)),
+            "data8": (recipe.dtype, tuple(weight.shape)),
             "scale_inv": (recipe.quantizer.scale_dtype, shape),
             "scale": None,
             "amax_history": None,
@@ -99,12 +95,13 @@ class Float8Weight(Tensor):
             kinds["scale"] = (torch.float32, shape)
             kinds["amax_history"] = (torch.float32, (recipe.amax_history_len,))
         for name, allowed in kinds.items():
-            tensor = getattr(self, name)
+            tensor = getattr(weight, name)
             kind = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
             if kind != allowed:
                 raise ValueError(
                     f"{name} must be {allowed} with scaling={recipe.scaling!r}, got {kind}"
                 )
+        return weight
 
     @classmethod
     def from_values(

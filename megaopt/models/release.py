@@ -23,6 +23,7 @@ from megaopt.options.checks import refuse, shown
 from megaopt.options.replicas import Replicas
 from megaopt.params import view_of
 from megaopt.params.dtensor import local_of
+from megaopt.state.masters import places_of
 from megaopt.state.memory import NamedTensor, check_memory
 from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
@@ -269,8 +270,14 @@ def _hook(release: weakref.ref[GradientRelease]) -> Callable[[torch.Tensor], Non
 
 
 def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
+    # entries: the place in the caller's list of each parameter's master; a list that does not fit
+    # the parameters any more is refused
+    owned.external_masters()
+    masters: Any = owned.masters if owned.has_external_masters else ()
+    places = places_of(masters, owned.views, owned.options) or []
+    entries = {place: entry for entry, place in enumerate(places)} if masters else {}
     # index: the place among all parameters, in group order
-    spots, index, entries = {}, 0, owned.master_entries()
+    spots, index = {}, 0
     for number, group in enumerate(owned.groups):
         names = group.get("param_names") or [None] * len(group["params"])
         for place, param in enumerate(group["params"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -13,6 +14,21 @@ from megaopt.options.options import FLAGS, OF_OPTIMIZERS, Options
 
 Kind = TypeVar("Kind", bound=Options)
 Class = TypeVar("Class", bound=type)
+
+USUAL = (
+    "rank update_proj_gap scale proj_type dtype weight_rounding nonfinite capturable seed backend"
+)
+"""The arguments by name that are used most: behind the positional ones they make ten."""
+THEMES = {
+    "Args: the rule": "bias_correction adam_w_mode decoupled_weight_decay betas adam_eps method "
+    "precision second_moment kernel refresh stagger contract maximize",
+    "Args: masters, formats and rounding": "master_weights master_weight_dtype weight_rounding "
+    "store_param_remainders momentum_buffer_dtype exp_avg_dtype exp_avg_sq_dtype seed direct_cast",
+    "Args: gradients": "nonfinite use_decoupled_grad round_scaled_grads write_unscaled_grads",
+    "Args: states and steps": "makes_states step_counts state_device replicas on_external_write "
+    "capturable backend",
+}
+"""The arguments that docstrings list behind these ten, by theme."""
 
 
 def options_of(
@@ -68,7 +84,7 @@ def options_of(
 
 
 def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
-    """Shows each of an optimizer's **options in its class's signature and docstring.
+    """Shows each of an optimizer's **options in its class's signature and docstring, by theme.
 
     kind: the class of its options. shared: SharedOptions, and what is based on it.
     """
@@ -90,12 +106,24 @@ def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
         init.__signature__ = signature.replace(parameters=parameters)
         # what the constructor takes beside self and params
         kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
-        # argument docs of the shared options go between the class's own and Raises
         if optimizer.__doc__:
+            # the class's argument docs and those of the shared options, by name
             first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
-            docs = [inspect.cleandoc(options.__doc__ or "") for options in shared]
-            parts = [doc.partition("Args:\n")[2] for doc in docs]
-            optimizer.__doc__ = "\n".join([first, *parts]) + raises + errors
+            docs = [first, *(inspect.cleandoc(options.__doc__ or "") for options in shared)]
+            entries = "\n".join(doc.partition("Args:\n")[2] for doc in docs)
+            texts = {
+                entry.partition(":")[0]: entry.rstrip()
+                for entry in re.split(r"^    (?=\w+: )", entries, flags=re.MULTILINE)
+            }
+            # ten come first, then the rest by theme
+            positional = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+            usual = [*positional, *(name for name in USUAL.split() if name in texts)][:10]
+            shown_doc = first.partition("\n\nArgs:\n")[0]
+            for title, names in {"Args:": " ".join(usual), **THEMES}.items():
+                section = [texts.pop(name) for name in names.split() if name in texts]
+                if section:
+                    shown_doc = "\n    ".join([f"{shown_doc}\n\n{title}", *section])
+            optimizer.__doc__ = shown_doc + raises + errors
         return optimizer
 
     return show

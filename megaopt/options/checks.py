@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
+from megaopt.kernels.refusals import is_dense as is_dense
+from megaopt.kernels.refusals import listed as listed
+from megaopt.kernels.refusals import one_of as one_of
+from megaopt.kernels.refusals import refuse as refuse
+from megaopt.kernels.refusals import same as same
+from megaopt.kernels.refusals import shown as shown
 from megaopt.kernels.rules.base import round_to_fp32
-
-LONGEST = 120
-"""Characters of a value that a message shows."""
-MOST = 20
-"""Names that a message shows."""
 
 LAST_STEP = 2**31 - 2
 """The largest step count after which one more step still has an int32 number."""
@@ -27,11 +28,6 @@ NUMBERS = {
 """Dtypes of a tensor that stands for a number."""
 
 
-def refuse(name: str, allowed: str, value: object) -> NoReturn:
-    """Raises ValueError: names a value, says what it must be, and shows what it is."""
-    raise ValueError(f"{name} must be {allowed}, got {shown(value)}")
-
-
 @contextmanager
 def errors_of(where: str) -> Iterator[None]:
     """Puts this, and a colon, before the message of a ValueError that is raised within."""
@@ -39,40 +35,6 @@ def errors_of(where: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def shown(value: object) -> str:
-    """A value as a message shows it: whatever it is, and short."""
-    try:
-        if isinstance(value, torch.Tensor) and value.is_nested:
-            return f"a nested {value.dtype} tensor on {value.device}"
-        if isinstance(value, torch.Tensor) and (value.is_meta or value.numel() != 1):
-            kind = "" if value.layout == torch.strided else f" ({value.layout})"
-            return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}{kind}"
-        text = repr(value)
-    except Exception:  # its own code fails, or it is an int too long to print
-        return f"a value of type {type(value).__name__}"
-    text = " ".join(text.split()) if "\n" in text else text
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def listed(names: Iterable[object]) -> str:
-    """The first names in a row; what is no text as `shown` shows it."""
-    texts = [name if isinstance(name, str) else shown(name) for name in names]
-    return ", ".join(texts[:MOST]) + (", ..." if len(texts) > MOST else "")
-
-
-def same(value: object, allowed: object) -> bool:
-    """Checks that a value is the allowed one, of its type: 1 is not True, an array is no text."""
-    return value is allowed or (isinstance(value, type(allowed)) and value == allowed)
-
-
-def one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError unless the value is one of those allowed."""
-    allowed = list(allowed)
-    if not any(same(value, choice) for choice in allowed):
-        several = "one of " if len(allowed) > 1 else ""
-        refuse(name, several + ", ".join(map(str, allowed)), value)
 
 
 class Range(NamedTuple):
@@ -117,13 +79,6 @@ def _float_of(value: Any) -> float | None:
         return float(value)
     except (OverflowError, TypeError, ValueError):
         return None
-
-
-def is_dense(value: Any) -> bool:
-    """Checks for a tensor with a shape and elements in memory: not sparse, not nested."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.layout == torch.strided and not value.is_nested
 
 
 def has_shared_elements(tensor: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ LowRankKernel = Literal["auto", "torch", "compiled", "hybrid", "grouped", "fused
 """The code that steps GaLoreAdamW's matrices with a rank."""
 
 Precision = Literal["ieee", "tf32", "bf16"]
-"""The precision of GaLoreAdamW's products: megaopt.kernels.matrix.products.PRECISIONS."""
+"""The precision of GaLoreAdamW's products: megaopt.kernels.galore.products.PRECISIONS."""
 
 Refresh = Literal["subspace", "svd"]
 """The way in which GaLoreAdamW's projections follow the gradient."""

@@ -100,6 +100,9 @@ class Numbers:
 class SharedOptions(TypedDict, total=False):
     """The options that every optimizer takes, by name.
 
+    foreach and fused (None, True or False) and differentiable (only False) are taken for torch's
+    calls, and change nothing.
+
     Args:
         dtype: torch.float32 keeps an fp32 master for each weight that is not fp32. None leaves it
             to master_weights.
@@ -143,9 +146,6 @@ class SharedOptions(TypedDict, total=False):
             which puts the old values back. refresh_masters says which writes are not seen.
         backend: "triton", "reference", or "auto": triton where the parameters are on a GPU.
         maximize: steps along the gradient, not against it. Not under contract te.
-        foreach: None, True or False, taken for torch's calls; it changes nothing.
-        differentiable: only False.
-        fused: as foreach.
     """
 
     dtype: torch.dtype | None

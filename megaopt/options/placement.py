@@ -19,6 +19,8 @@ SCALE = "_scale"
 """The ending of the names of scales in a parameter's state."""
 STEP = "step"
 """The name of a parameter's step count in its state, where parameters have their own."""
+REPLACED = "megaopt_replaced"
+"""Attribute of a weight in whose place an fp8 one stands now: the name of its layer."""
 
 
 StateDevice = str | torch.device | Mapping[str, Any] | None

@@ -52,7 +52,9 @@ def encode_blocks(
         stored = codes[elements.start // form.packed : elements.stop // form.packed]
         # new codes on the scales' device, then copied to where the codes are
         new, piece = torch.empty_like(stored, device=scale.device), flat[elements].to(scale.device)
-        store_blocks(new, scales[blocks], signless(piece, form), form, first + elements.start)
+        # moments without a sign have no code for -0
+        piece = piece + 0.0 if form.unsigned else piece
+        store_blocks(new, scales[blocks], piece, form, first + elements.start)
         stored.copy_(new)
 
 
@@ -78,8 +80,3 @@ def encode_joined(
     for elements, _ in _pieces(flat.numel(), 0, 1):
         weights[elements], codes[elements] = form.encode_by_hand(flat[elements].to(weight.device))
     return new
-
-
-def signless(value: torch.Tensor, form: Format) -> torch.Tensor:
-    """Replaces -0 by 0 where moments have no sign, and so no code for -0."""
-    return value + 0.0 if form.unsigned else value

@@ -6,7 +6,6 @@ torch.distributed.tensor is never imported here: before somebody else has, there
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,34 +13,15 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import Format
-from megaopt.kernels.place import Place, place_of_box
-from megaopt.kernels.rules.matrix import WHOLE
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN, place_of_shard, shard_first
+from megaopt.kernels.shards import dtensor_class as dtensor_class
+from megaopt.kernels.shards import is_dtensor as is_dtensor
+from megaopt.kernels.shards import local_of as local_of
+from megaopt.kernels.shards import waited as waited
 from megaopt.options.options import Options
-from megaopt.params.view import MASTER, PLAIN, SCALE, STEP, MatrixView, ParamView
-
-
-def dtensor_class() -> Any:
-    """Returns DTensor, for isinstance; an empty tuple where nobody has imported it."""
-    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
-
-
-def is_dtensor(value: object) -> bool:
-    """Checks for a torch.distributed.tensor.DTensor."""
-    return isinstance(value, dtensor_class())
-
-
-def local_of(value: Any) -> Any:
-    """The shard of this rank, in its own memory; anything but a DTensor as it is."""
-    return waited(value._local_tensor) if is_dtensor(value) else value
-
-
-def waited(local: Any) -> Any:
-    """A shard that a collective may still be making, once it is there."""
-    if type(local) in PLAIN:
-        return local
-    functional = sys.modules.get("torch.distributed._functional_collectives")
-    kind = getattr(functional, "AsyncCollectiveTensor", ())
-    return local.wait() if isinstance(local, kind) else local
+from megaopt.params.view import MASTER, SCALE, STEP, ParamView
 
 
 def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,8 +48,13 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
     if not isinstance(value, torch.Tensor):
         return
     if not same_sharding(value, param):
+        hint = (
+            "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "
+            "param.device_mesh, param.placements) splits a whole tensor"
+        )
         raise ValueError(
-            f"{where} must be {_sharding(param)}, got {_sharding(value)}{_hint(param)}"
+            f"{where} must be {_sharding(param)}, got {_sharding(value)}"
+            f"{hint if is_dtensor(param) else ''}"
         )
     local = local_of(value)
     if is_dtensor(value) and type(local) not in PLAIN:
@@ -85,64 +70,30 @@ def _sharding(value: Any) -> str:
     return f"a DTensor of placements {tuple(value.placements)} on {value.device_mesh}"
 
 
-def _hint(param: Any) -> str:
-    if not is_dtensor(param):
-        return ""
-    return (
-        "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "
-        "param.device_mesh, param.placements) splits a whole tensor"
-    )
-
-
 class DTensorView(ParamView):
-    """A parameter that is a DTensor."""
+    """A parameter that is a DTensor; moments of a matrix rule are sharded as it is."""
 
     is_sharded = True
 
-    @property
-    def local(self) -> torch.Tensor:
-        """The shard of this rank."""
-        shard: torch.Tensor = local_of(self.param)
-        return shard
-
-    @property
-    def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
-        """The mesh, and its dimensions that split the parameter; None if fully replicated."""
-        placements = enumerate(self.param.placements)
-        dims = tuple(i for i, placement in placements if not placement.is_replicate())
-        return (self.param.device_mesh, dims) if dims else None
-
-    @property
-    def sharding(self) -> tuple[object, ...]:
-        """Placements and mesh without its ranks: a submesh has others elsewhere."""
-        mesh = self.param.device_mesh
-        return self.param.placements, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape)
+    def __init__(self, param: Any, matrix: Matrix | None = None) -> None:
+        super().__init__(param, matrix)
+        self.local = self.codes = local_of(param)
+        # a mesh without its ranks: a submesh has others elsewhere
+        mesh, placements = param.device_mesh, param.placements
+        self.sharding = placements, mesh.device_type, mesh.mesh_dim_names, tuple(mesh.shape)
+        # dimensions of the mesh that split it; None if fully replicated
+        dims = tuple(i for i, placement in enumerate(placements) if not placement.is_replicate())
+        self.split = (mesh, dims) if dims else None
 
     @property
     def first_element(self) -> int:
         """The index of the shard's first element; a shard may hold rows in part."""
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        # starts: of this rank's shard in each dimension
-        param = self.param
-        _, starts = compute_local_shape_and_global_offset(
-            param.shape, param.device_mesh, param.placements
-        )
-        # elements of one index of each dimension, row by row
-        sizes = [math.prod(param.shape[dim + 1 :]) for dim in range(param.dim())]
-        return sum(start * size for start, size in zip(starts, sizes, strict=True))
-
-    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which `boxes` of this one are counted."""
-        return tuple(shape)
+        return shard_first(self.param)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> list[tuple[tuple[int, int], ...]]:
-        """The shards at places of the mesh: the first index and the one behind the last.
-
-        shape: of the parameter, or of another tensor that is split as it is.
-        """
+        """The shards at places of the mesh: the first index and the one behind the last."""
         from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
         # the private function takes a place of the mesh; the public one knows this rank's alone
@@ -154,66 +105,72 @@ class DTensorView(ParamView):
             shard_boxes.append(tuple((a, a + n) for a, n in zip(starts, sizes, strict=True)))
         return shard_boxes
 
-    def place(self, number: int) -> Place:
-        """The place of the shard's elements in the parameter.
+    def _low_box(self, name: str) -> tuple[tuple[int, int], ...] | None:
+        """This rank's box of a state tensor; None where that is as large as the parameter."""
+        if self.matrix is None or name == MASTER:
+            return None
+        low = self.matrix.low_shape(self.whole_shape)
+        here = self.param.device_mesh.get_coordinate()
+        return None if low == self.whole_shape else self.boxes([here], low)[0]
+
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's tensor of the state; moments are split as the parameter is."""
+        box = self._low_box(name)
+        return tuple(self.local.shape if box is None else (end - begin for begin, end in box))
+
+    def first_of(self, name: str) -> int:
+        """The index of the shard's first element in the whole state tensor of this name."""
+        box = self._low_box(name)
+        if box is None:
+            return self.first_element
+        (row, _), (column, _) = box
+        return row * self.whole_state_shape(name)[1] + column
+
+    def place(self, number: int, name: str = MASTER) -> Place:
+        """The place of the shard's elements in the parameter, or in a whole state tensor.
 
         Raises ValueError for a shard of a part of two dimensions behind the first.
         """
-        return self._placed(number, self.first_element, self.local.shape, self.param.shape)
+        shape, whole_shape = self.state_shape(name), self.whole_state_shape(name)
+        return place_of_shard(number, self.param, self.first_of(name), shape, whole_shape)
 
-    def _placed(
-        self, number: int, first: int, shape: Sequence[int], whole_shape: Sequence[int]
-    ) -> Place:
-        """The place of a shard of this shape in a tensor that is split as the parameter is."""
-        # an empty shard has no element to place
-        if not math.prod(shape):
-            return Place(number)
-        place = place_of_box(number, first, shape, whole_shape)
-        if place is None:
-            raise ValueError(
-                f"placements {tuple(self.param.placements)} of shape {tuple(whole_shape)} must "
-                "split at most one dimension behind the first where elements are known by their "
-                "places"
-            )
-        return place
-
-    def wrap_scales(self, local: torch.Tensor) -> torch.Tensor:
-        """The scales of a shard's blocks as a DTensor, split as the parameter is."""
-        # local: uint8 scales; of one dimension [blocks], else [rows, blocks of a row]
-        param, shape = self.param, self.local.shape
-        if len(shape) == 1:  # shards of one size
-            return self._reshaped(local, (local.numel() * (param.numel() // shape.numel()),))
-        block = shape[1:].numel() // local.shape[1]
-        return self._reshaped(local, (param.shape[0], param.shape[1:].numel() // block))
-
-    @property
-    def counted(self) -> list[torch.Tensor]:
-        """The DTensor and its shard, which counts writes to to_local()."""
-        return [tensor for tensor in (self.param, self.local) if not tensor.is_inference()]
-
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
+    def wrap(self, local: torch.Tensor, name: str = MASTER) -> torch.Tensor:
         """A DTensor of the parameter's mesh and placements, with the shard's memory.
 
-        The class is called as FSDP2 calls it: DTensor.from_local moves what it gets to the mesh's
-        kind of device, and shards that FSDP2 offloads lie on the CPU.
+        What a matrix rule keeps every rank has whole. The class is called as FSDP2 calls it:
+        DTensor.from_local moves what it gets to the mesh's kind of device, and shards that FSDP2
+        offloads lie on the CPU.
+
+        local: of the shape of this rank's shard, or packed codes, or uint8 scales of its blocks:
+            of one dimension [blocks], else [rows, blocks of a row].
         """
-        # codes of the parameter's shape: its own meta data, but for the dtype
-        param, shape = self.param, self.local.shape
-        if local.shape == shape:
-            return self._wrapped(local, param._spec.tensor_meta._replace(dtype=local.dtype))
-        # packed codes; columns are split between whole blocks
-        together = shape[-1] // local.shape[-1]
-        return self._reshaped(local, (*param.shape[:-1], param.shape[-1] // together))
+        param, spec, shape = self.param, self.param._spec, self.local.shape
+        # whole: the DTensor's shape, dense; by default its meta data are the parameter's
+        whole: tuple[int, ...] | None = None
+        if name in self.kept:
+            from torch.distributed.tensor import Replicate
 
-    def _reshaped(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """A DTensor of this shape, dense, split as the parameter is."""
-        stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        meta = self.param._spec.tensor_meta
-        facts = {"shape": torch.Size(shape), "stride": stride, "dtype": local.dtype}
-        return self._wrapped(local, meta._replace(**facts))
-
-    def _wrapped(self, local: torch.Tensor, meta: Any) -> torch.Tensor:
-        spec = replace(self.param._spec, tensor_meta=meta)
+            # the same mesh, Replicate in each of its dimensions
+            spec = type(spec)(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta)
+            whole = tuple(local.shape)
+        elif self._low_box(name) is not None:
+            # of a smaller matrix; packed codes and scales have fewer columns in proportion
+            (rows, columns), (_, width) = self.whole_state_shape(name), self.state_shape(name)
+            whole = (rows, columns * local.shape[1] // width if width else columns)
+        elif name.endswith(SCALE) and len(shape) == 1:  # shards of one size
+            whole = (local.numel() * (param.numel() // shape.numel()),)
+        elif name.endswith(SCALE):
+            block = shape[1:].numel() // local.shape[1]
+            whole = (param.shape[0], param.shape[1:].numel() // block)
+        elif local.shape != shape:
+            # packed codes; columns are split between whole blocks
+            together = shape[-1] // local.shape[-1]
+            whole = (*param.shape[:-1], param.shape[-1] // together)
+        meta = spec.tensor_meta._replace(dtype=local.dtype)
+        if whole is not None:
+            stride = tuple(math.prod(whole[dim + 1 :]) for dim in range(len(whole)))
+            meta = meta._replace(shape=torch.Size(whole), stride=stride)
+        spec = replace(spec, tensor_meta=meta)
         dtensor: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
         return dtensor
 
@@ -229,16 +186,11 @@ class DTensorView(ParamView):
             is_tensor = isinstance(value, torch.Tensor) and name != STEP
             new_state[name] = objects.get(id(value), value)
             if is_tensor and id(value) not in objects:
-                new_state[name] = self.wrap_named(name, value)
+                new_state[name] = self.wrap(value, name)
         return new_state
 
-    def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The DTensor of a shard of the state tensor of this name."""
-        return self.wrap_scales(local) if name.endswith(SCALE) else self.wrap(local)
-
-    def _check_kind(
-        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
-    ) -> None:
+    def _check_kind(self, where: str, options: Options, forms: Mapping[str, Format]) -> None:
+        """Raises ValueError for a subclass's shards, for sums, and for formats cut by ranks."""
         param, local = self.param, self.param._local_tensor
         if type(local) not in PLAIN:
             raise ValueError(
@@ -251,12 +203,12 @@ class DTensorView(ParamView):
                 "a Partial is the weight only when the ranks' are added up"
             )
         # moments and masters: whole blocks on each rank, and no scale for the whole tensor
-        formats = {
-            **{f"{name}_dtype": options.moment_format(name) for name in moments},
-            "master_weight_dtype": options.master_format(param.dtype, masters),
-        }
-        for name, form in formats.items():
-            self._check_blocks(where, name, form)
+        for name, form in forms.items():
+            if form.block and self.keeps_blocks(form):
+                self._check_blocks(where, name, form)
+            # ranks would exchange parts of blocks: each matrix goes to its owner alone
+            if self.split is not None:
+                self._check_cuts(where, name, form)
             if form.scaled:
                 more = " or torch.bfloat16" if name != "master_weight_dtype" else ""
                 raise ValueError(
@@ -267,11 +219,8 @@ class DTensorView(ParamView):
 
     def _check_blocks(self, where: str, name: str, form: Format) -> None:
         """Raises ValueError where a shard would have parts of blocks."""
-        param = self.param
-        if not form.block or not self.keeps_blocks(form):
-            return
         # sizes: into how many parts each dimension is split
-        shape = self.whole_state_shape(name.removesuffix("_dtype"))
+        param, shape = self.param, self.whole_state_shape(name.removesuffix("_dtype"))
         sizes = [1] * param.dim()
         for dim, placement in enumerate(param.placements):
             if not placement.is_replicate():
@@ -285,97 +234,3 @@ class DTensorView(ParamView):
                 f"{tuple(shape)}; allowed: rows split over any number of ranks, columns of "
                 f"two dimensions, and one dimension, in equal parts of whole blocks"
             )
-
-
-def shard_box(value: Any) -> tuple[Sequence[int], Sequence[int]] | None:
-    """Returns where a DTensor's shard begins in each dimension, and its shape; else None."""
-    if not is_dtensor(value):
-        return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    size, start = compute_local_shape_and_global_offset(
-        value.shape, value.device_mesh, value.placements
-    )
-    return start, size
-
-
-def shard_place(value: Any) -> Place | None:
-    """Returns the place of a DTensor's shard in the whole; None for anything else.
-
-    Raises ValueError as DTensorView.place does.
-    """
-    return DTensorView(value).place(0) if is_dtensor(value) else None
-
-
-class MatrixDTensorView(MatrixView, DTensorView):
-    """A DTensor whose moments are sharded as it is, and of which every rank has what is kept."""
-
-    @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what the rule keeps: of the whole matrix, where that comes together."""
-        is_whole = self.matrix.rule.meets == WHOLE
-        return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
-
-    @property
-    def _low_box(self) -> tuple[tuple[int, int], ...]:
-        """The first index and the one behind the last of the moments' shard, by dimension."""
-        here = self.param.device_mesh.get_coordinate()
-        return self.boxes([here], self.matrix.low_shape(self.whole_shape))[0]
-
-    @property
-    def low_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's moments: they are split as the parameter is."""
-        if self._keeps_shape:
-            return tuple(self.local.shape)
-        return tuple(end - begin for begin, end in self._low_box)
-
-    def first_of(self, name: str) -> int:
-        """The index of the shard's first element in the whole state tensor of this name."""
-        if name == MASTER or self._keeps_shape:
-            return self.first_element
-        _, columns = self.matrix.low_shape(self.whole_shape)
-        (row, _), (column, _) = self._low_box
-        return row * columns + column
-
-    def state_place(self, name: str, number: int) -> Place:
-        """The place of the shard's elements in the whole state tensor of this name."""
-        shapes = self.state_shape(name), self.whole_state_shape(name)
-        return self._placed(number, self.first_of(name), *shapes)
-
-    def _wrap_low(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor of a shard of the moments, of packed codes or of scales, with its memory."""
-        # width: columns of this rank's moments; packed codes and scales have fewer in proportion
-        (rows, columns), (_, width) = self.matrix.low_shape(self.whole_shape), self.low_shape
-        return self._reshaped(
-            local, (rows, columns * local.shape[1] // width if width else columns)
-        )
-
-    def _check_blocks(self, where: str, name: str, form: Format) -> None:
-        """Also where ranks would exchange parts of blocks: each matrix goes to its owner alone."""
-        super()._check_blocks(where, name, form)
-        if self.split is not None:
-            self.check_blocks_of_matrices(where, name, form)
-
-    @property
-    def _keeps_shape(self) -> bool:
-        return self.matrix.low_shape(self.whole_shape) == self.whole_shape
-
-    def wrap_named(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Wraps what is kept as DTensors that every rank has whole; others as the parameter."""
-        if name in self.kept:
-            return self.replicated(local)
-        is_low = name != MASTER and not self._keeps_shape
-        return self._wrap_low(local) if is_low else super().wrap_named(name, local)
-
-    def replicated(self, local: torch.Tensor) -> torch.Tensor:
-        """A DTensor on the parameter's mesh that every rank has whole."""
-        from torch.distributed.tensor import Replicate
-
-        # the same mesh, Replicate in each of its dimensions
-        param_spec = self.param._spec
-        meta = param_spec.tensor_meta._replace(
-            shape=local.shape, stride=local.stride(), dtype=local.dtype
-        )
-        spec = type(param_spec)(param_spec.mesh, (Replicate(),) * param_spec.mesh.ndim, meta)
-        dtensor: torch.Tensor = dtensor_class()(local.detach(), spec, requires_grad=False)
-        return dtensor

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.float8.shard import Float8Shard
-from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.shards import PLAIN
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
-from megaopt.params.view import MASTER, MatrixView
+from megaopt.params.view import MASTER, ParamView
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""
@@ -34,25 +34,18 @@ class FlatParts(NamedTuple):
     """The first element of the parameter on each rank, and the one behind the last."""
 
 
-class FlatMatrixView(MatrixView):
+class FlatMatrixView(ParamView):
     """A flat part of a matrix whose other parts are on known ranks; one dimension.
 
     Its moments are cut at the same parts of the whole.
     """
 
-    @property
-    def _parts(self) -> FlatParts:
-        parts: FlatParts = getattr(self.param, PARTS)
-        return parts
+    is_flat = True
 
-    @property
-    def split(self) -> tuple[Any, tuple[int, ...]] | None:  # type: ignore[override]  # computed
-        """The ranks, in the one dimension of their mesh."""
-        return self._parts.mesh, (0,)
-
-    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which `boxes` of this one are counted."""
-        return (math.prod(shape),)
+    def __init__(self, param: Any, matrix: Matrix) -> None:
+        super().__init__(param, matrix)
+        self._parts: FlatParts = getattr(param, PARTS)
+        self.split = self._parts.mesh, (0,)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
@@ -66,16 +59,18 @@ class FlatMatrixView(MatrixView):
         ends = [self._parts.ends[rank] for (rank,) in coordinates]
         return [((begin * numel // whole, end * numel // whole),) for begin, end in ends]
 
-    @property
-    def _low_ends(self) -> tuple[int, int]:
+    def _ends(self, name: str) -> tuple[int, int]:
+        """The first element of this rank's state tensor in the whole one, and the one behind."""
+        first = self.first_element
+        if name == MASTER or self.matrix is None:
+            return first, first + self.local.numel()
         here, low = self._parts.mesh.get_coordinate(), self.matrix.low_shape(self.whole_shape)
         ((ends,),) = self.boxes([here], low)
         return ends
 
-    @property
-    def low_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's moments."""
-        begin, end = self._low_ends
+    def state_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of this rank's tensor of the state: one dimension."""
+        begin, end = self._ends(name)
         return (end - begin,)
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
@@ -84,23 +79,17 @@ class FlatMatrixView(MatrixView):
 
     def first_of(self, name: str) -> int:
         """The index of the part's first element in the whole state tensor of this name."""
-        return self.first_element if name == MASTER else self._low_ends[0]
-
-    def state_place(self, name: str, number: int) -> Place:
-        """The place of the part's elements in the whole state tensor of this name."""
-        return Place(number, self.first_of(name))
-
-    @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what the rule keeps, of the whole matrix."""
-        return self.matrix.kept(self.whole_shape)
+        return self._ends(name)[0]
 
 
 def is_flat_part(param: torch.Tensor) -> bool:
     """Whether a tensor is a part of matrices without their rows and columns, or marked as one."""
     whole = getattr(param, "megaopt_whole_shape", ())
-    if isinstance(param, Float8Shard):
-        whole = param.weight.shape
+    if type(param) not in PLAIN:
+        from megaopt.float8.shard import Float8Shard
+
+        if isinstance(param, Float8Shard):
+            whole = param.weight.shape
     return len(whole) >= 2 or getattr(param, FLATTENED_BY_FSDP1, False)
 
 

@@ -2,89 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.chunks.batch import Cast, Extent, Formats
+from megaopt.float8.shard import Float8Shard
+from megaopt.kernels.chunks.batch import Extent, Formats
 from megaopt.kernels.float8 import dequantize_reference
 from megaopt.kernels.formats import Format
-from megaopt.kernels.formats.float8_drawn import encode_pair_reference, remainder_of
+from megaopt.kernels.formats.float8_drawn import remainder_of
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options
 from megaopt.params.codes import decoded_joined
-from megaopt.params.view import MatrixView, ParamView
+from megaopt.params.view import ParamView
 
 
 class Float8View(ParamView):
-    """A parameter that is a whole fp8 weight."""
+    """A parameter that is a whole fp8 weight, or, as a Float8Shard, a rank's part of one."""
 
-    def __init__(self, param: Any, weight: Any) -> None:
-        super().__init__(param)
+    def __init__(self, param: Any, weight: Any, matrix: Matrix | None = None) -> None:
         self.weight = weight
-
-    @property
-    def codes(self) -> torch.Tensor:
-        """The codes of its elements, flat, a view of the weight's."""
-        # data8: codes of the whole weight; this view is flat, [numel of the part]
-        start = self.first_element
-        elements: torch.Tensor = self.weight.data8.view(-1)[start : start + self.param.numel()]
-        return elements
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The whole weight's shape."""
-        return tuple(self.weight.shape)
-
-    @property
-    def first_element(self) -> int:
-        """0: it is whole."""
-        return 0
-
-    @property
-    def batch_key(self) -> tuple[object, ...]:
-        """The ranks, the library, and whether there are codes along columns."""
-        return self.group, type(self.weight), self.weight.columnwise is not None
-
-    @property
-    def counted(self) -> list[torch.Tensor]:
-        """The weight, if it is ours: nobody says what counts writes to another library's."""
-        return [] if self.weight.is_foreign else [self.weight]
+        super().__init__(param, matrix)
+        self.code_dtype = weight.recipe.dtype
+        # a part has an order, by which ranks know it; None: they have all parts in one order
+        self._is_shard = isinstance(param, Float8Shard)
+        start = int(param.start) if self._is_shard else 0
+        # scales are of rows, columns or blocks: the step asks where its elements lie in these
+        columns = weight.shape[-1] if weight.dim() else 1
+        self.extent = Extent(weight.numel() // max(columns, 1), columns, start, self._is_shard)
+        # codes of the whole weight, flat; of these the elements of this part, a view
+        self.codes = weight.data8.view(-1)[start : start + param.numel()]
+        # the ranks that share the weight; None where there are no others
+        if self._is_shard and dist.is_initialized():
+            group = param.group or dist.group.WORLD
+            self.group = group if dist.get_world_size(group) > 1 else None
 
     def reader(self) -> Callable[[], Sequence[Any]]:
         """Reads, in about a microsecond, all tensors that the weight is made of now."""
-        read: Callable[[], Sequence[Any]] = self.weight.made_of
-        return read
+        param, made_of = self.param, self.weight.made_of
+        # the weight of a part may become another
+        return (lambda: (param.weight, *made_of())) if self._is_shard else made_of
 
-    def cast(self, direct: bool | None = None) -> Cast | None:
-        """The cast by the weight's recipe."""
-        recipe = self.weight.recipe
-        recipe = recipe if direct is None else replace(recipe, direct=direct)
-        return Cast(recipe, self.weight.dtype)
-
-    @property
-    def extent(self) -> Extent:
-        """All elements of the weight."""
-        # scales are of rows, columns or blocks: the step asks where its elements lie in these
-        weight = self.weight
-        columns = weight.shape[-1] if weight.dim() else 1
-        rows = weight.numel() // max(columns, 1)
-        return Extent(rows, columns, self.first_element, self._has_other_parts)
-
-    _has_other_parts = False
+    def number(self, place: int) -> int:
+        """The `order` of a part among the weights of its group; its place where it has none."""
+        if not self._is_shard:
+            return super().number(place)
+        return place if self.param.order is None else int(self.param.order)
 
     def value(self, formats: Formats) -> torch.Tensor:
         """The values that the codes stand for; exact where the step reads them so."""
         # in the weight's own dtype first, where the step reads values so
-        if formats.cast is None or not formats.cast.exact:
-            return self.part_of(self.weight.dequantize())
-        # code * scale_inv in fp32, no rounding to the weight's dtype
         weight = self.weight
+        if formats.cast is None or not formats.cast.exact:
+            return self.part_of(weight.dequantize())
+        # code * scale_inv in fp32, no rounding to the weight's dtype
         values = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
         return self.part_of(values)
 
@@ -109,14 +84,6 @@ class Float8View(ParamView):
         code.copy_(remainder_of(codes, scaled))
         return None
 
-    def round_as_pairs(self, value: torch.Tensor) -> None:
-        """Sets codes of fp32 values to those that a step stores with a remainder beside each.
-
-        They are nearest, in two roundings, ties away from zero; the weight's own are to even.
-        """
-        code, _ = encode_pair_reference(value * (1.0 / self.scale_inv()))
-        self.codes.copy_(code.view(-1))
-
     def initial_value(self, formats: Formats) -> torch.Tensor:
         """The values that the weight was made from, if it still has them; else the codes'."""
         values = self.weight.high_precision_initial_value()
@@ -128,64 +95,21 @@ class Float8View(ParamView):
         part = whole.flatten()[start : start + self.param.numel()]
         return part.view(self.param.shape).float()
 
-    def _check_kind(
-        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
-    ) -> None:
+    def _check_kind(self, where: str, options: Options, forms: Mapping[str, Format]) -> None:
+        """Raises ValueError for parts that lack what a step of codes needs."""
         count, whole = self.param.numel(), self.weight.numel()
         if self.weight.columnwise and count != whole:
             raise ValueError(
                 f"{where}: a weight with columnwise data must be whole, got {count} of {whole} "
                 "elements"
             )
-
-
-class Float8MatrixView(MatrixView, Float8View):
-    """A whole fp8 weight that is stepped as a matrix: its master is."""
-
-    def __init__(self, param: Any, weight: Any, matrix: Matrix) -> None:
-        Float8View.__init__(self, param, weight)
-        self.matrix = matrix
-
-
-class Float8ShardView(Float8View):
-    """A parameter that is a rank's part of an fp8 weight."""
-
-    _has_other_parts = True
-
-    def _check_kind(
-        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
-    ) -> None:
-        super()._check_kind(where, options, moments, masters)
-        for name in moments:
-            form = options.moment_format(name)
+        for name, form in forms.items() if self._is_shard else ():
             if form.block and self.keeps_blocks(form):
                 raise ValueError(
-                    f"{where}: {name}_dtype={form.name!r} must not be given for fp8 weights of "
+                    f"{where}: {name}={form.name!r} must not be given for fp8 weights of "
                     "which other ranks have parts, where these cut blocks; torch.bfloat16, or "
                     "'bfloat16_stochastic'"
                 )
-
-    @property
-    def first_element(self) -> int:
-        """The first element of this part in the weight."""
-        return int(self.param.start)
-
-    @property
-    def group(self) -> Any:
-        """The ranks that share the weight; None where there are no others."""
-        if not dist.is_initialized():
-            return None
-        group = self.param.group or dist.group.WORLD
-        return group if dist.get_world_size(group) > 1 else None
-
-    def reader(self) -> Callable[[], Sequence[Any]]:
-        """Reads the weight too, which may become another."""
-        param, made_of = self.param, self.weight.made_of
-        return lambda: (param.weight, *made_of())
-
-    def number(self, place: int) -> int:
-        """Its `order` among the weights of the group; its place where it has none."""
-        return place if self.param.order is None else int(self.param.order)
 
     def check_shared(self, where: str) -> None:
         """Raises ValueError for a part whose other parts no rank is known to hold."""

@@ -17,15 +17,13 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
     Args:
         names: of all parameters of a model, or of an optimizer.
     """
-    plain_by_name = {name: _plain(name) for name in names}
+    plain_by_name = {}
+    for name in names:
+        *modules, last = name.split(".")
+        parts = [part for part in modules if part not in ANYWHERE]
+        while parts and parts[0] == IN_FRONT:
+            parts = parts[1:]
+        plain_by_name[name] = ".".join((*parts, last))
     # a name that would become another's stays as it is
     counts = Counter(plain_by_name.values())
     return {name: plain if counts[plain] == 1 else name for name, plain in plain_by_name.items()}
-
-
-def _plain(name: str) -> str:
-    *modules, last = name.split(".")
-    parts = [part for part in modules if part not in ANYWHERE]
-    while parts and parts[0] == IN_FRONT:
-        parts = parts[1:]
-    return ".".join((*parts, last))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.kernels.chunks.batch import Cast, Extent, Formats
+from megaopt.kernels.chunks.batch import Extent, Formats
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import WHOLE, Matrix
@@ -27,9 +27,6 @@ matter much, they are fp32."""
 EMBEDDING = "is_embedding_or_output_parameter"
 """Megatron-Core's attribute of parameters; where it is True no rule for matrices steps one."""
 
-PLAIN = {torch.Tensor, torch.nn.Parameter}
-"""Classes of tensors that have memory of their own; subclasses may have none."""
-
 
 def whole_shape_of(param: torch.Tensor) -> tuple[int, ...]:
     """A parameter's shape over all ranks, of a flat part too where it says so."""
@@ -37,81 +34,159 @@ def whole_shape_of(param: torch.Tensor) -> tuple[int, ...]:
 
 
 class ParamView:
-    """A parameter that is a plain tensor; the subclasses say what is different for theirs."""
+    """A parameter that is a plain tensor; the subclasses say what is different for theirs.
+
+    Args:
+        param: the parameter.
+        matrix: the rule that steps it as a whole matrix, and how; its moments are of the low shape
+            then. None: it is stepped elementwise.
+        replicas: the mesh of ranks that all have the matrix, of which one makes its update for all;
+            None: this rank knows of no others.
+    """
 
     weight: Any = None
     """The fp8 weight that the parameter is, or is a part of: a Float8Weight or ForeignWeight."""
+    extent: Extent
+    """The elements of the fp8 weight that it holds; other kinds have none."""
     group: Any = None
     """The process group whose ranks hold the other parts of the fp8 weight; None without one."""
-    split: tuple[Any, tuple[int, ...]] | None = None
-    """The device mesh of a DTensor, and its dimensions over which the parameter is split."""
     is_sharded = False
     """It is a DTensor, and so is its state."""
-    matrix: Matrix | None = None
-    """The rule that steps it as a whole matrix, and how; None: it is stepped elementwise."""
+    is_flat = False
+    """It is a flat part of a matrix, whose other parts are on known ranks."""
     home: Home | None = None
     """The home of its state in host memory; None: all of it is beside the weight."""
 
-    def __init__(self, param: Any) -> None:
-        self.param = param
-
-    @property
-    def local(self) -> torch.Tensor:
+    def __init__(self, param: Any, matrix: Matrix | None = None, replicas: Any = None) -> None:
+        self.param, self.matrix, self.replicas = param, matrix, replicas
+        self.local: torch.Tensor = param
         """The tensor that this rank steps: of a DTensor its shard, otherwise the parameter."""
-        param: torch.Tensor = self.param
-        return param
-
-    @property
-    def is_strange(self) -> bool:
-        """Whether nothing steps its kind: `check` raises an error, unless it is frozen."""
-        is_wrapper = is_traceable_wrapper_subclass(self.param)
-        is_ours = self.is_sharded or self.weight is not None
-        return self.param.dtype not in WEIGHTS or (is_wrapper and not is_ours)
-
-    @property
-    def is_idle(self) -> bool:
-        """The parameter is frozen, and of a kind that nothing steps: codes of int8, say.
-
-        A tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says.
-        """
-        is_frozen = isinstance(self.param, torch.nn.Parameter) and not self.param.requires_grad
-        return is_frozen and self.is_strange
-
-    @property
-    def codes(self) -> torch.Tensor:
+        self.codes: torch.Tensor = param
         """The memory that a step writes as the weight."""
-        return self.local
-
-    @property
-    def code_dtype(self) -> torch.dtype | None:
+        self.code_dtype: torch.dtype | None = None
         """The fp8 dtype in which the weight is kept; None where it is kept as it is."""
-        return None if self.weight is None else self.weight.recipe.dtype
+        self.split: tuple[Any, tuple[int, ...]] | None = None
+        """The mesh of ranks that have other parts, or copies, and its dimensions that split it."""
+        self.sharding: tuple[object, ...] | None = None
+        """The split as ranks compare it: not which ranks, as these differ elsewhere."""
+        if replicas is not None:
+            self.split, self.sharding = (replicas, ()), ("replicas", replicas.size())
+        self.whole_shape = (
+            tuple(self.weight.shape) if self.weight is not None else whole_shape_of(param)
+        )
+        """The parameter's shape over all ranks."""
+        # nothing steps such a kind: `check` raises an error, unless it is frozen (codes of int8,
+        # say); a tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says
+        is_ours = self.is_sharded or self.weight is not None
+        self.is_strange = param.dtype not in WEIGHTS or (
+            is_traceable_wrapper_subclass(param) and not is_ours
+        )
+        is_frozen = isinstance(param, torch.nn.Parameter) and not param.requires_grad
+        self.is_idle = is_frozen and self.is_strange
+        # its blocks are counted from the whole's start
+        marks = ("megaopt_whole_shape", "megaopt_first_element")
+        self._is_part = any(hasattr(param, name) for name in marks)
+
+    # --- shapes and places
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """The parameter's shape over all ranks."""
-        return whole_shape_of(self.param)
+    def first_element(self) -> int:
+        """The index, in the whole parameter, of this rank's first element; row by row."""
+        if self.weight is not None:
+            return self.extent.start
+        return int(getattr(self.param, "megaopt_first_element", 0))
 
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's tensor of the state, by a moment's or the master's name."""
-        return tuple(self.local.shape)
+        shape = tuple(self.local.shape)
+        return shape if self.matrix is None or name == MASTER else self.matrix.low_shape(shape)
 
     def whole_state_shape(self, name: str) -> tuple[int, ...]:
         """The same shape over all ranks, as the optimizer's user sees it."""
-        return tuple(self.param.shape)
+        shape = tuple(self.param.shape)
+        return shape if self.matrix is None or name == MASTER else self.matrix.low_shape(shape)
 
     @property
     def kept(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of fp32 tensors that a state may have beside moments and master."""
-        return {}
+        """Names and shapes of fp32 tensors that a state has beside moments and master."""
+        if self.matrix is None:
+            return {}
+        # of the whole matrix, where that comes together
+        is_whole = self.matrix.rule.meets == WHOLE
+        return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
 
-    def state_device(self, name: str) -> torch.device:
-        """The device of this rank's tensor of the state under a name."""
-        return torch.device("cpu") if self.is_apart(name) else self.local.device
+    def keeps_blocks(self, form: Format) -> bool:
+        """Whether its moments may be in a format of blocks; small ones stay fp32.
+
+        The row rule: no block goes from one row, all elements of an index of the first dimension,
+        into the next, so that ranks may split rows: rows that are no whole blocks stay fp32. Of
+        packed codes the last dimension has to be of whole blocks.
+        The whole parameter's shape decides, so that it is so on all ranks, however many they are.
+        Only flat parts (Megatron's shards) have blocks of a parameter that is flat, too.
+        """
+        shape, fewest = self.whole_shape, FEWEST_IN_ROWS
+        if self.matrix is not None:
+            shape = self.matrix.low_shape(shape)
+        elif len(shape) < 2:  # one dimension is one row, and has to be larger
+            fewest = FEWEST_IN_A_ROW
+        if math.prod(shape) < fewest:
+            return False
+        # rows of whole blocks; an elementwise flat part is cut anywhere
+        is_cut = self.matrix is None and (len(shape) < 2 or self._is_part)
+        if not is_cut and form.packed == 1:
+            return math.prod(shape[1:]) % form.block == 0
+        return form.packed == 1 or shape[-1] % form.block == 0
+
+    def block_scales_shape(self, block: int) -> tuple[int, ...]:
+        """The shape of moments' scales: (rows, blocks of a row); (blocks,) of one dimension.
+
+        Those of a flat part are counted from the block in which it starts.
+        """
+        rows, *columns = self.state_shape("")
+        if self.matrix is not None or (columns and not self._is_part):
+            return (rows, math.prod(columns) // block)
+        # the first block may begin before this part, the last may end behind it
+        numel = self.local.numel()
+        return (-(-(numel + self.first_element % block) // block) if numel else 0,)
+
+    def boxes(
+        self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
+    ) -> list[tuple[tuple[int, int], ...]]:
+        """The parts at places of the mesh: the first index and the one behind the last.
+
+        shape: of the parameter, or of another tensor that is split as it is. Of replicas each rank
+        has all of it; of flat parts boxes are counted in the one dimension of all elements.
+        """
+        return [tuple((0, size) for size in shape)] * len(coordinates)
+
+    def first_of(self, name: str) -> int:
+        """The index of this rank's first element in the whole state tensor of this name."""
+        return self.first_element
+
+    def number(self, place: int) -> int:
+        """The parameter's number, the same on all ranks that hold a part of it; not checked.
+
+        Where nobody gave it one, its place among all parameters of the optimizer, in group order.
+        """
+        number: int = getattr(self.param, "megaopt_number", place)
+        return number
+
+    def place(self, number: int, name: str = MASTER) -> Place:
+        """The place of this rank's state tensor of a name in the whole one, for random bits.
+
+        number: the parameter's. By default the place of `local` in the whole parameter.
+        """
+        return Place(number, self.first_of(name))
+
+    # --- memory of states
 
     def is_apart(self, name: str) -> bool:
         """Whether the state's tensor of this name is in host memory: what is kept never is."""
         return self.home is not None and name in self.home.placement and name not in self.kept
+
+    def state_device(self, name: str) -> torch.device:
+        """The device of this rank's tensor of the state under a name."""
+        return torch.device("cpu") if self.is_apart(name) else self.local.device
 
     def empty_state(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory for the state's tensor of this name: on a device, or pinned in host memory."""
@@ -125,72 +200,7 @@ class ParamView:
             return tensor
         return self.empty_state(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
-    def keeps_blocks(self, form: Format) -> bool:
-        """Whether its moments may be in a format of blocks; small ones stay fp32.
-
-        The row rule: no block goes from one row, all elements of an index of the first dimension,
-        into the next, so that ranks may split rows: rows that are no whole blocks stay fp32. Of
-        packed codes the last dimension has to be of whole blocks.
-        The whole parameter's shape decides, so that it is so on all ranks, however many they are.
-        Only flat parts (Megatron's shards) have blocks of a parameter that is flat, too.
-        """
-        # small tensors stay fp32; one dimension is one row, and has to be larger
-        shape = self.whole_shape
-        if math.prod(shape) < (FEWEST_IN_ROWS if len(shape) > 1 else FEWEST_IN_A_ROW):
-            return False
-        # rows of whole blocks; a flat part is cut anywhere, its blocks count from the whole's start
-        if len(shape) > 1 and not self._is_flat_part and math.prod(shape[1:]) % form.block:
-            return False
-        return form.packed == 1 or shape[-1] % form.block == 0
-
-    @property
-    def _is_flat_part(self) -> bool:
-        return any(hasattr(self.param, f"megaopt_{n}") for n in ("whole_shape", "first_element"))
-
-    def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """The shape of the scales of `local`: (rows, blocks of a row); (blocks,) of one dimension.
-
-        Those of a flat part are counted from the block in which it starts.
-        """
-        rows, *rest = self.local.shape
-        if rest and not self._is_flat_part:
-            return (rows, math.prod(rest) // block)
-        # the first block may begin before this part, the last may end behind it
-        numel = self.local.numel()
-        return (-(-(numel + self.first_element % block) // block) if numel else 0,)
-
-    @property
-    def first_element(self) -> int:
-        """The index, in the whole parameter, of this rank's first element; row by row."""
-        return int(getattr(self.param, "megaopt_first_element", 0))
-
-    def first_of(self, name: str) -> int:
-        """The same of the state tensor of this name."""
-        return self.first_element
-
-    def number(self, place: int) -> int:
-        """The parameter's number, the same on all ranks that hold a part of it; not checked.
-
-        Where nobody gave it one, its place among all parameters of the optimizer, in group order.
-        """
-        number: int = getattr(self.param, "megaopt_number", place)
-        return number
-
-    def place(self, number: int) -> Place:
-        """Returns the place of `local` in the whole parameter, for random bits.
-
-        number: the parameter's.
-        """
-        return Place(number, self.first_element)
-
-    def state_place(self, name: str, number: int) -> Place:
-        """Returns the place of this rank's state tensor of this name in the whole one."""
-        return self.place(number)
-
-    @property
-    def sharding(self) -> tuple[object, ...] | None:
-        """The split of a DTensor, as ranks compare it; None for other kinds."""
-        return None
+    # --- what parameters are compared by
 
     @property
     def described(self) -> tuple[object, ...]:
@@ -200,49 +210,59 @@ class ParamView:
 
     @property
     def batch_key(self) -> tuple[object, ...]:
-        """The facts that parameters of one batch share, beside device and formats."""
-        return (self.split,)
+        """The facts that parameters of one batch share, beside device and formats.
+
+        Of fp8 weights the ranks, the library, and whether there are codes along columns.
+        """
+        if self.weight is None:
+            return (self.split,)
+        return self.group, type(self.weight), self.weight.columnwise is not None
 
     @property
     def counted(self) -> list[torch.Tensor]:
         """The tensors whose version counters count writes to the parameter."""
-        # torch counts no writes to inference tensors
-        return [] if self.param.is_inference() else [self.param]
+        # nobody says what counts writes to another library's fp8 weight
+        if self.weight is not None:
+            return [] if self.weight.is_foreign else [self.weight]
+        # a shard counts writes to to_local(); torch counts none to inference tensors
+        tensors = (self.param, self.local) if self.is_sharded else (self.param,)
+        return [tensor for tensor in tensors if not tensor.is_inference()]
 
-    def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor of this rank as the parameter is: of a DTensor a DTensor."""
+    def wrap(self, local: torch.Tensor, name: str = MASTER) -> torch.Tensor:
+        """A tensor of this rank, of the state's name, as the parameter is: of a DTensor one."""
         return local
 
     def wrap_state(self, state: Mapping[str, Any], originals: Sequence[Any] = ()) -> dict[str, Any]:
         """A state of this rank's tensors as the parameter is; `originals` stay these objects."""
         return dict(state)
 
+    # --- checks
+
     def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
         """Raises ValueError for a parameter that the optimizer cannot own."""
-        self._check_kind(where, options, moments, masters)
-        for name in moments:
-            self._check_pairs(where, name, options.moment_format(name))
+        forms = {f"{name}_dtype": options.moment_format(name) for name in moments}
+        master = options.master_format(self.param.dtype, masters)
+        self._check_kind(where, options, {**forms, "master_weight_dtype": master})
+        # no other rank's part may need the byte of two elements, nor a row of this one's end in it
+        for name, form in forms.items():
+            if form.packed == 1 or not self.keeps_blocks(form):
+                continue
+            shape, first = tuple(self.local.shape), self.first_element
+            if first % form.packed or (shape[-1] if shape else 1) % form.packed:
+                raise ValueError(
+                    f"{where}: {name}={form.name!r} keeps two elements in a byte: a part of a "
+                    "parameter must start at an even element and have an even number of them in "
+                    f"its last dimension, got one of shape {shape} from element {first} on"
+                )
         check_weight(self.local, where, options, masters, self.code_dtype)
+        if self.matrix is not None:
+            options.check_matrix(self, where, masters)
 
-    def _check_pairs(self, where: str, name: str, form: Format) -> None:
-        """Raises ValueError for a part that has one element of a byte's two.
+    def _check_kind(self, where: str, options: Options, forms: Mapping[str, Format]) -> None:
+        """Raises ValueError for what only this kind of parameters refuses.
 
-        No other rank's part may need the same byte, nor a row of this one's end within it.
+        forms: of moments and master, by the names of their options.
         """
-        if form.packed == 1 or not self.keeps_blocks(form):
-            return
-        # an odd start, or an odd row, would split a byte
-        shape, first = tuple(self.local.shape), self.first_element
-        if first % form.packed or (shape[-1] if shape else 1) % form.packed:
-            raise ValueError(
-                f"{where}: {name}_dtype={form.name!r} keeps two elements in a byte: a part of a "
-                "parameter must start at an even element and have an even number of them in its "
-                f"last dimension, got one of shape {shape} from element {first} on"
-            )
-
-    def _check_kind(
-        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
-    ) -> None:
         if is_traceable_wrapper_subclass(self.param):
             raise ValueError(
                 f"{where}: the tensor must be a torch.Tensor, torch.distributed.tensor.DTensor, "
@@ -250,21 +270,34 @@ class ParamView:
                 "imported, one of TransformerEngine's fp8 tensors, got the tensor subclass "
                 f"{type(self.param).__name__}"
             )
+        for name, form in forms.items() if self.replicas is not None else ():
+            self._check_cuts(where, name, form)
+            if form.scaled:
+                raise ValueError(
+                    f"{where}: {name} must be a format without a scale per tensor with replicas, "
+                    f"got {getattr(options, name)}: one parameter's matrices go to several ranks"
+                )
+
+    def _check_cuts(self, where: str, name: str, form: Format) -> None:
+        """Raises ValueError where a matrix that goes to its owner alone has parts of blocks."""
+        if self.matrix is None or self.matrix.rule.meets != WHOLE:
+            return
+        if not form.block or not self.keeps_blocks(form):
+            return
+        # cuts: the matrices that the parameter holds, each made by one rank; runs of its elements
+        shape = self.whole_state_shape(name.removesuffix("_dtype"))
+        cuts = self.matrix.rule.cut(self.matrix.how, shape)
+        if any(size % form.block for cut in cuts for _, size in cut.runs):
+            shapes = sorted({tuple(cut.shape) for cut in cuts})
+            raise ValueError(
+                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
+                f"each matrix that one of several ranks makes, got matrices of {shapes}"
+            )
 
     def check_shared(self, where: str) -> None:
         """Raises ValueError for a part whose other parts no rank is known to hold."""
 
-    def cast(self, direct: bool | None = None) -> Cast | None:
-        """Returns the cast of new values to fp8 codes; None where the weight is not fp8.
-
-        direct: takes the place of the recipe's own `direct`; None leaves it.
-        """
-        return None
-
-    @property
-    def extent(self) -> Extent:
-        """The elements of an fp8 weight that it holds."""
-        raise TypeError("only fp8 weights have an extent")
+    # --- values
 
     def value(self, formats: Formats) -> torch.Tensor:
         """The fp32 value of the weight's codes, of `local`'s shape."""
@@ -285,103 +318,3 @@ class ParamView:
         None where the weight has to stay, and `code` gets what brings it nearest.
         """
         return encode_joined(code, value, form, self.local)
-
-
-class MatrixView(ParamView):
-    """A plain tensor stepped whole, or as several matrices; its moments are of the low shape."""
-
-    matrix: Matrix
-
-    def __init__(self, param: Any, matrix: Matrix) -> None:
-        super().__init__(param)
-        self.matrix = matrix
-
-    def check(self, where: str, options: Options, moments: tuple[str, ...], masters: bool) -> None:
-        """Raises ValueError for a parameter that the optimizer cannot own."""
-        super().check(where, options, moments, masters)
-        options.check_matrix(self, where, masters)
-
-    @property
-    def low_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's moments."""
-        return self.matrix.low_shape(self.local.shape)
-
-    def state_shape(self, name: str) -> tuple[int, ...]:
-        """The low shape, but for the master."""
-        return tuple(self.local.shape) if name == MASTER else self.low_shape
-
-    def whole_state_shape(self, name: str) -> tuple[int, ...]:
-        """The same over all ranks."""
-        shape = tuple(self.param.shape)
-        return shape if name == MASTER else self.matrix.low_shape(shape)
-
-    @property
-    def kept(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of what the rule keeps."""
-        return self.matrix.kept(self.local.shape)
-
-    def keeps_blocks(self, form: Format) -> bool:
-        """Whether the moments are large enough, and their rows of whole blocks."""
-        shape = self.matrix.low_shape(self.whole_shape)
-        columns = math.prod(shape[1:]) if form.packed == 1 else shape[-1]
-        return columns % form.block == 0 and math.prod(shape) >= FEWEST_IN_ROWS
-
-    def block_scales_shape(self, block: int) -> tuple[int, ...]:
-        """The shape of the moments' scales: (rows, blocks of a row)."""
-        rows, *columns = self.low_shape
-        return (rows, math.prod(columns) // block)
-
-    def check_blocks_of_matrices(self, where: str, name: str, form: Format) -> None:
-        """Raises ValueError where a matrix that goes to its owner alone has parts of blocks."""
-        # cuts: the matrices that the parameter holds, each made by one rank; runs of its elements
-        rule, how = self.matrix.rule, self.matrix.how
-        if not form.block or rule.meets != WHOLE or not self.keeps_blocks(form):
-            return
-        cuts = rule.cut(how, self.whole_state_shape(name.removesuffix("_dtype")))
-        sizes = [size for cut in cuts for _, size in cut.runs]
-        if any(size % form.block for size in sizes):
-            shapes = sorted({tuple(cut.shape) for cut in cuts})
-            raise ValueError(
-                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
-                f"each matrix that one of several ranks makes, got matrices of {shapes}"
-            )
-
-
-class ReplicatedView(MatrixView):
-    """A plain matrix that all ranks of a mesh have: one of them makes its update for all."""
-
-    def __init__(self, param: Any, matrix: Matrix, mesh: Any) -> None:
-        super().__init__(param, matrix)
-        self.split = mesh, ()
-
-    @property
-    def sharding(self) -> tuple[object, ...]:
-        """The count of ranks with copies; not which, as other dimensions of parallelism differ."""
-        assert self.split is not None
-        return "replicas", self.split[0].size()
-
-    def box_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape in which `boxes` of this one are counted."""
-        return tuple(shape)
-
-    def boxes(
-        self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
-    ) -> list[tuple[tuple[int, int], ...]]:
-        """Returns what ranks at places of the mesh have: all of a tensor of this shape."""
-        return [tuple((0, size) for size in shape)] * len(coordinates)
-
-    def _check_kind(
-        self, where: str, options: Options, moments: tuple[str, ...], masters: bool
-    ) -> None:
-        super()._check_kind(where, options, moments, masters)
-        formats = {
-            **{f"{name}_dtype": options.moment_format(name) for name in moments},
-            "master_weight_dtype": options.master_format(self.param.dtype, masters),
-        }
-        for name, form in formats.items():
-            self.check_blocks_of_matrices(where, name, form)
-            if form.scaled:
-                raise ValueError(
-                    f"{where}: {name} must be a format without a scale per tensor with replicas, "
-                    f"got {getattr(options, name)}: one parameter's matrices go to several ranks"
-                )

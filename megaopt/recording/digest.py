@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from megaopt.kernels.backends import default_backend
 from megaopt.kernels.digest.codes import LAST_PLACE, WHOLE, count_of, place_of_codes
 from megaopt.kernels.digest.launch import Digests
 from megaopt.kernels.place import Place, place_of_box
-from megaopt.options.checks import is_dense, refuse
-from megaopt.params.dtensor import is_dtensor, local_of, shard_place
-from megaopt.state.looks import Looks
+from megaopt.kernels.refusals import is_dense, refuse
+from megaopt.kernels.shards import local_of, place_of_shard, shard_first
+from megaopt.recording.looks import Looks
 
 
 def digest(
@@ -107,7 +108,7 @@ class Digester:
         devices = list(dict.fromkeys(tensor.device for tensor in shards))
         if len(devices) > 1:
             refuse("tensors", "on one device", devices)
-        self._are_sharded = any(map(is_dtensor, tensors))
+        self._are_sharded = any(map(operator.is_not, shards, tensors))
         launches = bool(shards) and default_backend(devices[0]) == "triton"
         self._looks = Looks(shards)
         self._digests = Digests(shards, places, launches)
@@ -119,8 +120,7 @@ class Digester:
 
         Args:
             tensors: of these shapes and dtypes.
-            addresses: of plain tensors, as `megaopt.state.looks.Looked` has them; None: the tensors
-                are looked at here.
+            addresses: of plain tensors, as `Looked` has them; None: the tensors are looked at here.
 
         Returns:
             int64 [n, 3] on their device: the two lanes, and how many elements are not finite.
@@ -140,9 +140,11 @@ def place_in(tensor: Any, start: int, whole: Sequence[int] | None, name: str) ->
     """Returns a tensor's place in the whole one; ValueError where the whole has no such place."""
     if type(start) is not int or start < 0:
         refuse("start", "a whole number >= 0", start)
-    shard = shard_place(tensor)
-    if shard is not None or whole is None:
-        return shard or Place(0, start)
+    local = local_of(tensor)
+    if local is not tensor:
+        return place_of_shard(0, tensor, shard_first(tensor), local.shape, tensor.shape)
+    if whole is None:
+        return Place(0, start)
     shape = tuple(tensor.shape)
     if len(whole) != len(shape) or any(s > w for s, w in zip(shape, whole, strict=True)):
         refuse("whole", f"a shape that holds {name} of shape {shape}", whole)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
+from megaopt.kernels.files import replacing
 from megaopt.recording import checks
 from megaopt.recording.checks import RecordingError, dict_of, is_float, list_of, read_json, require
 from megaopt.recording.compare import Comparison, compare
@@ -33,7 +34,6 @@ from megaopt.recording.files import (
 )
 from megaopt.recording.measure import Array, as_numbers
 from megaopt.recording.pair import family, flat, shown
-from megaopt.saving.files import replacing
 
 SCHEMA = 1
 LARGEST = 200_000

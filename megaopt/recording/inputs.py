@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.place import Place
-from megaopt.params.dtensor import local_of
+from megaopt.kernels.shards import local_of
 from megaopt.recording.digest import of_places
 from megaopt.recording.files import LANES
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.place import Place
+from megaopt.kernels.shards import PLAIN
 from megaopt.recording.pieces import ShardRange, cut
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 """Ends of the names of parameters with a row for each token."""
 

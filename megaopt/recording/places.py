@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaopt.kernels.place import place_of_box
-from megaopt.params.dtensor import local_of, shard_box
+from megaopt.kernels.shards import local_of, shard_box
 from megaopt.recording import megatron
 from megaopt.recording.pieces import ShardRange, cut, whole
 
@@ -68,10 +68,11 @@ def _without(parts: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
 
 def of_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[ShardRange, ...]]:
     """The whole shape of a tensor or DTensor, and the pieces that this rank has."""
-    shape, shard = tuple(tensor.shape), shard_box(tensor)
-    if shard is None:
+    shape = tuple(tensor.shape)
+    if local_of(tensor) is tensor:
         return shape, whole(shape)
-    return shape, tuple(box(shape, *shard)) if math.prod(shard[1]) else ()
+    start, size = shard_box(tensor)
+    return shape, tuple(box(shape, start, size)) if math.prod(size) else ()
 
 
 def box(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> Iterator[ShardRange]:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from megaopt.kernels.chunks.table import is_capturing
-from megaopt.options.checks import one_of, refuse
-from megaopt.options.untraced import untraced
-from megaopt.params.dtensor import local_of
+from megaopt.kernels.refusals import one_of, refuse
+from megaopt.kernels.shards import local_of
+from megaopt.kernels.untraced import untraced
 from megaopt.recording import megatron
 from megaopt.recording.environment import describe
 from megaopt.recording.files import Writer

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.params.dtensor import local_of
-from megaopt.params.view import MASTER
+from megaopt.kernels.native import same_objects
+from megaopt.kernels.place import Place
+from megaopt.kernels.shards import PLAIN, local_of
+from megaopt.recording.looks import Looked, Looks, SameStates, same_params
 from megaopt.recording.places import Known, ParameterRole, Parameters, of_state
-from megaopt.recording.table import Array, Launched, Listed, Number, Rows, Samples, held
-from megaopt.state.looks import Looked, Looks, SameStates, same_params
-from megaopt.state.watch import grads_of, same_objects
+from megaopt.recording.table import MASTER, Array, Launched, Listed, Number, Rows, Samples, held
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 RENAMED = {
     MASTER: "master",
     **dict.fromkeys(("data8", "_data", "_rowwise_data"), "codes"),
@@ -208,7 +207,8 @@ class RecordedOptimizer:
         if not self._params:  # a closure's forward was the first that a model ran
             self.look()
         decoupled = getattr(self.optimizer, "use_decoupled_grad", False)
-        grads: Any = grads_of(self._params, decoupled)
+        attribute = "decoupled_grad" if decoupled else "grad"
+        grads: Any = [getattr(param, attribute, None) for param in self._params]
         tensors = grads if self._are_dense else [*map(_dense, grads)]
         looked = None if self._gradients is None else self._gradients[1].look(tensors)
         if self._gradients is None or looked is None:
@@ -298,8 +298,15 @@ class RecordedOptimizer:
         key = [read.listed, left.listed, *(digest.params for digest in digests)]
         if self._launched is None or not same_objects(key, self._launched[0]):
             weight_names = {p: o.quantity for p, o in zip(self._params, self._owners, strict=True)}
-            held = [*read.listed.held, *left.listed.held]
-            self._launched = key, Launched(held, digests, weight_names, number)
+            descriptions = [*read.listed.held, *left.listed.held]
+            # the part of each parameter that the launch takes it to be
+            views = {view.param: view for view in optimizer.stepper.owned(self.groups).views}
+
+            def place_of(param: Any) -> Place:
+                place: Place = views[param].place(0)
+                return place
+
+            self._launched = key, Launched(descriptions, digests, weight_names, place_of, number)
         return self._launched[1].rows([*read.tensors, *left.tensors], digests, number)
 
     def note(self, step: int) -> None:

@@ -5,30 +5,28 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megaopt.kernels.backends import default_backend
 from megaopt.kernels.chunks.table import is_capturing
+from megaopt.kernels.digest.launch import StepDigests
 from megaopt.kernels.gather import Gather
 from megaopt.kernels.place import Place
-from megaopt.params import view_of
-from megaopt.params.view import MASTER
 from megaopt.recording.digest import Digester
 from megaopt.recording.files import NOT_COUNTED, ROW, SAMPLE, Value, places_of_samples
 from megaopt.recording.pieces import ShardRange
 from megaopt.recording.places import Known
-
-if TYPE_CHECKING:
-    from megaopt.step.digests import StepDigests
 
 Array = numpy.ndarray[Any, Any]
 Number = Callable[[Value], int]
 Tensors = Sequence[torch.Tensor]
 
 
+MASTER = "master_param"
+"""The master in the states of megaopt's optimizers."""
 WEIGHTS = ("weight", "codes", "scale_inv")
 """Quantities that make up a weight."""
 
@@ -190,6 +188,7 @@ class Launched:
         held: the tensors' descriptions.
         digests: the optimizer's digests.
         weight_names: a recording's name of each parameter's "weight".
+        place_of: gives the part that the launch takes a parameter to be.
         number: gives a value's number, as rows name it.
     """
 
@@ -198,6 +197,7 @@ class Launched:
         held: Sequence[Held],
         digests: Sequence[StepDigests],
         weight_names: Mapping[torch.Tensor, str],
+        place_of: Callable[[Any], Place],
         number: Number,
     ) -> None:
         where = {(entry.param, entry.quantity): i for i, entry in enumerate(held)}
@@ -205,8 +205,14 @@ class Launched:
         for digest in digests:
             pairs = itertools.product(digest.params, digest.quantities)
             names = ((p, {"weight": weight_names[p], MASTER: "master"}.get(q, q)) for p, q in pairs)
-            places = [where.get(name, -1) for name in names]
-            indices = {row: i for row, i in enumerate(places) if i >= 0 and _is_whole(held[i])}
+            indices = dict[int, int]()
+            for row, i in enumerate(map(where.get, names)):
+                if i is None:
+                    continue
+                # a tensor of one piece, where the launch takes the parameter to be
+                part = ShardRange(0, math.prod(held[i].shape), place_of(held[i].param))
+                if [piece for _, piece in held[i].values] == [part]:
+                    indices[row] = i
             numbers = [number(next(held[i].values)[0]) for i in indices.values()]
             self._numbers.append((numpy.array(numbers, "u4"), numpy.array([*indices], int)))
             summed.update(indices.values())
@@ -220,12 +226,6 @@ class Launched:
             for (numbers, rows), digest in zip(self._numbers, digests, strict=True)
         ]
         return launched_rows + self._others.rows([tensors[i] for i in self._rest], number)
-
-
-def _is_whole(held: Held) -> bool:
-    """Returns whether a tensor is one piece, where its parameter's launch takes it to be."""
-    place, pieces = view_of(held.param).place(0), [piece for _, piece in held.values]
-    return pieces == [ShardRange(0, math.prod(held.shape), place)]
 
 
 def _by_device(parts: Iterable[Any], tensors: Tensors) -> list[list[Any]]:

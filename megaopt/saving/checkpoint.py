@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, TypeAlias
 
 import torch
 
-from megaopt.saving.files import replacing
+from megaopt.kernels.files import replacing
 
 __all__ = ["CheckpointError", "load", "save"]
 
@@ -97,29 +97,24 @@ def load(path: str | os.PathLike[str], map_location: MapLocation = None) -> dict
     try:
         # opened once, so that what is checked is what is read
         with open(path, "rb") as file:
-            _check_digest(file)
+            # the trailer has a fixed size, so it is found from the end
+            left, digest = max(0, file.seek(0, os.SEEK_END) - TRAILER_SIZE), hashlib.sha256()
+            file.seek(left)
+            trailer = file.read()
+            if not trailer.startswith(MARK):
+                raise CheckpointError(
+                    "no digest at its end: it is cut off, or not megaopt's (torch.load reads "
+                    "torch.save's)"
+                )
+            # the bytes before it, in parts of 1 MiB
+            file.seek(0)
+            while part := file.read(min(PART, left)):
+                digest.update(part)
+                left -= len(part)
+            if trailer != MARK + digest.hexdigest().encode():
+                raise CheckpointError("it is damaged: its SHA-256 does not fit its bytes")
+            file.seek(0)
             loaded: dict[str, Any] = torch.load(file, map_location=map_location, weights_only=True)
             return loaded
     except Exception as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
-
-
-def _check_digest(file: BinaryIO) -> None:
-    """Raises unless the digest fits the bytes before it; the file is at its beginning then."""
-    left, digest = max(0, file.seek(0, os.SEEK_END) - TRAILER_SIZE), hashlib.sha256()
-    # the trailer has a fixed size, so it is found from the end
-    file.seek(left)
-    trailer = file.read()
-    if not trailer.startswith(MARK):
-        raise CheckpointError(
-            "no digest at its end: it is cut off, or not megaopt's (torch.load reads torch.save's)"
-        )
-
-    # in parts of 1 MiB
-    file.seek(0)
-    while part := file.read(min(PART, left)):
-        digest.update(part)
-        left -= len(part)
-    if trailer != MARK + digest.hexdigest().encode():
-        raise CheckpointError("it is damaged: its SHA-256 does not fit its bytes")
-    file.seek(0)

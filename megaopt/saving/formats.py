@@ -53,7 +53,13 @@ def check_formats(
         if saved_name == format_name or held is None or not held.present or state.get(name) is None:
             continue  # the rule has no such moment (SGD without momentum), or there is no master
         # another name may still read the same values (another rounding of one dtype)
-        form = _format_of(saved_name, slot, view)
+        beside = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
+        form = beside.get(saved_name) or MASTERS.get(saved_name)
+        if slot != "master":
+            form = MOMENTS.get(saved_name)
+            # small moments are not in blocks, whatever the option says
+            if form is not None and form.block and not view.keeps_blocks(form):
+                form = MOMENTS[torch.float32]
         if form is None or not held.reads_as(form):
             refuse(
                 f"{where}: the format of {name!r} in the state dict", repr(format_name), saved_name
@@ -79,8 +85,27 @@ def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
     of different formats are seldom the same (1 of 4,093), and other planners may pass over them:
     the load itself compares texts then.
     """
-    length = ROOM + zlib.crc32(_meaning_of(owned).encode()) % LENGTHS
-    text = owned.options.contract.encode().ljust(length, b"\0")
+    options = owned.options
+
+    def first_like(form: Format, table: Mapping[Any, Format]) -> str:
+        """The first format that reads the same values, whichever way it rounds."""
+        alike = (candidate.name for candidate in table.values() if candidate.reads_as(form))
+        return next(alike, form.name)
+
+    # what a state's numbers mean, as a load takes no state of another meaning: by moment the name
+    # of the first format that reads the same values
+    moments = {name: options.moment_format(name) for name in owned.all_moments}
+    meanings = {name: first_like(form, MOMENTS) for name, form in moments.items()}
+    # masters count only where some weight may have one
+    keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
+    if any(options.master_format(dtype, True, code).present for dtype, code in keys):
+        form = MASTERS[options.format_names["master"]]
+        meanings["master"] = first_like(form, MASTERS) if owned.wants_masters else NONE.name
+    meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    # lengths of the default are those of older checkpoints
+    meaning += [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    length = ROOM + zlib.crc32(repr(meaning).encode()) % LENGTHS
+    text = options.contract.encode().ljust(length, b"\0")
     return torch.tensor([*text], dtype=torch.uint8).to(device)
 
 
@@ -89,29 +114,6 @@ def text_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
         return value
     return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def _meaning_of(owned: Owned) -> str:
-    """Returns what a state's numbers mean; a load takes no state of another meaning."""
-    options, moments = owned.options, owned.all_moments
-    # by moment the name of the first format that reads the same values
-    meanings = {name: _first_like(options.moment_format(name), MOMENTS) for name in moments}
-    # masters count only where some weight may have one
-    keys = {(view.param.dtype, view.code_dtype) for view in owned.views}
-    if any(options.master_format(dtype, True, code).present for dtype, code in keys):
-        form = MASTERS[options.format_names["master"]]
-        meanings["master"] = _first_like(form, MASTERS) if owned.wants_masters else NONE.name
-    meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
-    # lengths of the default are those of older checkpoints
-    counts = [options.whose_counts] if options.whose_counts != options.usual_counts else []
-    return repr([*meaning, *counts])
-
-
-def _first_like(form: Format, table: Mapping[Any, Format]) -> str:
-    """The first format that reads the same values, whichever way it rounds."""
-    return next(
-        (candidate.name for candidate in table.values() if candidate.reads_as(form)), form.name
-    )
 
 
 def check_masters(marks: Marks, owned: Owned, view: ParamView, where: str) -> None:
@@ -191,43 +193,32 @@ def in_our_blocks(
 
     state: of one parameter, as saved: this rank's tensors.
     """
-    formats, converted = owned.formats(view), dict(state)
+    formats, converted, whole = owned.formats(view), dict(state), view.whole_state_shape("")
     # versions with this mark decide as now
     if BLOCKS in marks:
         return converted
     for name, held in zip(formats.moment_names, formats.moments, strict=True):
         form = MOMENTS.get(marks.get(name, "")) or owned.options.moment_format(name)
-        # in blocks there, fp32 here
-        if form.block and not held.block and _had_blocks(form, view):
-            _take_out_of_blocks(converted, name, form, view, where)
+        # in blocks there, as versions kept moments of plain tensors, and fp32 here
+        was_large = math.prod(whole) >= FEWEST_IN_ROWS and form.packed == 1 and len(whole) > 1
+        code, scale = converted.get(name), converted.get(name + SCALE)
+        if not form.block or held.block or not was_large or code is None:
+            continue
+        # codes without scales: only whole state dicts brought these along
+        if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
+            raise ValueError(
+                f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an "
+                "older version kept it in plain tensors, got none: load what "
+                "optimizer.state_dict() gave there, not through torch.distributed.checkpoint"
+            )
+        # codes of the blocks' dtype, one uint8 scale for each block, counted over the flat tensor
+        shape = view.state_shape(name)
+        layout = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
+        count = -(-math.prod(shape) // form.block)
+        if layout == (form.dtype, form.stored_shape(shape), torch.uint8, count):
+            del converted[name + SCALE]
+            converted[name] = decoded_blocks(form, code, scale, shape, 0)
     return converted
-
-
-def _take_out_of_blocks(
-    state: dict[str, Any], name: str, form: Format, view: ParamView, where: str
-) -> None:
-    """Puts fp32 values in the place of an older version's codes and scales; others stay."""
-    code, scale, shape = state.get(name), state.get(name + SCALE), view.state_shape(name)
-    if code is None:
-        return
-    # codes without scales: only whole state dicts brought these along
-    if not isinstance(code, torch.Tensor) or not isinstance(scale, torch.Tensor):
-        raise ValueError(
-            f"{where}: {name!r} of the state dict must be {form.name!r} with scales, as an older "
-            "version kept it in plain tensors, got none: load what optimizer.state_dict() gave "
-            "there, not through torch.distributed.checkpoint"
-        )
-    # codes of the blocks' dtype, one uint8 scale for each block, counted over the flat tensor
-    layout = (code.dtype, tuple(code.shape), scale.dtype, scale.numel())
-    count = -(-math.prod(shape) // form.block)
-    if layout == (form.dtype, form.stored_shape(shape), torch.uint8, count):
-        state[name] = decoded_blocks(form, code, state.pop(name + SCALE), shape, 0)
-
-
-def _had_blocks(form: Format, view: ParamView) -> bool:
-    """Whether an older version kept a plain tensor's moments in blocks, where none are now."""
-    shape = view.whole_state_shape("")
-    return math.prod(shape) >= FEWEST_IN_ROWS and form.packed == 1 and len(shape) > 1
 
 
 def said_by(group: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -239,13 +230,3 @@ def said_by(group: Mapping[str, Any], where: str) -> dict[str, str]:
     if not all(len(part) == 2 for part in parts):
         refuse(f"{where}: {FORMATS!r} of the state dict", "as in 'exp_avg=float32, ...'", mark)
     return {part[0]: part[1] for part in parts}
-
-
-def _format_of(name: str, slot: str, view: ParamView) -> Format | None:
-    """The format that this parameter had under an option of this name; None if there is none."""
-    if slot != "master":
-        form = MOMENTS.get(name)
-        keeps = form is None or not form.block or view.keeps_blocks(form)
-        return form if keeps else MOMENTS[torch.float32]
-    table = BESIDE_WEIGHTS.get(view.code_dtype or view.param.dtype, {})
-    return table.get(name) or MASTERS.get(name)

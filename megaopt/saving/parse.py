@@ -62,19 +62,32 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
             f"{sizes}"
         )
 
-    # the two lists of ours beside "state" and "param_groups"; other libraries have neither
+    # no key stands twice
     order = [key for group in groups for key in group["params"]]
-    _check_keys(order)
-    not_made = state_dict.get(NOT_MADE)
+    for key in order:
+        if not isinstance(key, (int, str)):
+            refuse("'params' of the state dict", "whole numbers or names", key)
+    if len(set(order)) != len(order):
+        refuse("'params' of the state dict", "a key of its own for each parameter", order)
+    # torch's numbers have no gaps: one would mean that a parameter was taken out
+    numbers = sorted(key for key in order if isinstance(key, int))
+    if numbers and numbers[-1] - numbers[0] >= len(numbers):
+        refuse("'params' of the state dict", "whole numbers without a gap", order)
+
     states, extras = _states(state_dict["state"], set(order))
-    return Saved(
-        states=states,
-        groups=groups,
-        order=order,
-        not_made=None if not_made is None else _names_by_key(not_made),
-        written=_written(state_dict.get(WRITTEN, []), order),
-        extras=extras,
-    )
+    # the two lists of ours beside "state" and "param_groups"; other libraries have neither
+    not_made = state_dict.get(NOT_MADE)
+    if not isinstance(not_made, (Mapping, type(None))):
+        refuse(f"{NOT_MADE!r} of the state dict", "a dict of names by parameter", not_made)
+    for key, names in (not_made or {}).items():
+        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
+            refuse(f"{NOT_MADE!r}[{shown(key)}] of the state dict", "a list of names", names)
+    keys = state_dict.get(WRITTEN, [])
+    are_keys = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
+    if not are_keys or not set(keys) <= set(order):
+        refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
+    not_made = None if not_made is None else dict(not_made)
+    return Saved(states, groups, order, not_made, list(keys), extras)
 
 
 def _groups(groups: Any) -> list[dict[str, Any]]:
@@ -88,20 +101,6 @@ def _groups(groups: Any) -> list[dict[str, Any]]:
                 f"group {index}: 'params' of the state dict", "a list of keys", group.get("params")
             )
     return [dict(group) for group in groups]
-
-
-def _check_keys(order: list[Any]) -> None:
-    """Raises ValueError where a key stands twice, or one of whole numbers in a row is missing."""
-    for key in order:
-        if not isinstance(key, (int, str)):
-            refuse("'params' of the state dict", "whole numbers or names", key)
-    if len(set(order)) != len(order):
-        refuse("'params' of the state dict", "a key of its own for each parameter", order)
-
-    # torch's numbers have no gaps: one would mean that a parameter was taken out
-    numbers = sorted(key for key in order if isinstance(key, int))
-    if numbers and numbers[-1] - numbers[0] >= len(numbers):
-        refuse("'params' of the state dict", "whole numbers without a gap", order)
 
 
 def _states(states: Any, param_keys: set[Key]) -> tuple[dict[Key, dict[str, Any]], dict[str, Any]]:
@@ -129,22 +128,6 @@ def _states(states: Any, param_keys: set[Key]) -> tuple[dict[Key, dict[str, Any]
         if values:  # otherwise someone looked: optimizer.state makes an entry for whom it lacks
             param_states[key] = values
     return param_states, extras
-
-
-def _names_by_key(not_made: Any) -> dict[Key, list[str]]:
-    if not isinstance(not_made, Mapping):
-        refuse(f"{NOT_MADE!r} of the state dict", "a dict of names by parameter", not_made)
-    for key, names in not_made.items():
-        if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-            refuse(f"{NOT_MADE!r}[{shown(key)}] of the state dict", "a list of names", names)
-    return dict(not_made)
-
-
-def _written(keys: Any, order: list[Key]) -> list[Key]:
-    are_keys = isinstance(keys, (list, tuple)) and all(isinstance(key, (int, str)) for key in keys)
-    if not are_keys or not set(keys) <= set(order):
-        refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
-    return list(keys)
 
 
 def is_ours(groups: Any) -> bool:

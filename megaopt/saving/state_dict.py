@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.formats import MASTERS, Format
-from megaopt.kernels.matrix.galore import CAPTURED_ENERGY, PROJECTION
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
+from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.galore.rule import CAPTURED_ENERGY, PROJECTION
+from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.rules import RULES
 from megaopt.options.checks import (
     COUNT,
@@ -112,7 +111,8 @@ def mark(
         key: _state(entry, owned, place_of[key], counts) if key in place_of and entry else entry
         for key, entry in packed["state"].items()
     }
-    states = _by_param(packed["state"], keys, owned)
+    packed_states = zip(owned.params, keys, strict=True)
+    states = {p: packed["state"][key] for p, key in packed_states if key in packed["state"]}
 
     # what the next step would make of each state; a load of ours lets exactly these be missing
     not_made = {}
@@ -125,8 +125,17 @@ def mark(
     marks, frozen = owned.options.marks, [""] * len(owned.groups)
     # of the shape that counts on the device have: checkpoints of either load into the other
     shape: tuple[int, ...] = (1,) if sized else ()
-    device = _device_of(state, keys, owned) if sized else torch.device("cpu")
+    device = torch.device("cpu")
     if sized:
+        # that of the state's tensors: torch wants all of a full state dict on one
+        entries = [
+            state[key][name]
+            for key, view in zip(keys, owned.views, strict=True)
+            if state.get(key)
+            for name in owned.state_names(view)
+            if isinstance(state[key].get(name), torch.Tensor)
+        ]
+        device = entries[0].device if entries else owned.device
         marks["contract"] = sized_contract(owned, device)
         frozen = marked_frozen(owned, states)
 
@@ -251,25 +260,6 @@ def incomplete(owned: Owned, state: StateOf) -> list[int]:
     return places
 
 
-def _device_of(state: dict[Any, State], keys: Iterable[Key], owned: Owned) -> torch.device:
-    """Returns the device of the state's tensors: torch wants all of a full state dict on one."""
-    tensors = [
-        param_state[name]
-        for key, view in zip(keys, owned.views, strict=True)
-        if (param_state := state.get(key))
-        for name in owned.state_names(view)
-        if isinstance(param_state.get(name), torch.Tensor)
-    ]
-    return tensors[0].device if tensors else owned.device
-
-
-def _by_param(
-    states: Mapping[Key, State], keys: Sequence[Key], owned: Owned
-) -> dict[torch.Tensor, State]:
-    pairs = zip(owned.params, keys, strict=True)
-    return {param: states[key] for param, key in pairs if key in states}
-
-
 def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     """Returns what an optimizer takes over of a state dict; both stay as they are.
 
@@ -287,7 +277,12 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
 
     # groups first: their numbers decide formats and shapes of states
     for index, group in enumerate(saved.groups):
-        _check_numbers(group, options, f"group {index}")
+        missing = [n for n in TELLING if n in options.NUMBERS.names and n not in group]
+        if missing and "contract" not in group and group["params"]:
+            raise ValueError(
+                f"group {index} of the state dict has no {listed(missing)}, and so is another "
+                f"kind of optimizer's: found {listed(group)}"
+            )
     groups = [
         _group(saved_group, owned.groups[index], options, _step(saved, options, index), index)
         for index, saved_group in enumerate(saved.groups)
@@ -296,7 +291,9 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
         group.update(names)
 
     # the optimizer as it will be after the load; a matrix rule may not gain or lose parameters
-    new = owned.with_groups(groups)  # whose numbers decide the shapes of states
+    # its numbers decide the shapes of states
+    arguments = (owned.rule, owned.masters, owned.homes, owned.replicas)
+    new = Owned(groups, options, *arguments)
     _check_routes(owned, new)
 
     # new states are built beside the old ones; pinned host memory for them is taken at once
@@ -476,18 +473,19 @@ def _group(
     if not saved["params"] and "contract" not in saved:
         return {**current}  # torch.distributed.checkpoint has nothing of a group without parameters
     check_variant(saved, options, f"{where} of the state dict")
-    _check_marks(saved, options, where)
+    # the bits of the saved state must not mean something else here
+    saved_marks = {name: saved[name] for name in options.MARKS if name in saved}
+    if "decoupled_weight_decay" in saved and "adam_w_mode" in options.MARKS:
+        saved_marks["adam_w_mode"] = saved["decoupled_weight_decay"]
+    for name, value in saved_marks.items():
+        if not same(value, getattr(options, name)):
+            raise ValueError(
+                f"{where}: the state dict was saved under {name}={shown(value)}; allowed is this "
+                f"optimizer's, {getattr(options, name)!r}"
+            )
     options.check_saved(saved, where)
-    marks = {*options.MARKS, *VARIANTS, "decoupled_weight_decay"}
-    left_out = {
-        *marks,
-        *IGNORED,
-        BESIDE,
-        FORMATS,
-        "params",
-        "param_names",
-        *_own_numbers(saved, current, options, where),
-    }
+    left_out = {*options.MARKS, *VARIANTS, *IGNORED, *_own_numbers(saved, current, options, where)}
+    left_out |= {BESIDE, FORMATS, "decoupled_weight_decay", "params", "param_names"}
     values = {key: value for key, value in saved.items() if key not in left_out}
     group = {**current, **values, "step": step}
     count = saved.get("step")
@@ -500,29 +498,6 @@ def _group(
         check_seed(saved["seed"], f"{where}: seed")
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in values}
     return {**group, **copies}
-
-
-def _check_numbers(saved: dict[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError for a group that another kind of optimizer saved, by what it lacks."""
-    missing = [n for n in TELLING if n in options.NUMBERS.names and n not in saved]
-    if missing and "contract" not in saved and saved["params"]:
-        raise ValueError(
-            f"{where} of the state dict has no {listed(missing)}, and so is another kind of "
-            f"optimizer's: found {listed(saved)}"
-        )
-
-
-def _check_marks(saved: dict[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError where the bits of the saved state mean something else here."""
-    marks = {name: saved[name] for name in options.MARKS if name in saved}
-    if "decoupled_weight_decay" in saved and "adam_w_mode" in options.MARKS:
-        marks["adam_w_mode"] = saved["decoupled_weight_decay"]
-    for name, value in marks.items():
-        if not same(value, getattr(options, name)):
-            raise ValueError(
-                f"{where}: the state dict was saved under {name}={shown(value)}; allowed is this "
-                f"optimizer's, {getattr(options, name)!r}"
-            )
 
 
 def _own_numbers(
@@ -633,7 +608,14 @@ def _ours(
             state[name] = None
         # of the exact dtype and shape
         elif name in saved:
-            state[name] = _code(saved[name], formats, slot, view, f"{where}: {name!r}")
+            value, dtype = saved[name], formats.dtype(slot)
+            shape = shape_of(slot, formats, view)
+            # a matrix of scales was flat in older versions
+            shapes = [shape, (math.prod(shape),)] if slot.endswith(SCALE) else [shape]
+            fits = _is_readable(value) and value.dtype == dtype and tuple(value.shape) in shapes
+            if not fits:
+                refuse(f"{where}: {name!r} of the state dict", f"{dtype} of shape {shape}", value)
+            state[name] = _copy(value.reshape(shape), view, name)
         # not saved, though a step had made it
         elif name.removesuffix(SCALE) not in not_made:
             more = ""
@@ -669,35 +651,20 @@ def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) ->
     """
     state: State = {}
     for name, shape in view.kept.items():
-        if name in saved:
-            state[name] = _kept_value(saved[name], name, shape, view, where)
-        elif name not in may_lack:
-            raise ValueError(f"{where}: the state dict has no {name!r}")
+        if name not in saved:
+            if name not in may_lack:
+                raise ValueError(f"{where}: the state dict has no {name!r}")
+            continue
+        value, label = saved[name], f"{where}: {name!r} of the state dict"
+        is_real = _is_readable(value) and value.is_floating_point()
+        if not is_real or tuple(value.shape) != shape:
+            refuse(label, f"real numbers of shape {shape}", value)
+        copy = state[name] = _copy(value, view, name).float()
+        if name == PROJECTION and not bool(copy.isfinite().all()):
+            refuse(label, "finite numbers", value)
+        if name == CAPTURED_ENERGY and not 0 <= float(copy) <= 1:
+            refuse(label, "a number from 0 to 1", value)
     return state
-
-
-def _kept_value(
-    value: Any, name: str, shape: tuple[int, ...], view: ParamView, where: str
-) -> torch.Tensor:
-    where = f"{where}: {name!r} of the state dict"
-    fits = _is_readable(value) and value.is_floating_point() and tuple(value.shape) == shape
-    if not fits:
-        refuse(where, f"real numbers of shape {shape}", value)
-    copy = _copy(value, view, name).float()
-    if name == PROJECTION and not bool(copy.isfinite().all()):
-        refuse(where, "finite numbers", value)
-    if name == CAPTURED_ENERGY and not 0 <= float(copy) <= 1:
-        refuse(where, "a number from 0 to 1", value)
-    return copy
-
-
-def _code(saved: Any, formats: Formats, slot: str, view: ParamView, where: str) -> torch.Tensor:
-    dtype, shape = formats.dtype(slot), shape_of(slot, formats, view)
-    # a matrix of scales was flat in older versions
-    shapes = [shape, (math.prod(shape),)] if slot.endswith(SCALE) else [shape]  # of older ones
-    if not _is_readable(saved) or saved.dtype != dtype or tuple(saved.shape) not in shapes:
-        refuse(f"{where} of the state dict", f"{dtype} of shape {shape}", saved)
-    return _copy(saved.reshape(shape), view, state_name(slot))
 
 
 def _foreign(
@@ -733,34 +700,28 @@ def _foreign(
         form = formats.by_slot[slot]
         if name == MASTER and not form.present:
             state[name] = None  # TransformerEngine keeps a dead one for fp32 weights
-        # another library's value, encoded in our format
-        elif saved.get(name) is not None:
-            _convert(state, name, saved[name], form, view, where)
-        elif name != MASTER and name not in not_made:
-            refuse(f"{where}: {name!r} of the state dict", "a tensor", saved.get(name))
-        # otherwise made at the next step
+            continue
+        value, label = saved.get(name), f"{where}: {name!r} of the state dict"
+        if value is None:
+            # otherwise made at the next step
+            if name != MASTER and name not in not_made:
+                refuse(label, "a tensor", value)
+            continue
+        shape = view.state_shape(name)
+        if not _is_readable(value) or tuple(value.shape) != shape:
+            refuse(label, f"a tensor of shape {shape}", value)
+        # a compensation is floats too: another library's bf16 master would pass for one
+        if form.joined and form.dtype is not None and form.dtype.is_floating_point:
+            refuse(label, f"none beside masters in the format {form.name!r}", value)
+        # the same dtype without a scale: the bits stay; other floats are encoded, with new scales
+        if value.dtype == form.dtype and not form.has_scale:
+            state[name] = _copy(value, view, name)
+        elif form.joined or not value.is_floating_point():
+            refuse(label, str(form.dtype), value)
+        else:
+            new, _ = encoded(name, value.detach(), form, view)
+            state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
     return state
-
-
-def _convert(
-    state: State, name: str, value: Any, form: Format, view: ParamView, where: str
-) -> None:
-    shape = view.state_shape(name)
-    where = f"{where}: {name!r} of the state dict"
-    if not _is_readable(value) or tuple(value.shape) != shape:
-        refuse(where, f"a tensor of shape {shape}", value)
-    # a compensation is floats too: another library's bf16 master would pass for one
-    if form.joined and form.dtype is not None and form.dtype.is_floating_point:
-        refuse(where, f"none beside masters in the format {form.name!r}", value)
-
-    # the same dtype without a scale: the bits stay; other floats are encoded, scales come with them
-    if value.dtype == form.dtype and not form.has_scale:
-        state[name] = _copy(value, view, name)
-    elif form.joined or not value.is_floating_point():
-        refuse(where, str(form.dtype), value)
-    else:
-        new, _ = encoded(name, value.detach(), form, view)
-        state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
 
 
 def _copy(value: torch.Tensor, view: ParamView, name: str) -> torch.Tensor:
@@ -802,7 +763,11 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
     if not is_asked_by_torch() or not any(map(_goes_by_names, groups)):
         return
     frozen = [place for place, param in enumerate(owned.params) if not param.requires_grad]
-    marked = _marked(groups, owned)
+    # places of those that were frozen, and had a state to keep, when they were saved
+    marked, first = set(), 0
+    for saved, group in zip(groups, owned.groups, strict=True):
+        marked |= {first + place for place in frozen_of(saved)}
+        first += len(group["params"])
     # frozen when saved, with a state, and frozen still: torch would leave the state out
     lost = [place for place in frozen if place in marked]
     # or the state here would be replaced by a new one
@@ -816,15 +781,6 @@ def check_frozen(groups: Sequence[Mapping[str, Any]], owned: Owned, state: State
             f"loads no state of a frozen parameter, and {who} has one; or load_state_dict of what "
             "state_dict() gave"
         )
-
-
-def _marked(groups: Sequence[Mapping[str, Any]], owned: Owned) -> set[int]:
-    """Places of parameters that were frozen, and had a state to keep, when they were saved."""
-    places, first = set(), 0
-    for saved, group in zip(groups, owned.groups, strict=True):
-        places |= {first + place for place in frozen_of(saved)}
-        first += len(group["params"])
-    return places
 
 
 def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]:
@@ -841,20 +797,21 @@ def _with_news(owned: Owned, state: StateOf, places: Iterable[int]) -> list[int]
 
 
 def _is_new(owned: Owned, state: Mapping[str, Any], place: int) -> bool:
-    # what the next step would make from nothing for this parameter, to be compared
+    """Whether a state is what the next step would make from nothing for this parameter."""
     try:
         (new_state,) = completed_states(owned, {}, [place]).values()
     except ValueError:  # a master of the caller's that is not its weight's
         return False
-    return all(_same(value, new_state.get(name)) for name, value in state.items())
-
-
-def _same(first: Any, second: Any) -> bool:
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return first is None and second is None
-    parts = [local_of(value).detach() for value in (first, second)]
-    if parts[0].dtype != parts[1].dtype or parts[0].shape != parts[1].shape:
-        return False
-    # as bytes, which torch compares in all dtypes
-    codes = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
-    return torch.equal(codes[0], codes[1].to(codes[0].device))
+    for name, value in state.items():
+        parts = [local_of(value), local_of(new_state.get(name))]
+        if not all(isinstance(part, torch.Tensor) for part in parts):
+            if not all(part is None for part in parts):
+                return False
+            continue
+        if parts[0].dtype != parts[1].dtype or parts[0].shape != parts[1].shape:
+            return False
+        # as bytes, which torch compares in all dtypes
+        codes = [part.detach().contiguous().reshape(-1).view(torch.uint8) for part in parts]
+        if not torch.equal(codes[0], codes[1].to(codes[0].device)):
+            return False
+    return True

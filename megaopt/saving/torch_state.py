@@ -33,10 +33,20 @@ def plain_states(
     for place, state in packed.items():
         if not state:
             continue  # someone looked: optimizer.state makes an empty entry for whom it lacks
-        view = owned.views[place]
+        view, where = owned.views[place], owned.labels[place]
+        if view.weight is not None:
+            raise ValueError(f"{where}: the weight must not be in fp8, which torch cannot step")
         # moments and what rules keep; masters and scales are left behind
         names = (*owned.moments(view), *view.kept)
-        _check_state(view, state, names, owned.labels[place], drop_masters)
+        missing = [name for name in names if name not in state]
+        if missing:
+            words = ", ".join(names)
+            raise ValueError(f"{where}: its state must have {words}, got no {missing[0]}")
+        if MASTER in state and not drop_masters:
+            raise ValueError(
+                f"{where}: drop_masters must be True, as torch keeps no master beside a weight, "
+                "got False; get_unscaled_state(param, 'master_param') has its numbers"
+            )
         states[place] = {
             name: optimizer.get_unscaled_state(view.param, name)
             if name + SCALE in state
@@ -61,21 +71,6 @@ def check_counted(group: Mapping[str, Any], options: Options, where: str) -> Non
     if step > MOST_STEPS:
         raise ValueError(
             f"{where}: step must be <= {MOST_STEPS}, as torch counts in fp32, got {step}"
-        )
-
-
-def _check_state(
-    view: Any, state: Mapping[str, Any], names: tuple[str, ...], where: str, drop_masters: bool
-) -> None:
-    if view.weight is not None:
-        raise ValueError(f"{where}: the weight must not be in fp8, which torch cannot step")
-    missing = [name for name in names if name not in state]
-    if missing:
-        raise ValueError(f"{where}: its state must have {', '.join(names)}, got no {missing[0]}")
-    if MASTER in state and not drop_masters:
-        raise ValueError(
-            f"{where}: drop_masters must be True, as torch keeps no master beside a weight, got "
-            "False; get_unscaled_state(param, 'master_param') has its numbers"
         )
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.overwriting import overwrite
 from megaopt.kernels.formats import Format
+from megaopt.kernels.formats.float8_drawn import encode_pair_reference
 from megaopt.options.checks import is_dense, one_of, refuse, same
+from megaopt.options.overwriting import overwrite
 from megaopt.params import ParamView
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.float8 import Float8View
@@ -43,8 +44,13 @@ def unscaled(
         wide = widened(view.local, locals_of(param_state))  # as the next step takes it
         value = view.value(formats) if wide is None else wide
     elif param_state.get(name) is None:
-        label = owned.labels[owned.index(view.param)]
-        raise ValueError(f"{label}: state {name!r} must be there, got none: {_made_by(owned)}")
+        # what makes a state
+        when = {"all": "any step", "trainable": "any step, where the parameter requires gradients,"}
+        step = when.get(owned.options.makes_states or "", "the first step with a gradient")
+        raise ValueError(
+            f"{owned.labels[owned.index(view.param)]}: state {name!r} must be there, got none: "
+            f"{step} makes it, or initialize_state"
+        )
     else:
         value = get_unscaled(locals_of(param_state), name, form, view)
     # an fp32 state is given itself, in its DTensor; anything else is wrapped anew
@@ -53,28 +59,39 @@ def unscaled(
     return tensor
 
 
-def _made_by(owned: Owned) -> str:
-    """The words of an error message for what makes a state."""
-    which = {"all": "any step", "trainable": "any step, where the parameter requires gradients,"}
-    step = which.get(owned.options.makes_states or "", "the first step with a gradient")
-    return f"{step} makes it, or initialize_state"
-
-
 def set_scaled(owned: Owned, state: Any, view: ParamView, name: str, value: torch.Tensor) -> None:
     """See FusedOptimizer.set_scaled_state."""
     param_state, local = state.get(view.param, {}), view.local
     owned.homes.wait()
     # a scale is set as it is, one fp32 number
+    is_real = is_dense(value) and not value.is_meta and not value.is_complex()
     if any(same(name, key) for key in param_state if key.endswith(SCALE)):
-        _store(state, view, param_state, {name: _one_number(value, name, local)})
+        if not is_real or value.numel() != 1:
+            refuse(name, "one real number", value)
+        scale = value.detach().to(local.device, torch.float32, copy=True).reshape(1)
+        _store(state, view, param_state, {name: scale})
         return
     formats, slot = owned.formats(view), _slot(owned, view, name)
-    _check_value(value, view, name)
+    shape = torch.Size(view.whole_state_shape(name))
+    # a plain parameter's may have any shape of as many elements
+    fits = is_real and (
+        value.shape == shape or (not view.is_sharded and value.numel() == shape.numel())
+    )
+    if not fits:
+        refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
     check_sharding(value, view.param, name)
     value = local_of(value.detach())
     # no master: the value goes into the weight itself
     if name == MASTER and not formats.master.present:
-        _set_weight(owned, state, view, value.to(local.device, torch.float32).reshape(local.shape))
+        value = value.to(local.device, torch.float32).reshape(local.shape)
+        if view.weight is not None:
+            _set_codes(owned, view, value)
+            state[view.param][MASTER] = None
+            return
+        check_writable(local, "the parameter")
+        # all or nothing: the state loses its master once the weight is written
+        code = formats.weight.encode_by_hand(value).clone()
+        overwrite([(local, code)], lambda: state[view.param].update({MASTER: None}))
         return
     # fp8 codes are half of the value, and are made first
     if name == MASTER and formats.master.joined and view.weight is not None:
@@ -105,18 +122,6 @@ def _store(
     overwrite(pairs, lambda: state[view.param].update(completed))
 
 
-def _set_weight(owned: Owned, state: Any, view: ParamView, value: torch.Tensor) -> None:
-    """Sets a weight without a master to an fp32 value of its shard's shape."""
-    if view.weight is None:
-        check_writable(view.local, "the parameter")
-        # all or nothing: the state loses its master once the weight is written
-        code = owned.formats(view).weight.encode_by_hand(value).clone()
-        overwrite([(view.local, code)], lambda: state[view.param].update({MASTER: None}))
-        return
-    _set_codes(owned, view, value)
-    state[view.param][MASTER] = None
-
-
 def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
     """Sets a whole fp8 weight to an fp32 value; raises ValueError for a rank's part of one."""
     if view.extent.shared:
@@ -128,31 +133,11 @@ def _set_codes(owned: Owned, view: ParamView, value: torch.Tensor) -> None:
     formats = owned.formats(view)
     exact = formats.cast is not None and formats.cast.exact
     view.weight.quantize_(value, torch.float32 if exact else None)
+    # with a remainder beside each code these are nearest in two roundings, ties away from zero, as
+    # a step stores them; the weight's own are to even
     if isinstance(view, Float8View) and formats.master.joined:
-        view.round_as_pairs(value)
-
-
-def _is_real(value: torch.Tensor) -> bool:
-    """Checks that a tensor has elements to read, and none is complex."""
-    return is_dense(value) and not value.is_meta and not value.is_complex()
-
-
-def _one_number(value: torch.Tensor, name: str, local: torch.Tensor) -> torch.Tensor:
-    """A new fp32 tensor of shape (1,) beside a shard; raises ValueError for what is no number."""
-    if not _is_real(value) or value.numel() != 1:
-        refuse(name, "one real number", value)
-    return value.detach().to(local.device, torch.float32, copy=True).reshape(1)
-
-
-def _check_value(value: torch.Tensor, view: ParamView, name: str) -> None:
-    """Raises ValueError for a tensor that is no fp32 value of so many elements."""
-    shape = torch.Size(view.whole_state_shape(name))
-    # a plain parameter's may have any shape of as many elements
-    fits = _is_real(value) and (
-        value.shape == shape or (not view.is_sharded and value.numel() == shape.numel())
-    )
-    if not fits:
-        refuse(name, f"real numbers of the parameter's shape, {tuple(shape)}", value)
+        code, _ = encode_pair_reference(value * (1.0 / view.scale_inv()))
+        view.codes.copy_(code.view(-1))
 
 
 def check_master(param_state: State, form: Format, view: ParamView, label: str) -> None:

@@ -46,7 +46,7 @@ def check_master_weights(
     # one entry for each parameter, or for each that has a master
     chosen = places_of(masters, views, options)
     if chosen is None:
-        count = sum(_has_master(view, options) for view in views)
+        count = sum(has_master(view, options) for view in views)
         raise ValueError(
             f"master_weights must have one entry for each of the {len(views)} parameters, or for "
             f"each of the {count} that are not fp32, in group order, got {len(masters)} entries"
@@ -61,7 +61,8 @@ def check_master_weights(
     check_memory(entries)
 
 
-def _has_master(view: ParamView, options: Options) -> bool:
+def has_master(view: ParamView, options: Options) -> bool:
+    """Whether a parameter has a master where masters are asked for: fp32 weights are their own."""
     return options.master_format(view.param.dtype, True, view.code_dtype).present
 
 
@@ -71,18 +72,8 @@ def places_of(
     """The parameter's place that each entry is for; None where the list fits in neither way."""
     if len(masters) == len(views):
         return list(range(len(views)))
-    places = [place for place, view in enumerate(views) if _has_master(view, options)]
+    places = [place for place, view in enumerate(views) if has_master(view, options)]
     return places if len(masters) == len(places) else None
-
-
-def of_each(
-    masters: Sequence[torch.Tensor | None], views: Sequence[ParamView], options: Options
-) -> list[torch.Tensor | None]:
-    """The master of each parameter, of a list that was checked; None for fp32 weights."""
-    param_masters: list[torch.Tensor | None] = [None] * len(views)
-    for place, master in zip(places_of(masters, views, options) or (), masters, strict=True):
-        param_masters[place] = master if _has_master(views[place], options) else None
-    return param_masters
 
 
 def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: str) -> None:
@@ -120,7 +111,16 @@ def _check_master(
     param = view.param
     dtype = options.master_format(param.dtype, True, view.code_dtype).dtype
     if dtype is None:
-        if master is not None and not is_own_master(master, param):
+        # the weight itself, or a view of the very same memory, is its own master
+        is_weight = (
+            isinstance(master, torch.Tensor)
+            and is_dense(local_of(master))
+            and master.dtype == param.dtype
+            and master.shape == param.shape
+            and master.device == param.device
+            and local_of(master).data_ptr() == local_of(param).data_ptr()
+        )
+        if master is not None and not is_weight:
             refuse(where, "None, as an fp32 weight is its own master", master)
         return
     if not isinstance(master, torch.Tensor) or master.is_nested:
@@ -154,15 +154,3 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         shape, dtype = tuple(view.local.shape), view.local.dtype
         memory = HostMemory(torch.device(device)).empty(shape, dtype)
         return view.wrap(memory.copy_(view.local.detach()))
-
-
-def is_own_master(master: object, param: torch.Tensor) -> bool:
-    """Whether the entry for an fp32 weight is that weight, or a view of the very same memory."""
-    return (
-        isinstance(master, torch.Tensor)
-        and is_dense(local_of(master))
-        and master.dtype == param.dtype
-        and master.shape == param.shape
-        and master.device == param.device
-        and local_of(master).data_ptr() == local_of(param).data_ptr()
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -49,18 +48,25 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     On a GPU such a step would be a race. Costs a sort of the addresses; only tensors whose ranges
     of addresses meet are looked at element by element.
     """
+    # device by device; empty tensors take no memory
+    devices: dict[torch.device, list[NamedTensor]] = {}
     for entry in tensors:
         check_writable(entry.tensor, str(entry))
-    # device by device; empty tensors take no memory
-    used = [entry for entry in tensors if entry.tensor.numel()]
-    for _, group in itertools.groupby(sorted(used, key=_device), key=_device):
-        on_device = list(group)
-        for cluster in _clusters(on_device):
-            _check_elements([on_device[index] for index in cluster])
-
-
-def _device(entry: NamedTensor) -> str:
-    return str(entry.tensor.device)
+        if entry.tensor.numel():
+            devices.setdefault(entry.tensor.device, []).append(entry)
+    for _, entries in sorted(devices.items(), key=lambda item: str(item[0])):
+        # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
+        pointers = [entry.tensor.data_ptr() for entry in entries]
+        begins = numpy.array(pointers, dtype=numpy.int64)
+        ends = numpy.array([_end(entry.tensor) for entry in entries], dtype=numpy.int64)
+        order = numpy.argsort(begins, kind="stable")
+        reached = numpy.maximum.accumulate(ends[order])
+        starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
+        for places in numpy.split(order, starts):
+            cluster = [entries[place] for place in places]
+            # tensors that meet no other, and are contiguous, cannot overlap
+            if len(cluster) > 1 or not cluster[0].tensor.is_contiguous():
+                _check_elements(cluster)
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -70,48 +76,33 @@ def _end(tensor: torch.Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _clusters(tensors: Sequence[NamedTensor]) -> list[list[int]]:
-    """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
-    # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
-    begins = numpy.array([entry.tensor.data_ptr() for entry in tensors], dtype=numpy.int64)
-    ends = numpy.array([_end(entry.tensor) for entry in tensors], dtype=numpy.int64)
-    order = numpy.argsort(begins, kind="stable")
-    reached = numpy.maximum.accumulate(ends[order])
-    starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
-    # tensors that meet no other, and are contiguous, cannot overlap
-    parts = [part.tolist() for part in numpy.split(order, starts)]
-    return [part for part in parts if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
-
-
-def _check_elements(tensors: Sequence[NamedTensor]) -> None:
+def _check_elements(entries: Sequence[NamedTensor]) -> None:
     """Marks every element's memory; raises where it is marked already."""
     # a unit is the largest size of which all elements are multiples
-    base = min(entry.tensor.data_ptr() for entry in tensors)
-    unit = math.gcd(*(entry.tensor.element_size() for entry in tensors))
-    size = (max(_end(entry.tensor) for entry in tensors) - base) // unit
+    base = min(entry.tensor.data_ptr() for entry in entries)
+    unit = math.gcd(*(entry.tensor.element_size() for entry in entries))
+    size = (max(_end(entry.tensor) for entry in entries) - base) // unit
     # int64, for each unit of memory the tensor that has it, -1 for none
     owners = numpy.full(size, -1, dtype=numpy.int64)
-    for index, entry in enumerate(tensors):
-        units = _units(entry.tensor, base, unit)
+    for index, entry in enumerate(entries):
+        # dimension by dimension: the beginnings of all elements, then their units
+        tensor = entry.tensor
+        width, units = (
+            tensor.element_size() // unit,
+            numpy.array([tensor.data_ptr() - base]) // unit,
+        )
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            units = (units[:, None] + numpy.arange(size) * stride * width).reshape(-1)
+        units = (units[:, None] + numpy.arange(width)).reshape(-1)
         owner = int(owners[units].max())
         if owner >= 0:
             raise ValueError(
-                f"{entry} must have memory of its own, got memory shared with {tensors[owner]}"
+                f"{entry} must have memory of its own, got memory shared with {entries[owner]}"
             )
         # one tensor has a unit twice
         if len(numpy.unique(units)) != len(units):
             raise ValueError(
                 f"{entry} must have memory of its own for each element, got strides "
-                f"{entry.tensor.stride()} of shape {tuple(entry.tensor.shape)}"
+                f"{tensor.stride()} of shape {tuple(tensor.shape)}"
             )
         owners[units] = index
-
-
-def _units(tensor: torch.Tensor, base: int, unit: int) -> numpy.ndarray:
-    """Returns the units of memory that the elements take, counted from the base."""
-    # dimension by dimension: the beginnings of all elements, then their units
-    width = tensor.element_size() // unit
-    places = numpy.array([(tensor.data_ptr() - base) // unit])
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = (places[:, None] + numpy.arange(size) * stride * width).reshape(-1)
-    return (places[:, None] + numpy.arange(width)).reshape(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from numbers import Real
@@ -14,9 +15,9 @@ import torch
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.contracts import CONTRACTS
-from megaopt.kernels.host_memory import HostMemory
+from megaopt.kernels.host_memory import HostMemory, padded
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules import Moment, Rule
+from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.checks import errors_of, refuse
 from megaopt.options.choices import MasterWeights
@@ -30,12 +31,12 @@ from megaopt.options.options import (
 )
 from megaopt.options.placement import Homes
 from megaopt.options.replicas import Replicas
-from megaopt.params import ParamView, matrix_view, view_of
+from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import local_of
 from megaopt.params.view import SCALE, whole_shape_of
-from megaopt.state.masters import check_master_weights, of_each, places_of
+from megaopt.state.masters import check_master_weights, has_master, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
-from megaopt.state.tensors import MASTER, formats_of, host_bytes
+from megaopt.state.tensors import MASTER, formats_of, shape_of, state_name
 
 Group = dict[str, Any]
 
@@ -64,10 +65,11 @@ class Owned:
         self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
         self.replicas = replicas
         self.rule = rule.drawing if options.draws else rule
-
-    def with_groups(self, groups: Sequence[Group]) -> Owned:
-        """The same with other groups, of the same parameters."""
-        return Owned(groups, self.options, self.rule, self.masters, self.homes, self.replicas)
+        self.has_external_masters = not (masters is None or isinstance(masters, bool))
+        """Whether the caller gave a list of masters."""
+        self.wants_masters = options.dtype is not None or masters is True
+        self.wants_masters |= self.has_external_masters
+        """Whether weights that are not fp32 have masters."""
 
     # --- parameters, in group order
 
@@ -88,11 +90,6 @@ class Owned:
             if not isinstance(param, torch.Tensor):
                 refuse(self.labels[place], "a tensor", param)
         return all_params
-
-    def checked(self) -> Owned:
-        """Itself; ValueError where somebody put something else than parameters into a group."""
-        _ = self.params
-        return self
 
     @cached_property
     def views(self) -> list[ParamView]:
@@ -115,7 +112,7 @@ class Owned:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
-        view = view_of(param) if matrix is None else self._matrix_view(param, matrix)
+        view = view_of(param, matrix, None if matrix is None else self.replicas.of(param))
         view.home = self.homes.of(param)
         return view
 
@@ -126,24 +123,27 @@ class Owned:
         An error is on its way: what it may be about, a group's values, keeps no parameter from
         having the view that other ranks have.
         """
-        views = []
+        views, usual = [], {id(view.param): view for view in self.usual_views}
         for index, group in enumerate(self.groups):
-            # first as the group has it, then without the group's values
+            # as the group has it, else without the group's values
             for param in _tensors_of(group):
                 try:
                     views.append(self._view(param, index))
                 except Exception:
-                    with contextlib.suppress(Exception):
-                        views.append(self._usual_view(param))
+                    views += [usual[id(param)]] if id(param) in usual else []
         return [view for view in views if view.split is not None or view.group is not None]
 
     @property
     def usual_views(self) -> list[ParamView]:
         """The views of all parameters whatever groups say; what is no parameter is passed over."""
-        views = []
+        views, rule = [], self.options.MATRIX
         for param in (tensor for group in self.groups for tensor in _tensors_of(group)):
             with contextlib.suppress(Exception):
-                views.append(self._usual_view(param))
+                # vectors have no matrix rule
+                if rule is None or len(whole_shape_of(param)) < 2:
+                    views.append(view_of(param))
+                else:
+                    views.append(view_of(param, Matrix(rule), self.replicas.of(param)))
         return views
 
     def settings(self) -> list[object]:
@@ -166,17 +166,6 @@ class Owned:
             (label, number, view.described, view.matrix, view.home and view.home.placement)
             for label, number, view in zip(self.labels, self.numbers, self.views, strict=True)
         ]
-
-    def _usual_view(self, param: torch.Tensor) -> ParamView:
-        """A parameter's view whatever its group says."""
-        rule = self.options.MATRIX
-        # vectors have no matrix rule
-        if rule is None or len(whole_shape_of(param)) < 2:
-            return view_of(param)
-        return self._matrix_view(param, Matrix(rule))
-
-    def _matrix_view(self, param: torch.Tensor, matrix: Matrix) -> ParamView:
-        return matrix_view(param, matrix, self.replicas.of(param))
 
     @cached_property
     def group_numbers(self) -> list[int]:
@@ -205,13 +194,10 @@ class Owned:
 
     # --- moments, formats and masters
 
-    def kept(self, view: ParamView) -> tuple[Moment, ...]:
-        """The moments of a parameter: those of the rule that steps it."""
-        return self.rule.kept if view.matrix is None else view.matrix.rule.inner.kept
-
     def moments(self, view: ParamView) -> tuple[str, ...]:
-        """Their names."""
-        return tuple(moment.name for moment in self.kept(view))
+        """The names of a parameter's moments: those of the rule that steps it."""
+        rule = self.rule if view.matrix is None else view.matrix.rule.inner
+        return tuple(moment.name for moment in rule.kept)
 
     def state_names(self, view: ParamView) -> tuple[str, ...]:
         """The names that a parameter's state may have here; under others it is somebody else's."""
@@ -224,20 +210,10 @@ class Owned:
         matrix = self.options.MATRIX
         return tuple(dict.fromkeys((*self.rule.moments, *(matrix.inner.moments if matrix else ()))))
 
-    @property
-    def wants_masters(self) -> bool:
-        """Whether weights that are not fp32 have masters."""
-        is_set = self.masters is not None and self.masters is not False
-        return self.options.dtype is not None or is_set
-
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
-        return formats_of(view, grad_dtype, self.kept(view), self.options, self.wants_masters)
-
-    @property
-    def has_external_masters(self) -> bool:
-        """Whether the caller gave a list of masters."""
-        return not (self.masters is None or isinstance(self.masters, bool))
+        rule = self.rule if view.matrix is None else view.matrix.rule.inner
+        return formats_of(view, grad_dtype, rule.kept, self.options, self.wants_masters)
 
     def external_masters(self) -> list[torch.Tensor | None]:
         """The caller's master of each parameter; None where there is none.
@@ -249,19 +225,13 @@ class Owned:
         if masters is None or isinstance(masters, bool):
             return [None] * len(self.params)
         check_master_weights(masters, self.views, self.labels, self.options)
-        return of_each(masters, self.views, self.options)
-
-    def master_entries(self) -> dict[int, int]:
-        """The place in the caller's list of each parameter's entry; empty without a list.
-
-        Raises ValueError where the list does not fit the parameters any more.
-        """
-        masters = self.masters
-        if masters is None or isinstance(masters, bool):
-            return {}
-        check_master_weights(masters, self.views, self.labels, self.options)
-        places = places_of(masters, self.views, self.options) or []
-        return {place: entry for entry, place in enumerate(places)}
+        # an fp32 weight is its own master: its entry says no more
+        param_masters: list[torch.Tensor | None] = [None] * len(self.views)
+        places = places_of(masters, self.views, self.options)
+        for place, master in zip(places or (), masters, strict=True):
+            if has_master(self.views[place], self.options):
+                param_masters[place] = master
+        return param_masters
 
     def check_masters(self) -> None:
         """Raises ValueError unless masters and parameters fit."""
@@ -304,10 +274,18 @@ class Owned:
         # bytes that each device's memory lacks, added up before anything is taken
         for place in places:
             view = self.views[place]
-            if view.home is not None:
-                param_state, memory = state.get(view.param, {}), view.home.memory
-                size = host_bytes(view, param_state, self.formats(view), self.has_external_masters)
-                sizes[memory] = sizes.get(memory, 0) + size
+            if view.home is None:
+                continue
+            # the tensors that `complete` will make: bytes of each, padded as the memory is cut
+            param_state, formats = state.get(view.param, {}), self.formats(view)
+            for slot in formats.state_slots:
+                name = state_name(slot)
+                is_external = name == MASTER and self.has_external_masters
+                is_new = param_state.get(name) is None and not is_external
+                if is_new and name in view.home.placement:
+                    size = math.prod(shape_of(slot, formats, view)) * formats.dtype(slot).itemsize
+                    memory = view.home.memory
+                    sizes[memory] = sizes.get(memory, 0) + padded(size)
         # one pinned allocation a device, out of which states take their pieces
         with contextlib.ExitStack() as stack:
             for memory, size in sizes.items():
@@ -340,12 +318,11 @@ class Owned:
         for index, group in enumerate(self.groups):
             check_param_numbers(group, f"group {index}")
         # the group's numbers, or None for each of its parameters
-        param_numbers = [number for group in self.groups for number in self._given_numbers(group)]
+        param_numbers: list[int | None] = []
+        for group in self.groups:
+            param_numbers += group.get("param_numbers") or [None] * len(group["params"])
         pairs = enumerate(zip(self.views, param_numbers, strict=True))
         return [view.number(i) if number is None else number for i, (view, number) in pairs]
-
-    def _given_numbers(self, group: Group) -> list[int | None]:
-        return group.get("param_numbers") or [None] * len(group["params"])
 
     def place(self, index: int) -> Place:
         """Returns the place of a parameter's local elements among all, for its random bits."""

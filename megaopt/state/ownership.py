@@ -72,8 +72,8 @@ class Versions:
         self._spots: dict[torch.Tensor, Spot | None] = {
             view.param: spots.get(view.param, _spot(view)) for view in views
         }
-        compared = {} if before is None else before._compared
-        self._compared: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {
+        compared = {} if before is None else before.compared
+        self.compared: dict[torch.Tensor, weakref.ref[torch.Tensor]] = {
             param: compared[param] for param in params if param in compared
         }
         """The master that each weight was compared with last."""
@@ -85,14 +85,14 @@ class Versions:
 
         Another master in the state of the same parameter is the user's own, and counts as it is.
         """
-        masters = ((param, master()) for param, master in self._compared.items())
+        masters = ((param, master()) for param, master in self.compared.items())
         # masters that still exist, by their ids: whose they were
         owners = {id(master): param for param, master in masters if master is not None}
         unmatched_params = set()
         for param in params:
             # a master that came from another parameter, or that is new here, was not compared
             master = state.get(param, {}).get(MASTER)
-            is_known = param in self._compared and owners.get(id(master), param) is param
+            is_known = param in self.compared and owners.get(id(master), param) is param
             if param in self._unmatched or not (master is None or is_known):
                 unmatched_params.add(param)
         return unmatched_params
@@ -146,12 +146,8 @@ class Versions:
         """Notes that the masters in these parameters' states are those of their weights."""
         param_list = list(params)
         masters = {param: state.get(param, {}).get(MASTER) for param in param_list}
-        self._compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
+        self.compared.update({p: weakref.ref(m) for p, m in masters.items() if m is not None})
         self._unmatched.difference_update(param_list)
-
-    def had_master(self, param: torch.Tensor) -> bool:
-        """Whether a weight was ever compared with a master."""
-        return param in self._compared
 
     def forget(self, param: torch.Tensor) -> None:
         """Notes that a weight may have been written."""
@@ -187,50 +183,29 @@ def _is_between(weight: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> 
     return ((torch.minimum(low, high) <= weight) & (weight <= torch.maximum(low, high))) | nan
 
 
-def _neighbours(code: torch.Tensor) -> list[torch.Tensor]:
-    """The fp16 numbers below and above each."""
-    # as whole numbers that are in the order of the fp16 numbers
-    bits = code.view(torch.int16).int()
-    order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
-    infinity = 0x7C00
-    # one step down and up, no further than infinity
-    moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
-    # back to sign and magnitude
-    patterns = [torch.where(shift < 0, -shift | 0x8000, shift) for shift in moved]
-    numbers = [pattern.to(torch.int16).view(torch.float16) for pattern in patterns]
-    return [torch.where(code.isnan(), code, number) for number in numbers]
-
-
 def _plain_casts(master: torch.Tensor, scale: torch.Tensor | None, form: Formats) -> Any:
     """The least and largest weights that the step may have stored beside a master.
 
     An fp32 master has one cast. A scaled fp16 master was rounded from the value that the weight was
     cast from: that value lies between the neighbours of the code, and casts keep the order.
     """
+    codes = [master] * 2
+    # the fp16 numbers below and above each, as whole numbers in the order of the fp16 numbers
+    if scale is not None:
+        bits, infinity = master.view(torch.int16).int(), 0x7C00
+        order = torch.where(bits < 0, -(bits & 0x7FFF), bits)
+        # one step down and up, no further than infinity
+        moved = [(order + by).clamp(-infinity, infinity) for by in (-1, 1)]
+        # back to sign and magnitude
+        patterns = [torch.where(shift < 0, -shift | 0x8000, shift) for shift in moved]
+        numbers = [pattern.to(torch.int16).view(torch.float16) for pattern in patterns]
+        codes = [torch.where(master.isnan(), master, number) for number in numbers]
     # low and high codes, decoded to fp32, cast to the weight's format and decoded again
-    codes = _neighbours(master) if scale is not None else [master] * 2
     values = [form.master.decode_reference(code, scale) for code in codes]
     return [form.weight.decode_reference(form.weight.encode_reference(value)) for value in values]
 
 
-def _float8_casts(value: torch.Tensor, view: Any, form: Formats) -> Any:
-    """The same for fp8 codes under the scales that they have now."""
-    assert form.cast is not None
-    # the scale is known to SCALE_ERROR alone: codes by its least and its largest value
-    recipe, scale = form.cast.recipe, 1 / view.scale_inv()
-    rounding = form.cast.rounding
-    rounded = rounding.decode_reference(rounding.encode_reference(value))
-    scales = (scale * (1 - SCALE_ERROR), scale * (1 + SCALE_ERROR))
-    codes = [recipe.format.encode_reference(rounded * factor) for factor in scales]
-    return [recipe.format.decode_reference(code) for code in codes]
-
-
-def _unscaled_codes(view: ParamView) -> torch.Tensor:
-    decoded: torch.Tensor = view.weight.recipe.format.decode_reference(view.codes)
-    return decoded.view(view.param.shape)
-
-
-def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+def written_elements(view: Any, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
     """Returns where a weight is no cast of its master any more: bool, of the weight's shape.
 
     What lies beside its weight has no value of its own: the master moves with the weight, and only
@@ -246,8 +221,15 @@ def written_elements(view: ParamView, state: Mapping[str, Any], formats: Formats
     if formats.cast is None:
         values = formats.weight.decode_reference(weight.detach())
         return ~_is_between(values, *_plain_casts(master, scale, formats))
+    # fp8 codes under the scales that they have now, of which the inverses alone are known, to
+    # SCALE_ERROR: codes by the least and the largest value
+    recipe, rounding, factor = formats.cast.recipe, formats.cast.rounding, 1 / view.scale_inv()
     value = formats.master.decode_reference(master, scale)
-    return ~_is_between(_unscaled_codes(view), *_float8_casts(value, view, formats))
+    rounded = rounding.decode_reference(rounding.encode_reference(value))
+    scales = (factor * (1 - SCALE_ERROR), factor * (1 + SCALE_ERROR))
+    casts = [recipe.format.encode_reference(rounded * scale) for scale in scales]
+    low, high, codes = map(recipe.format.decode_reference, (*casts, view.codes))
+    return ~_is_between(codes.view(view.param.shape), low, high)
 
 
 def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Tensor:
@@ -259,39 +241,23 @@ def _belongs(weight: torch.Tensor, code: torch.Tensor, form: Format) -> torch.Te
     return same
 
 
-def refresh(view: ParamView, state: Mapping[str, Any], formats: Formats) -> torch.Tensor:
+def refreshed(
+    view: ParamView, state: Mapping[str, Any], formats: Formats, only_look: bool = False
+) -> torch.Tensor | bool:
     """Gives the master the value of each element that was written; the others keep their bits.
 
     A scaled fp16 master has a scale by its largest number: where that is another now, all its codes
     are rounded anew, as at every step.
 
+    Args:
+        view: of the parameter.
+        state: this rank's tensors of its state.
+        formats: of the parameter.
+        only_look: the master stays as it is.
+
     Returns:
-        Whether there was any, a bool tensor of shape () on the weight's device.
-    """
-    # bool, of the weight's shape; the value is fp32
-    written = written_elements(view, state, formats)
-    master, is_written, weight_value = state[MASTER], written.any(), view.value(formats)
-    # fp8 codes with a remainder: 0 makes the pair the code's own value
-    if formats.master.joined and view.weight is not None:
-        master.masked_fill_(written, 0)
-    elif formats.master.joined:
-        master.copy_(torch.where(written, formats.master.encode_by_hand(weight_value)[1], master))
-    elif not formats.master.scaled:
-        master.copy_(torch.where(written, weight_value, master))
-    # one scale for the whole master: the host waits to know if it must be found anew
-    elif weight_value.numel() and bool(is_written):
-        scale = state[MASTER + SCALE]
-        value = torch.where(written, weight_value, formats.master.decode_reference(master, scale))
-        store_scaled(master, scale, value, formats.master)
-    return is_written
-
-
-def refreshed(
-    view: ParamView, state: Mapping[str, Any], formats: Formats, only_look: bool = False
-) -> torch.Tensor | bool:
-    """Gives one parameter's master the written values; tells whether any had been written.
-
-    only_look: the master stays as it is.
+        Whether there was any, a bool tensor of shape () on the weight's device; False without a
+        master.
     """
     # nothing to refresh where formats ask for no master, or the state has none yet
     has_master = isinstance(state.get(MASTER), torch.Tensor)
@@ -299,10 +265,24 @@ def refreshed(
         return False
     stored_master = state[MASTER]
     master = stored_master.to(view.local.device)  # from host memory
-    state = {**state, MASTER: master}
+    # bool, of the weight's shape; the value is fp32
+    written = written_elements(view, {**state, MASTER: master}, formats)
+    is_written = written.any()
     if only_look:
-        return written_elements(view, state, formats).any()
-    is_written = refresh(view, state, formats)
+        return is_written
+    form, weight_value = formats.master, view.value(formats)
+    # fp8 codes with a remainder: 0 makes the pair the code's own value
+    if form.joined and view.weight is not None:
+        master.masked_fill_(written, 0)
+    elif form.joined:
+        master.copy_(torch.where(written, form.encode_by_hand(weight_value)[1], master))
+    elif not form.scaled:
+        master.copy_(torch.where(written, weight_value, master))
+    # one scale for the whole master: the host waits to know if it must be found anew
+    elif weight_value.numel() and bool(is_written):
+        scale = state[MASTER + SCALE]
+        value = torch.where(written, weight_value, form.decode_reference(master, scale))
+        store_scaled(master, scale, value, form)
     if master is not stored_master:
         stored_master.copy_(master, non_blocking=True)  # before whatever the device does next
     return is_written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +10,12 @@ import torch
 
 from megaopt.kernels.chunks.batch import Cast, Formats
 from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
-from megaopt.kernels.host_memory import padded
 from megaopt.kernels.rules.base import PARAM, Moment
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.params import ParamView
-from megaopt.params.codes import decoded_blocks, encode_blocks, signless
+from megaopt.params.codes import decoded_blocks, encode_blocks
 from megaopt.params.dtensor import check_sharding, local_of, locals_of
 from megaopt.params.view import SCALE
 from megaopt.state.masters import check_cast
@@ -40,19 +38,31 @@ def formats_of(
 ) -> Formats:
     """The formats of a parameter's buffers under these options; moments: the rule's."""
     # cast: how fp8 codes are made of values; None for plain weights
-    cast, dtype = view.cast(options.direct_cast), view.param.dtype
+    dtype, cast, direct = view.param.dtype, None, options.direct_cast
+    if view.weight is not None:
+        recipe = view.weight.recipe
+        cast = Cast(recipe if direct is None else replace(recipe, direct=direct), view.weight.dtype)
     master = options.master_format(dtype, masters, view.code_dtype)
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
     # a weight without a master may be rounded in another way
     if not master.present:
         weight = options.weight_format(weight)
-    moment_formats = tuple(moment_format(view, options, moment.name) for moment in moments)
-    # facts of the kernel that casts: whether values are exact, and whether rows hold whole blocks
+    # small moments, and those whose rows are no whole blocks, stay fp32
+    chosen_forms = [options.moment_format(moment.name) for moment in moments]
+    moment_formats = tuple(
+        MOMENTS[torch.float32] if form.block and not view.keeps_blocks(form) else form
+        for form in chosen_forms
+    )
+    # facts of the kernel that casts: whether values are exact, and whether moments in blocks, if
+    # there are any, can be stored by tiles of a whole weight, whose columns hold whole blocks
     if cast is not None:
-        exact = weight.draws or master.joined
-        cast = replace(
-            cast, exact=exact, rows_hold_blocks=_rows_hold_blocks(view, cast, moment_formats)
+        columns, blocks = cast.quantizer.columns, [form for form in moment_formats if form.block]
+        rows_hold = bool(columns) and not view.extent.shared
+        rows_hold = rows_hold and all(
+            form.packed == 1 and form.block % columns == 0 and view.extent.columns % form.block == 0
+            for form in blocks
         )
+        cast = replace(cast, exact=weight.draws or master.joined, rows_hold_blocks=rows_hold)
     return Formats(
         GRADS[grad_dtype],
         weight,
@@ -67,22 +77,6 @@ def formats_of(
         view.matrix,
         tuple(moment.name for moment in moments if moment.starts_as == PARAM),
     )
-
-
-def _rows_hold_blocks(view: ParamView, cast: Cast, moments: tuple[Format, ...]) -> bool:
-    """Whether moments in blocks, if there are any, can be stored by tiles of the weight."""
-    # a tile's columns must hold whole blocks of every moment
-    columns, blocks = cast.quantizer.columns, [form for form in moments if form.block]
-    if not columns or view.extent.shared:
-        return False
-    fits = [form.packed == 1 and form.block % columns == 0 for form in blocks]
-    return all(fits) and all(view.extent.columns % form.block == 0 for form in blocks)
-
-
-def moment_format(view: ParamView, options: Options, moment: str) -> Format:
-    """Returns the format of a parameter's moment."""
-    form = options.moment_format(moment)
-    return form if not form.block or view.keeps_blocks(form) else MOMENTS[torch.float32]
 
 
 def complete(
@@ -143,24 +137,6 @@ def clear_moments(state: State, view: ParamView, formats: Formats) -> None:
             state[name].zero_()
 
 
-def host_bytes(view: ParamView, state: State, formats: Formats, is_external: bool) -> int:
-    """Returns the bytes of host memory that `complete` takes for a parameter.
-
-    is_external: its master is the caller's.
-    """
-    if view.home is None:
-        return 0
-    # of the tensors that are to be in host memory: those that `complete` will make
-    names = {state_name(slot): slot for slot in formats.state_slots}
-    new_names = [name for name in names if name in view.home.placement and state.get(name) is None]
-    if is_external and MASTER in new_names:
-        new_names.remove(MASTER)
-    # numbers and bytes of each, padded as the pinned memory cuts them
-    sizes = [math.prod(shape_of(names[n], formats, view)) for n in new_names]
-    dtypes = [formats.dtype(names[n]) for n in new_names]
-    return sum(padded(n * dtype.itemsize) for n, dtype in zip(sizes, dtypes, strict=True))
-
-
 def get_unscaled(state: State, name: str, form: Format, view: ParamView) -> torch.Tensor:
     """The fp32 value of a state tensor: the tensor itself where it is stored as fp32."""
     # joined with the weight, in blocks of one scale each, or with one scale for all
@@ -198,7 +174,8 @@ def encoded(
         encode_blocks(code, scale, value, form, view.first_of(name))
     elif value.numel():
         near = scale.to(device)
-        store_scaled(code, near, signless(value, form), form)
+        # moments without a sign have no code for -0
+        store_scaled(code, near, value + 0.0 if form.unsigned else value, form)
         scale.copy_(near)
     return {name: code, name + SCALE: scale}, None
 
@@ -206,11 +183,8 @@ def encoded(
 def _new_scale(form: Format, view: ParamView) -> torch.Tensor:
     """The scale of a tensor, or of its blocks, that is all 0: 1, the smallest byte there is."""
     dtype = torch.uint8 if form.block else torch.float32
-    return torch.ones(_scale_shape(form, view), dtype=dtype, device=view.local.device)
-
-
-def _scale_shape(form: Format, view: ParamView) -> tuple[int, ...]:
-    return view.block_scales_shape(form.block) if form.block else (1,)
+    shape = view.block_scales_shape(form.block) if form.block else (1,)
+    return torch.ones(shape, dtype=dtype, device=view.local.device)
 
 
 def completed_state(
@@ -232,7 +206,17 @@ def completed_state(
     with torch.inference_mode(False), torch.no_grad():
         complete(state, view, formats, local_of(external))
     # what was there before may be of other formats
-    check_state(state, formats, view, names, label)
+    for slot, name in names.items():
+        where = f"{label}: state {name!r}"
+        kind = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
+        check_state_tensor(state[name], kind, where)
+        if view.home is not None and name in view.home.placement:
+            view.home.check(state[name], where)
+    for name, shape in view.kept.items():
+        if name not in state:
+            continue
+        kind = (torch.float32, shape, view.local.device)
+        check_state_tensor(state[name], kind, f"{label}: state {name!r}")
     return view.wrap_state(state, [*old_state.values(), external])
 
 
@@ -254,23 +238,9 @@ def written_tensors(
 def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:
     """The shape of a slot's tensor in the state of a parameter."""
     if slot.endswith(SCALE):
-        return _scale_shape(formats.by_slot[slot.removesuffix(SCALE)], view)
+        block = formats.by_slot[slot.removesuffix(SCALE)].block
+        return view.block_scales_shape(block) if block else (1,)
     return formats.by_slot[slot].stored_shape(view.state_shape(state_name(slot)))
-
-
-def check_state(
-    state: dict[str, Any], formats: Formats, view: ParamView, names: dict[str, str], where: str
-) -> None:
-    """Raises ValueError where a state tensor is not what the formats ask for."""
-    for slot in formats.state_slots:
-        name, label = names[slot], f"{where}: state {names[slot]!r}"
-        kind = (formats.dtype(slot), shape_of(slot, formats, view), view.state_device(name))
-        check_state_tensor(state[name], kind, label)
-        if view.home is not None and name in view.home.placement:
-            view.home.check(state[name], label)
-    for name in view.kept.keys() & state.keys():
-        kind = (torch.float32, view.kept[name], view.local.device)
-        check_state_tensor(state[name], kind, f"{where}: state {name!r}")
 
 
 def check_state_tensor(
@@ -297,15 +267,12 @@ def picklable(state: Any) -> Any:
     """
     if not isinstance(state, dict):
         return state
-    return {name: _Codes(value) if _is_float8(value) else value for name, value in state.items()}
-
-
-def _is_float8(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype.is_floating_point
-        and value.dtype.itemsize == 1
-    )
+    new_state = dict(state)
+    for name, value in state.items():
+        dtype = value.dtype if isinstance(value, torch.Tensor) else torch.uint8
+        if dtype.is_floating_point and dtype.itemsize == 1:
+            new_state[name] = _Codes(value)
+    return new_state
 
 
 class _Codes:

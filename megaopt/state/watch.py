@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
-from megaopt.kernels import native
+from megaopt.kernels.native import same_objects
+from megaopt.kernels.shards import PLAIN
 from megaopt.params.dtensor import dtensor_class, same_sharding, waited
-from megaopt.params.view import PLAIN
 
 KIND = operator.attrgetter("dtype", "device", "layout")
 GRAD, WEIGHT = 0, 1
@@ -215,11 +215,6 @@ class Watch:
         return Seen(moved, elsewhere, written, grads, shards)
 
 
-def same_objects(first: Collection[object], second: Collection[object]) -> bool:
-    """Whether two collections hold the very same objects in one order."""
-    return len(first) == len(second) and all(map(operator.is_, first, second))
-
-
 def shards_of(slots: Sequence[list[Any]]) -> Shards | None:
     """The shards of DTensors, once they are there, and plain tensors as they are.
 
@@ -274,12 +269,6 @@ def is_plain_class(kind: type) -> bool:
     """Whether tensors of this class have memory of their own; wrappers have not."""
     tensor_class: Any = kind
     return tensor_class.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def is_worth_building(params: Sequence[torch.Tensor]) -> bool:
-    """Whether steps of these parameters save the time that it takes to build the extension."""
-    on_gpu = any(param.device.type == "cuda" for param in params)
-    return on_gpu or len(params) >= native.WORTH_BUILDING
 
 
 def grads_of(params: Iterable[torch.Tensor], decoupled: bool) -> list[torch.Tensor | None]:

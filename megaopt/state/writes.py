@@ -98,7 +98,7 @@ class ExternalWrites:
     def warn_of_lost_masters(self, owned: Owned, params: Iterable[torch.Tensor]) -> None:
         """Warns once where states were deleted with their masters, and new ones are made."""
         # those that had been compared with a master, and come without one
-        lost = [param for param in params if self.versions.had_master(param)]
+        lost = [param for param in params if param in self.versions.compared]
         if lost and "lost masters" not in self.said:
             self.said.add("lost masters")
             warn_caller(

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megaopt.float8.convert import REPLACED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
+from megaopt.options.placement import REPLACED
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.digest.codes import initial
-from megaopt.kernels.digest.launch import Digests
+from megaopt.kernels.digest.launch import Digests, StepDigests
 from megaopt.kernels.place import Place
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.params import ParamView
@@ -20,17 +19,6 @@ from megaopt.state.watch import Grads
 from megaopt.step.batch import Batch
 
 BESIDE_STATE = ("grad", "weight")
-
-
-class StepDigests(NamedTuple):
-    """The digests of parameters that are stepped alike, at the last step."""
-
-    params: list[torch.Tensor]
-    """The parameter of each row."""
-    quantities: tuple[str, ...]
-    """The quantity of each column: "grad", "weight", and names of the state."""
-    lanes: torch.Tensor
-    """int64 [parameters, quantities, 2], as megaopt.digest has them, on the parameters' device."""
 
 
 class BatchDigests:
@@ -132,7 +120,7 @@ def _places(
     # moments of a matrix rule may be of another shape than the parameter
     if formats.matrix is not None and slot not in (*BESIDE_STATE, "master"):
         pairs = zip(places, views, strict=True)
-        places = [view.state_place(slot, place.number) for place, view in pairs]
+        places = [view.place(place.number, slot) for place, view in pairs]
     form = formats.by_slot.get(slot.removesuffix("_scale"))
     if form is None:
         return places

@@ -225,7 +225,7 @@ def matrices_of(
         if formats.draws or formats.block:
             pairs = zip(views, places, strict=True)
             moment = formats.moment_names[0]
-            low_spots = [view.state_place(moment, owned.numbers[place]) for view, place in pairs]
+            low_spots = [view.place(owned.numbers[place], moment) for view, place in pairs]
     # the matrices of each parameter: heads, or experts, may be one each
     cuts = [rule.cut(plan.matrix.how, view.whole_shape) for view in views]
     size = torch.empty(0, dtype=making.sent.dtype).element_size()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.shards import PLAIN
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
-from megaopt.params.view import PLAIN
 from megaopt.state.owned import Owned
 from megaopt.state.watch import grads_of
 from megaopt.step.ranks.peers import reduced

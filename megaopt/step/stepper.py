@@ -15,6 +15,7 @@ import torch
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.table import is_capturing
+from megaopt.kernels.digest.launch import StepDigests
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Measured, Request
@@ -32,7 +33,7 @@ from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.collect import Check, collect, completed_states, make_batches, resolve_grads
 from megaopt.step.counts import GivenCounts
-from megaopt.step.digests import BESIDE_STATE, BatchDigests, StepDigests
+from megaopt.step.digests import BESIDE_STATE, BatchDigests
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.matrix import is_exchanged
 from megaopt.step.probing import is_asked_by_torch, is_probe

@@ -47,7 +47,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from megaopt import FusedAdam, GaLoreAdamW
-from megaopt.kernels.matrix import galore
+from megaopt.kernels.galore import rule
 from megaopt.params import view_of
 from megaopt.step.matrix import parts_of
 
@@ -164,7 +164,7 @@ def failing_at_a_refresh(failing, before=GAP, groups=1, **step):
     train(model, optimizer, before, **step)
     give(model.parameters(), gradients(before, SHAPES))
     error = RuntimeError("no memory") if dist.get_rank() == failing else None
-    with mock.patch.object(galore, "refreshed", side_effect=error, wraps=galore.refreshed):
+    with mock.patch.object(rule, "refreshed", side_effect=error, wraps=rule.refreshed):
         message = raised_by(partial(optimizer.step, **step))
     projections = [optimizer.state[p].get("projection") for low in lows for p in low["params"]]
     return message, [None if p is None else p.to_local().clone() for p in projections]

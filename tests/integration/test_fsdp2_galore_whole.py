@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import boxes, galore, galore_ranks, shared
+from megaopt.kernels.galore import ranks, rule
+from megaopt.kernels.matrix import boxes, shared
 
 # --- what ranks do
 
@@ -80,8 +81,8 @@ def made_here(options, steps, shapes):
 
         return call
 
-    own = {name: counting(name, getattr(galore, name)) for name in counts}
-    with mock.patch.multiple(galore, **own):
+    own = {name: counting(name, getattr(rule, name)) for name in counts}
+    with mock.patch.multiple(rule, **own):
         train(model, optimizer, steps)
     return list(counts.values())
 
@@ -96,11 +97,11 @@ def said_of_left_out(options, reason, first, shapes):
 GROUPS = {"steps": {"step": 7}, "lr": {"lr": "much"}}
 PLACES = {
     "exchange": (shared, "unpacked"),
-    "refresh": (galore, "refreshed"),
-    "update": (galore, "projected_back"),
+    "refresh": (rule, "refreshed"),
+    "update": (rule, "projected_back"),
     "launched exchange": (boxes.PartCopies, "copy"),
-    "launched projection": (galore_ranks.ProjectionGroup, "project"),
-    "launched update": (galore_ranks.ProjectionGroup, "project_back"),
+    "launched projection": (ranks.ProjectionGroup, "project"),
+    "launched update": (ranks.ProjectionGroup, "project_back"),
 }
 
 

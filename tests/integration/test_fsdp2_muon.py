@@ -49,15 +49,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedMuon, GaLoreAdamW
-from megaopt.kernels.matrix import (
-    boxes,
-    muon,
-    muon_launch,
-    muon_ranks,
-    muon_wave,
-    shared,
-    tiles,
-)
+from megaopt.kernels.matrix import boxes, shared, tiles
+from megaopt.kernels.muon import launch, newton_schulz, wave
+from megaopt.kernels.muon import ranks as muon_ranks
 from megaopt.step.ranks import owners
 
 # --- what ranks do
@@ -102,13 +96,13 @@ def bytes_sent(options, shapes, replicas=1):
 
 
 LAUNCHES = {
-    "direct": (muon_wave.PartLaunches, "direct"),
+    "direct": (wave.PartLaunches, "direct"),
     "sums": (muon_ranks.PartNorms, "measure"),
     "cast": (muon_ranks.PartNorms, "cast"),
     "boxes": (boxes.BoxCopies, "copy"),
-    "products": (muon_wave.Iteration, "step"),
-    "apply": (muon_wave.PartLaunches, "apply"),
-    "local": (muon_launch.MuonLaunches, "step"),
+    "products": (wave.Iteration, "step"),
+    "apply": (wave.PartLaunches, "apply"),
+    "local": (launch.MuonLaunches, "step"),
 }
 
 
@@ -118,7 +112,7 @@ PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUN
 
 AT_FIRST = {
     "plans": (muon_ranks, "BoxCopies"),
-    "notes": (muon_wave.Iteration, "note"),
+    "notes": (wave.Iteration, "note"),
     **LAUNCHES,
 }
 
@@ -185,7 +179,7 @@ def said_after_a_fault(options):
     give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
     fault, later = RuntimeError("the product"), RuntimeError("a call after it")
     with (
-        mock.patch.object(muon, "products", side_effect=fault),
+        mock.patch.object(newton_schulz, "products", side_effect=fault),
         mock.patch.object(owners.Owners, "back", side_effect=later),
     ):
         first = raised_by(optimizer.step)

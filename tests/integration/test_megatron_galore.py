@@ -23,7 +23,8 @@ from unfused_torch import BETAS, EPS
 
 from megaopt import GaLoreAdamW
 from megaopt.commands.regression.megatron.optimizer import leaves
-from megaopt.kernels.matrix import galore, shared
+from megaopt.kernels.galore import rule
+from megaopt.kernels.matrix import shared
 from megaopt.params.view import EMBEDDING
 
 # GaLoreAdamW in Megatron's distributed optimizer, and alone on whole weights: what runs leave.
@@ -167,8 +168,8 @@ def alone(case, steps=10, factors=None):
 
 PLACES = {
     "exchange": (shared, "unpacked"),
-    "refresh": (galore, "refreshed"),
-    "update": (galore, "projected_back"),
+    "refresh": (rule, "refreshed"),
+    "update": (rule, "projected_back"),
 }
 CHANGED = {
     "gap": {"update_proj_gap": 1},

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
-from megaopt.kernels.matrix import muon_ranks
+from megaopt.kernels.muon import ranks as muon_ranks
 
 # A Llama of 0.43e9 parameters, sharded layer by layer as people do it.
 

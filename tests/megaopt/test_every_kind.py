@@ -48,7 +48,7 @@ def some_of_each_kind(times=1, but=(), **others):
     return pytest.mark.parametrize(("kind", *others), cases)
 
 
-# their formats have tests of the launches alone: tests/kernels/test_muon_launch.py
+# their formats have tests of the launches alone: tests/kernels/muon/test_launch.py
 @some_of_each_kind(
     but={"muon, fp16", "muon, kahan", "muon, 24 bits", "muon, blocks"}, capturable=MODES
 )

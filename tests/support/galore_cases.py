@@ -7,7 +7,7 @@ from runs import values
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.matrix import galore as matrix
+from megaopt.kernels.galore import rule as matrix
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules import galore
 from megaopt.kernels.rules.matrix import Matrix

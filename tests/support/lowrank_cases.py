@@ -9,8 +9,9 @@ from step_cases import copied, hard_values
 from megaopt import kernels
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.matrix.galore import GALORE, RIGHT
-from megaopt.kernels.matrix.launch import BackTile, ProjectionTiles, ProjectTile, launched_plan
+from megaopt.kernels.galore.launch import launched_plan
+from megaopt.kernels.galore.rule import GALORE, RIGHT
+from megaopt.kernels.galore.tiles import BackTile, ProjectionTiles, ProjectTile
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import Matrix
@@ -26,7 +27,7 @@ SMALL = ProjectionTiles(*_TILES, *_TILES)
 """Tiles: the matrices take one, several, and parts of some."""
 FLOAT32 = WEIGHTS["float32"]
 PLAIN = (FLOAT32, NONE)
-KERNEL = Path(kernels.__path__[0]) / "matrix" / "kernel.py"
+KERNEL = Path(kernels.__path__[0]) / "galore" / "kernel.py"
 
 
 def formats_of(pair, low_rank, grad=FLOAT32, moment=FLOAT32):

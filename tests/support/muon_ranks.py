@@ -6,11 +6,8 @@ from unittest import mock
 from fsdp2_ranks import build, trained
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import (
-    muon,
-    shared,
-    tiles,
-)
+from megaopt.kernels.matrix import shared, tiles
+from megaopt.kernels.muon import newton_schulz
 from megaopt.step.ranks import owners
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 20), (5, 6, 7), (4, 3, 2, 2), (1, 5)]
@@ -37,13 +34,13 @@ def divided(options, steps, shapes, kind="group", alone=False, **named):
 
 def matrices_made(function, *arguments, **named):
     """The shapes of the matrices that this rank makes in a function."""
-    shapes, iterated = [], muon.iterated
+    shapes, iterated = [], newton_schulz.iterated
 
     def counting(room, *own):
         shapes.extend(tuple(matrix.shape) for matrix in room.first)
         return iterated(room, *own)
 
-    with mock.patch.object(muon, "iterated", counting):
+    with mock.patch.object(newton_schulz, "iterated", counting):
         function(*arguments, **named)
     return shapes
 
@@ -74,7 +71,7 @@ def by_small_tiles(function, *arguments, **named):
     work = []
     names = ("products", "symmetric_products")
     with contextlib.ExitStack() as stack:
-        for module in (tiles, muon):
+        for module in (tiles, newton_schulz):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(tiles, "UNIT", 8))

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from megaopt.kernels.matrix.products import product
+from megaopt.kernels.galore.products import product
 from megaopt.kernels.optional_triton import helper, tl
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import Moment, round_row

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.kernels.matrix.galore import PROJECTION
+from megaopt.kernels.galore.rule import PROJECTION
 from megaopt.kernels.quantizers import Left
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megaopt.commands.bench.instance import Instance, bytes_held, bytes_per_step
-from megaopt.kernels.matrix.products import BF16, IEEE, TF32, fp32_products
+from megaopt.kernels.galore.products import BF16, IEEE, TF32, fp32_products
 
 MOST_STEPS = 50
 LEAST_STEPS = 3

@@ -20,7 +20,7 @@ from megaopt.commands.console import coloured, make_table, print_table
 from megaopt.commands.regression.picture import save
 from megaopt.commands.toml_tables import ConfigError
 from megaopt.kernels.backends import BACKENDS
-from megaopt.saving.files import write_json
+from megaopt.kernels.files import write_json
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
 Columns = Mapping[str, Callable[[Record], str | Text]]

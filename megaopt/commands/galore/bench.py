@@ -44,11 +44,11 @@ from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix.galore import RIGHT
-from megaopt.kernels.matrix.launch import why_not_kernel
-from megaopt.kernels.matrix.products import BF16, IEEE, PRECISIONS, TF32
+from megaopt.kernels.files import write_json
+from megaopt.kernels.galore.launch import why_not_kernel
+from megaopt.kernels.galore.products import BF16, IEEE, PRECISIONS, TF32
+from megaopt.kernels.galore.rule import RIGHT
 from megaopt.options.checks import refuse
-from megaopt.saving.files import write_json
 
 TITLE = (
     "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "

@@ -13,9 +13,9 @@ import torch
 from torch.nn import Parameter
 
 from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
-from megaopt.kernels.matrix.galore import LowRank, projected, projected_back
-from megaopt.kernels.matrix.launch import why_not_kernel
-from megaopt.kernels.matrix.products import IEEE, PRECISIONS
+from megaopt.kernels.galore.launch import why_not_kernel
+from megaopt.kernels.galore.products import IEEE, PRECISIONS
+from megaopt.kernels.galore.rule import LowRank, projected, projected_back
 from megaopt.options.checks import one_of, refuse
 
 KERNELS = ("torch", "compiled", "hybrid", "grouped", "fused")

@@ -26,8 +26,8 @@ from megaopt.commands.regression.group import apart
 from megaopt.commands.toml_tables import ConfigError, require
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.files import replacing
 from megaopt.recording.pair import differences
-from megaopt.saving.files import replacing
 
 DESCRIBED = ("gpu", "compute_capability", "cuda_driver", "cuda_runtime", "torch", "triton")
 """The record's keys for the machine on which the part of NVIDIA GPUs was made."""

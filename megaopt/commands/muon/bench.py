@@ -38,7 +38,7 @@ from megaopt.commands.console import make_console
 from megaopt.commands.regression.outputs import make_folder
 from megaopt.commands.source import describe_source, made_with
 from megaopt.commands.toml_tables import require
-from megaopt.kernels.matrix.products import BF16
+from megaopt.kernels.galore.products import BF16
 
 TITLE = (
     "Muon's step: ms on the device; floor: the fewest operations at a large product's speed, and a "

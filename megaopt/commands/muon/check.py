@@ -19,7 +19,7 @@ from megaopt.commands.console import coloured, make_console, make_table, print_t
 from megaopt.commands.galore.check import current_device
 from megaopt.commands.toml_tables import require
 from megaopt.kernels.backends import BACKENDS
-from megaopt.kernels.matrix.muon import COEFFICIENTS, GRAM, GRAM_RATIO, RATIOS, STANDARD
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, GRAM, GRAM_RATIO, RATIOS, STANDARD
 
 PARTS = {(STANDARD, "bf16"): 1.0, (STANDARD, "fp16"): 1 / 8, (GRAM, "fp16"): 1.0}
 """Forms, and the part of torch.optim.Muon's error that each may have in the mean. Both round after

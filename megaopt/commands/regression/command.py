@@ -35,7 +35,7 @@ from megaopt.commands.source import describe_source
 from megaopt.commands.toml_tables import read_toml
 from megaopt.commands.training.determinism import choose_device
 from megaopt.commands.training.text import batches_of, load_corpus
-from megaopt.saving.files import write_json
+from megaopt.kernels.files import write_json
 
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))
 

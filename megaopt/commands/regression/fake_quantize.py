@@ -63,25 +63,6 @@ def block_amax(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return by_rows.view(len(by_rows), -1, block[1]).amax(2)
 
 
-def scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of blocks, CODE_MAX / amax rounded down to a power of two, and their inverses."""
-    _, exponent = torch.frexp(divide(amax))  # of a mantissa from a half to one
-    return power_of_two(exponent - 1), power_of_two(1 - exponent)
-
-
-def e8m0_scales(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of MXFP8's blocks, and their inverses as E8M0.
-
-    An inverse is amax / CODE_MAX rounded up to a power of two.
-    """
-    inverse = torch.tensor(1 / CODE_MAX, dtype=torch.float32, device=amax.device)
-    mantissa, exponent = torch.frexp(amax * inverse)
-    up = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    up = torch.where(amax == 0, -EXPONENT_BIAS, up)
-    up = torch.where(amax.isinf(), EXPONENT_BIAS, up)
-    return power_of_two(-up), (up + EXPONENT_BIAS).to(torch.uint8)
-
-
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """Returns each element's scale."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -109,8 +90,20 @@ class FakeQuantizer(nn.Module):
         """The codes and scale_inv of a weight now; for mxfp8 the latter as E8M0, uint8."""
         if self.recipe == "current":
             return quantize_tensor(weight)
-        block, find = BLOCKS[self.recipe], e8m0_scales if self.recipe == "mxfp8" else scales
-        scale, scale_inv = find(block_amax(weight, block))
+        block = BLOCKS[self.recipe]
+        amax = block_amax(weight, block)
+        if self.recipe == "mxfp8":
+            # an inverse is amax / CODE_MAX rounded up to a power of two, as E8M0
+            inverse = torch.tensor(1 / CODE_MAX, dtype=torch.float32, device=amax.device)
+            mantissa, exponent = torch.frexp(amax * inverse)
+            up = torch.where(mantissa == 0.5, exponent - 1, exponent)
+            up = torch.where(amax == 0, -EXPONENT_BIAS, up)
+            up = torch.where(amax.isinf(), EXPONENT_BIAS, up)
+            scale, scale_inv = power_of_two(-up), (up + EXPONENT_BIAS).to(torch.uint8)
+        else:
+            # CODE_MAX / amax rounded down to a power of two, of a mantissa from a half to one
+            _, exponent = torch.frexp(divide(amax))
+            scale, scale_inv = power_of_two(exponent - 1), power_of_two(1 - exponent)
         return encode(weight.float(), spread(scale, block, weight.shape)), scale_inv
 
     def dequantize(self, weight: torch.Tensor) -> torch.Tensor:

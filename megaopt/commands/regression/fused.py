@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -38,34 +38,21 @@ def arguments(config: OptimizerConfig) -> dict[str, Any]:
     return {"lr": config.learning_rate, "betas": betas, "eps": config.eps}
 
 
-def unaligned_pieces(model: nn.Module) -> list[ParameterPiece]:
-    """Two flat views of each parameter, like the shards of a distributed optimizer.
-
-    They meet at an odd element, so that the second is not aligned to 16 bytes, while the model goes
-    on computing with the whole, aligned weight: its products are those of the other variants.
-    """
-    pieces = []
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().view(-1)
-        middle = min(flat.numel(), flat.numel() // 2 | 1)
-        for start, stop in ((0, middle), (middle, flat.numel())):
-            pieces.append(ParameterPiece(name, parameter, nn.Parameter(flat[start:stop]), start))
-    return pieces
-
-
-def initial_master(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The fp32 values that a parameter's master starts from; None for an fp32 one."""
-    if isinstance(parameter, Float8Weight):
-        values = parameter.high_precision_initial_value()
-        return (parameter.dequantize() if values is None else values).float().clone()
-    return None if parameter.dtype == torch.float32 else parameter.detach().float()
-
-
 def fused(model: nn.Module, run: RunConfig, variant: FusedVariant) -> OptimizerWeights:
     """Owns a model's weights, or a rank's shards of them, through FusedAdam."""
     config, in_views = run.optimizer, variant.layout == "groups_and_views"
-    find = unaligned_pieces if in_views else whole_pieces
-    pieces = find(model) if variant.ranks is None else shard_pieces(model)
+    pieces = whole_pieces(model) if variant.ranks is None else shard_pieces(model)
+    if in_views:
+        # two flat views of each parameter, like the shards of a distributed optimizer. They meet at
+        # an odd element, so that the second is not aligned to 16 bytes, while the model goes on
+        # computing with the whole, aligned weight: its products are those of the other variants
+        whole, pieces = pieces, []
+        for piece in whole:
+            flat = piece.tensor.detach().view(-1)
+            middle = min(flat.numel(), flat.numel() // 2 | 1)
+            for start, stop in ((0, middle), (middle, flat.numel())):
+                view = nn.Parameter(flat[start:stop])
+                pieces.append(ParameterPiece(piece.name, piece.source, view, start))
     remainders = variant.masters == "remainders"
     optimizer = FusedAdam(
         group_pieces(pieces, config, ways=2 if in_views else 1),
@@ -78,15 +65,17 @@ def fused(model: nn.Module, run: RunConfig, variant: FusedVariant) -> OptimizerW
         contract=variant.contract,
         backend=variant.backend,
     )
-    if variant.masters == "external":
-        give_masters(optimizer)
-    return OptimizerWeights(pieces, optimizer)
-
-
-def give_masters(optimizer: FusedAdam) -> None:
-    """Gives it masters of ours, which must stay ours: assigned after construction, as Megatron."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    masters = [initial_master(param) for param in params]
+    if variant.masters != "external":
+        return OptimizerWeights(pieces, optimizer)
+    # masters of ours, which must stay ours: assigned after construction, as Megatron does
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    masters: list[torch.Tensor | None] = []
+    for param in params:
+        values = param.detach() if param.dtype != torch.float32 else None
+        if isinstance(param, Float8Weight):
+            values = param.high_precision_initial_value()
+            values = (param.dequantize() if values is None else values).float().clone()
+        masters.append(None if values is None else values.float())
     optimizer.master_weights = masters
 
     def look(*_: object) -> None:
@@ -95,24 +84,10 @@ def give_masters(optimizer: FusedAdam) -> None:
                 raise RuntimeError("FusedAdam replaced a master of the list it was given")
 
     optimizer.register_step_post_hook(look)
+    return OptimizerWeights(pieces, optimizer)
 
 
 # --- ranks that share the step: each owns a part of every weight, as ZeRO-1 shards them
-
-
-def shard_bounds(numel: int, ranks: int, number: int) -> list[int]:
-    """Returns the first elements of a weight's shards, and the last one's end: ranks + 1 elements.
-
-    Odd elements, so that shards are not aligned, and shares from 0 up to `ranks` that take turns
-    with the weight's number, so that some ranks own nothing of it.
-    """
-    shares = [(rank + number) % (ranks + 1) for rank in range(ranks)] if ranks > 1 else [1]
-    bounds = [0]
-    for rank in range(ranks):
-        upto = sum(shares[: rank + 1])
-        place = numel if upto == sum(shares) else min(numel, numel * upto // sum(shares) | 1)
-        bounds.append(place if upto else 0)
-    return bounds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,10 +109,18 @@ class ShardPiece(ParameterPiece):
 
 
 def shard_pieces(model: nn.Module) -> list[ParameterPiece]:
-    """This rank's shards of each parameter."""
+    """This rank's shards of each parameter.
+
+    They begin at odd elements, so that they are not aligned, and have shares from 0 up to the
+    number of ranks, which take turns, so that some ranks own nothing of a parameter.
+    """
     rank, ranks, pieces = dist.get_rank(), dist.get_world_size(), list[ParameterPiece]()
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        bounds = shard_bounds(parameter.numel(), ranks, number)
+        shares = [(r + number) % (ranks + 1) for r in range(ranks)] if ranks > 1 else [1]
+        numel, bounds = parameter.numel(), [0]  # the first elements, and the end of the last
+        for upto in accumulate(shares):
+            place = numel if upto == sum(shares) else min(numel, numel * upto // sum(shares) | 1)
+            bounds.append(place if upto else 0)
         start, stop = bounds[rank : rank + 2]
         if isinstance(parameter, Float8Weight):
             tensor: torch.Tensor = Float8Shard(parameter, start, stop, dist.group.WORLD)

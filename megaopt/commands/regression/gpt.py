@@ -54,24 +54,19 @@ class GptTraining:
         self.batches = batches_of(config, load_corpus())
         self.model = build_model(config.model, config.seed, device)
         self.scaled = config.float8 is not None and config.float8.scaled_matmul
-        if variant.recipe is not None:
-            self._quantize(variant.recipe)
+        if variant.recipe is not None and not isinstance(variant, UnfusedVariant):
+            to_float8(self.model, RECIPES[variant.recipe], filter=in_a_block)
+        elif variant.recipe is not None:  # a baseline's weights are cast to fp8 at every use
+            for name, layer in list(self.model.named_modules()):
+                if in_a_block(name, layer):
+                    owner, _, attribute = name.rpartition(".")
+                    replacement = FakeQuantizedLinear(layer.weight, variant.recipe, self.scaled)
+                    setattr(self.model.get_submodule(owner), attribute, replacement)
         try:
             self.owner: OptimizerWeights = OWNERS[type(variant)](self.model, config, variant)
         except (ValueError, ImportError, RuntimeError) as error:
             raise ConfigError(f"variant = {variant.name!r} cannot run here: {error}") from error
         self.steps_done = 0
-
-    def _quantize(self, recipe: str) -> None:
-        """Makes the weights of linear layers fp8, or has a baseline's cast to it at every use."""
-        if not isinstance(self.variant, UnfusedVariant):
-            to_float8(self.model, RECIPES[recipe], filter=in_a_block)
-            return
-        for name, layer in list(self.model.named_modules()):
-            if in_a_block(name, layer):
-                owner, _, attribute = name.rpartition(".")
-                replacement = FakeQuantizedLinear(layer.weight, recipe, self.scaled)
-                setattr(self.model.get_submodule(owner), attribute, replacement)
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains on a step's batch; the loss is that before the update, in nats."""
@@ -114,7 +109,15 @@ class GptTraining:
         """
         payload = checkpoint.load(path)
         if check:
-            require_run(path, payload, describe(self.config, self.variant))
+            saved, expected = payload.get("run"), describe(self.config, self.variant)
+            if not isinstance(saved, dict) or "training" not in payload:
+                allowed = "a checkpoint of `megaopt train`"
+                raise ConfigError(f"resume must be {allowed}, got {str(path)!r}")
+            for key, expected_value, saved_value in differences(flat(expected), flat(saved)):
+                raise ConfigError(
+                    f"resume must be a checkpoint of this run, whose {key} is {expected_value!r}, "
+                    f"got {str(path)!r}, whose {key} is {saved_value!r}"
+                )
         state = payload["training"]
         self.model.load_state_dict(state["model"])
         self.owner.load_state_dict(state["optimizer"])
@@ -153,15 +156,3 @@ def describe(config: RunConfig, variant: Variant) -> dict[str, Any]:
         include={"seed", "batch_size", "model", "optimizer", "float8", "galore"}
     )
     return description | {"variant": variant.model_dump()}
-
-
-def require_run(path: Path, payload: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Raises a ConfigError where a checkpoint is of another run, and names what differs first."""
-    saved = payload.get("run")
-    if not isinstance(saved, dict) or "training" not in payload:
-        raise ConfigError(f"resume must be a checkpoint of `megaopt train`, got {str(path)!r}")
-    for key, expected_value, saved_value in differences(flat(expected), flat(saved)):
-        raise ConfigError(
-            f"resume must be a checkpoint of this run, whose {key} is {expected_value!r}, "
-            f"got {str(path)!r}, whose {key} is {saved_value!r}"
-        )

@@ -30,25 +30,6 @@ LONGEST_FOLDER = 70
 there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
 
 
-def context_for(task: RankTask) -> Any:
-    """Returns the context of processes: on the CPU copies of one that has imported what they need.
-
-    That one computes nothing, so that they are fresh, and seconds of imports are spent once. CUDA
-    allows no copies.
-    """
-    # threads that wait for each other turning would take the cores from processes beside them: a
-    # step of a small GPT took 15 times as long; read when torch is imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if task.device == "cuda" or len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    module, megatron_module = f"{__package__}.preload", f"{__package__}.megatron.preload"
-    context.set_forkserver_preload(
-        [module, megatron_module] if isinstance(task.run, MegatronRun) else [module]
-    )
-    return context
-
-
 class RankError(RuntimeError):
     """A process of a variant failed."""
 
@@ -104,7 +85,18 @@ class Group:
         self.tasks, self.job = tasks, tasks[0].job
         self.processes: list[Any] = []
         self._counts: list[int | None] = [None for _ in tasks]
-        context = context_for(tasks[0])
+        # on the CPU copies of a process that has imported what they need: seconds of imports are
+        # spent once, and as that one computes nothing, they are fresh; CUDA allows no copies
+        in_copies = len(os.fsencode(tempfile.gettempdir())) <= LONGEST_FOLDER
+        context: Any = multiprocessing.get_context("spawn")
+        if tasks[0].device == "cpu" and in_copies:
+            context = multiprocessing.get_context("forkserver")
+            modules = [f"{__package__}.preload", f"{__package__}.megatron.preload"]
+            is_megatron = isinstance(tasks[0].run, MegatronRun)
+            context.set_forkserver_preload(modules if is_megatron else modules[:1])
+        # threads that wait for each other turning would take the cores from processes beside them:
+        # a step of a small GPT took 15 times as long; read when torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         # its end tells the processes that the command has ended
         self._read_end, self._write_end = context.Pipe(duplex=False)
         self._context, self._moved = context, time.monotonic()
@@ -131,7 +123,10 @@ class Group:
         """
         # before the lines are read: what a process wrote before it ended is then among them
         gone = [not process.is_alive() for process in self.processes]
-        before, self._counts = self._counts, [count_steps(task) for task in self.tasks]
+        files = [task.recording / f"rank-{task.rank}" / "scalars.jsonl" for task in self.tasks]
+        # a line for each step; None: the rank has not begun
+        counts = [file.read_bytes().count(b"\n") if file.exists() else None for file in files]
+        before, self._counts = self._counts, counts
         if self._counts != before:
             self._moved = time.monotonic()
         silent = time.monotonic() - self._moved
@@ -169,9 +164,3 @@ def _told(task: RankTask) -> str:
         lines = [line for line in text.split("\n")[1:] if not line.startswith(" ")]
         text = "\n".join(lines).strip() + f" ({DEBUG}=1 shows the traceback)"
     return text[-TOLD:].strip() or "nothing"
-
-
-def count_steps(task: RankTask) -> int | None:
-    """Returns the number of steps that a rank has recorded, a line each; None: it has not begun."""
-    path = task.recording / f"rank-{task.rank}" / "scalars.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else None

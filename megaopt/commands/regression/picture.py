@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from megaopt.commands.regression.megatron.config import StockVariant
 from megaopt.commands.regression.outcome import TrialOutcome, earliest
-from megaopt.saving.files import replacing
+from megaopt.kernels.files import replacing
 
 # Okabe and Ito's palette: told apart by colour-blind readers too
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -75,53 +75,39 @@ class Trial:
         return int(self.name.removeprefix(self.variant.name).lstrip(".") or 1)
 
 
-def ranks_of(run: AnyRun, variant: AnyVariant) -> int:
-    """Processes of a variant's first job."""
-    if isinstance(run, MegatronRun):
-        return run.megatron.ranks
-    return getattr(variant, "ranks", None) or 1
-
-
 def settings(variant: AnyVariant) -> tuple[tuple[str, Any], ...]:
     """Returns the keys and values on which a variant's bits depend in an unbroken run."""
     return tuple(variant.model_dump(exclude=WITHOUT_BITS).items())
 
 
-def runs_of(variant: AnyVariant) -> list[tuple[str, str | None]]:
-    """Name and baseline of each run of a variant: the first's own, the others' the first."""
-    count = getattr(variant, "runs", 1)
-    more = [(f"{variant.name}.{number}", variant.name) for number in range(2, count + 1)]
-    return [(variant.name, variant.baseline), *more]
-
-
-def straight_job(run: AnyRun, variant: AnyVariant, name: str) -> TrainingJob:
-    """The one job of a trial; it saves where a resumed one needs its checkpoint."""
-    alike = [v for v in run.runs if settings(v) == settings(variant)]
-    saves = {v.resume_after for v in alike if v.resume_after is not None}
-    steps = tuple(sorted(saves)) if name == variant.name else ()
-    return TrainingJob(name, variant, ranks_of(run, variant), 1, run.steps, steps)
-
-
-def resumed_jobs(
-    run: AnyRun, variant: AnyVariant, name: str, trunk: TrainingJob | None
-) -> tuple[TrainingJob, ...]:
-    """A beginning, which is that of a straight trial of equal settings where there is one."""
-    step, ranks = variant.resume_after or 0, ranks_of(run, variant)
-    begin = trunk or TrainingJob(f"{name}-begun", variant, ranks, 1, step, (step,))
-    ranks = getattr(variant, "resume_ranks", None) or ranks
-    return begin, TrainingJob(name, variant, ranks, step + 1, run.steps, continues=begin.name)
-
-
 def plan_trials(run: AnyRun) -> list[Trial]:
     """All trials: by the config's variants, and the runs of each."""
-    trunks: dict[Any, TrainingJob] = {}
-    trials = [Trial(*names, v, ()) for v in run.runs for names in runs_of(v)]
-    for trial in (trial for trial in trials if trial.variant.resume_after is None):
-        trial.jobs = (straight_job(run, trial.variant, trial.name),)
-        trunks.setdefault(settings(trial.variant), trial.jobs[0])
-    for trial in (trial for trial in trials if trial.variant.resume_after is not None):
-        trunk = trunks.get(settings(trial.variant))
-        trial.jobs = resumed_jobs(run, trial.variant, trial.name, trunk)
+    trials, trunks = [], dict[Any, TrainingJob]()
+    for variant in run.runs:
+        # all its runs must equal the first
+        trials.append(Trial(variant.name, variant.baseline, variant, ()))
+        for number in range(2, getattr(variant, "runs", 1) + 1):
+            trials.append(Trial(f"{variant.name}.{number}", variant.name, variant, ()))
+    # straight trials before resumed ones, whose beginning is a straight one of equal settings
+    for trial in sorted(trials, key=lambda trial: trial.variant.resume_after is not None):
+        variant, key, step = trial.variant, settings(trial.variant), trial.variant.resume_after
+        ranks = getattr(variant, "ranks", None) or 1
+        if isinstance(run, MegatronRun):
+            ranks = run.megatron.ranks
+        if step is None:
+            # the first run saves where those that begin with it need a checkpoint
+            alike = [v.resume_after for v in run.runs if settings(v) == key]
+            saves = {after for after in alike if after is not None}
+            steps = tuple(sorted(saves)) if trial.name == variant.name else ()
+            trial.jobs = (TrainingJob(trial.name, variant, ranks, 1, run.steps, steps),)
+            trunks.setdefault(key, trial.jobs[0])
+            continue
+        begin = trunks.get(key)
+        begin = begin or TrainingJob(f"{trial.name}-begun", variant, ranks, 1, step, (step,))
+        ranks = getattr(variant, "resume_ranks", None) or ranks
+        last = (step + 1, run.steps)
+        job = TrainingJob(trial.name, variant, ranks, *last, continues=begin.name)
+        trial.jobs = begin, job
     return trials
 
 
@@ -135,14 +121,6 @@ def in_order(trials: list[Trial]) -> list[TrainingJob]:
     return list(dict.fromkeys(job for trial in order for job in trial.jobs))
 
 
-def holds_masters(variant: AnyVariant) -> bool:
-    """Returns whether a compared variant keeps fp32 masters, of which a bit can be flipped."""
-    if isinstance(variant, SharedKeys):
-        return variant.mode == "main_shards"
-    fused = isinstance(variant, FusedVariant) and variant.masters != "remainders"
-    return fused or isinstance(variant, MatrixVariant)
-
-
 def job_to_perturb(run: AnyRun, trials: list[Trial], step: int) -> TrainingJob:
     """The job of the first compared trial with fp32 masters that trains a step.
 
@@ -152,9 +130,14 @@ def job_to_perturb(run: AnyRun, trials: list[Trial], step: int) -> TrainingJob:
     allowed = f"a step of the run, from 1 to {run.steps}"
     require(1 <= step <= run.steps, "perturb", step, allowed)
     for trial in trials:
-        job = trial.jobs[-1]
-        compared = trial.baseline is not None and holds_masters(trial.variant)
-        if compared and job.first <= step <= job.last:
+        job, variant = trial.jobs[-1], trial.variant
+        if isinstance(variant, SharedKeys):
+            holds_masters = variant.mode == "main_shards"
+        elif isinstance(variant, FusedVariant):
+            holds_masters = variant.masters != "remainders"
+        else:
+            holds_masters = isinstance(variant, MatrixVariant)
+        if trial.baseline is not None and holds_masters and job.first <= step <= job.last:
             return job
     raise ConfigError(
         f"perturb must be a step at which a variant of {run.name} that has a baseline and holds "

@@ -17,7 +17,7 @@ from megaopt.commands.regression.megatron.config import (
 )
 from megaopt.commands.regression.megatron.traffic import bytes_per_parameter
 from megaopt.commands.regression.megatron.training import settings
-from megaopt.commands.regression.outcome import TrialDifference, TrialOutcome
+from megaopt.commands.regression.outcome import TrialOutcome
 from megaopt.commands.regression.regression import Regression, is_installed
 from megaopt.commands.source import Source
 from megaopt.commands.training.text import Corpus
@@ -29,14 +29,81 @@ TIMES = {"optimizer_milliseconds": "optimizer_seconds", "step_milliseconds": "se
 SIZES = ("state_bytes", "peak_bytes", "optimizer_extra_bytes", "allocated_bytes")
 
 
-def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
-    """Returns a record's beginning: source, versions, hardware, config and text."""
+def measured(regression: Regression, outcome: TrialOutcome) -> dict[str, Any]:
+    """Times, memory, and the bytes that a step should move."""
+    run, variant = regression.run, outcome.trial.variant
+    assert isinstance(run, MegatronRun)
+    assert isinstance(variant, (StockVariant, MegaoptVariant))
+    fused_clip = is_installed("transformer_engine") or is_installed("apex")
+    # each rank of the last job, and how much of the weights it steps
+    lines, summaries = outcome.lines(outcome.measured[-1]), []
+    for rank, line in zip(outcome.recordings[-1].ranks, lines, strict=True):
+        places = [value.place for value in rank.values if value.quantity == "weight"]
+        summary = {
+            **rank.run["training"],
+            "state_bytes": line["state_bytes"],
+            "owned_elements": sum(place[3] for place in places if place),
+        }
+        summaries.append(summary)
+    return {
+        **{key: 1000 * outcome.median(name) for key, name in TIMES.items()},
+        "measured_steps": len(outcome.measured),
+        **{key: outcome.largest(key) for key in SIZES},
+        "bytes_per_parameter": bytes_per_parameter(run, variant, fused_clip),
+        "ranks": outcome.trial.jobs[-1].ranks,
+        "summaries": summaries,
+    }
+
+
+def times_of(regression: Regression) -> dict[str, Any]:
+    """Joins the medians of each variant's runs: their median, least and most.
+
+    of_baseline is the median over that of the baseline, which has runs between these.
+    """
+    times: dict[str, Any] = {}
+    for variant in regression.run.runs:
+        runs = [e for e in regression.outcomes if e.trial.variant == variant and e.is_timed]
+        for key, name in TIMES.items() if runs else ():
+            ms = [1000 * outcome.median(name) for outcome in runs]
+            spread = {"median": statistics.median(ms), "least": min(ms), "most": max(ms)}
+            times.setdefault(variant.name, {"runs": len(runs)})[key] = spread
+    for variant in regression.run.runs:
+        for key in TIMES if variant.name in times else ():
+            spread, baseline = times[variant.name][key], times.get(variant.baseline or "")
+            spread["of_baseline"] = spread["median"] / baseline[key]["median"] if baseline else None
+    return times
+
+
+def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
+    """The record of a regression so far; losses and norms are hexadecimal floats."""
     described = environment.describe()
     versions = {key: described[key] for key in VERSIONS}
     of_megatron: dict[str, Any] = {}
     if isinstance(regression.run, MegatronRun):
         versions |= {name: installed(name) for name in PACKAGES}
         of_megatron = {"settings": settings()}
+    variants: dict[str, dict[str, Any]] = {}
+    for outcome in regression.outcomes:
+        trial, difference = outcome.trial, outcome.difference
+        compared = trial.baseline is not None and outcome.failure is None
+        record: dict[str, Any] = {
+            "variant": trial.variant.name,
+            "recipe": trial.recipe,
+            "baseline": trial.baseline,
+            "identical": difference is None if compared else None,
+            "first_difference": difference and dataclasses.asdict(difference),
+            "failure": outcome.failure,
+        }
+        if outcome.ran:
+            last = trial.jobs[-1].last
+            norms = [outcome.lines(step)[0]["grad_norm"] for step in range(1, last + 1)]
+            record["losses"] = [loss.hex() for loss in outcome.losses]
+            record |= {"grad_norms": norms, "digests": outcome.digests(last)}
+        if outcome.is_timed:
+            record["measured"] = measured(regression, outcome)
+        variants[trial.name] = record
+    first = regression.first_difference()
+    finished = len(regression.outcomes) == len(regression.trials)
     return {
         "source": source,
         "versions": versions,
@@ -49,107 +116,10 @@ def made_with(regression: Regression, corpus: Corpus, source: Source) -> dict[st
         "config": regression.run.model_dump(),
         "corpus": {"sha256": corpus.sha256, "bytes": corpus.tokens.numel()},
         **of_megatron,
-    }
-
-
-def recorded(difference: TrialDifference | None) -> dict[str, Any] | None:
-    """All that is known of a difference."""
-    return None if difference is None else dataclasses.asdict(difference)
-
-
-def measured(regression: Regression, outcome: TrialOutcome) -> dict[str, Any]:
-    """Times, memory, and the bytes that a step should move."""
-    run, variant = regression.run, outcome.trial.variant
-    assert isinstance(run, MegatronRun)
-    assert isinstance(variant, (StockVariant, MegaoptVariant))
-    fused_clip = is_installed("transformer_engine") or is_installed("apex")
-    return {
-        **{key: 1000 * outcome.median(name) for key, name in TIMES.items()},
-        "measured_steps": len(outcome.measured),
-        **{key: outcome.largest(key) for key in SIZES},
-        "bytes_per_parameter": bytes_per_parameter(run, variant, fused_clip),
-        "ranks": outcome.trial.jobs[-1].ranks,
-        "summaries": summaries(outcome),
-    }
-
-
-def summaries(outcome: TrialOutcome) -> list[dict[str, Any]]:
-    """Returns the summary of each rank of the last job, and how much of the weights it steps."""
-    lines = outcome.lines(outcome.measured[-1])
-    return [
-        {
-            **rank.run["training"],
-            "state_bytes": line["state_bytes"],
-            "owned_elements": sum(
-                value.place[3]
-                for value in rank.values
-                if value.place and value.quantity == "weight"
-            ),
-        }
-        for rank, line in zip(outcome.recordings[-1].ranks, lines, strict=True)
-    ]
-
-
-def times_of(regression: Regression) -> dict[str, Any]:
-    """Joins the medians of each variant's runs: their median, least and most.
-
-    of_baseline is the median over that of the baseline, which has runs between these.
-    """
-    times: dict[str, Any] = {}
-    for variant in regression.run.runs:
-        runs = [e for e in regression.outcomes if e.trial.variant == variant and e.is_timed]
-        if runs:
-            spreads = {key: spread_of(runs, name) for key, name in TIMES.items()}
-            times[variant.name] = {"runs": len(runs), **spreads}
-    for variant in regression.run.runs:
-        for key in TIMES if variant.name in times else ():
-            spread, baseline = times[variant.name][key], times.get(variant.baseline or "")
-            spread["of_baseline"] = spread["median"] / baseline[key]["median"] if baseline else None
-    return times
-
-
-def spread_of(runs: list[TrialOutcome], name: str) -> dict[str, float]:
-    """Median, least and most of the runs' medians, in milliseconds."""
-    medians = [1000 * outcome.median(name) for outcome in runs]
-    return {"median": statistics.median(medians), "least": min(medians), "most": max(medians)}
-
-
-def outcome_record(regression: Regression, outcome: TrialOutcome) -> dict[str, Any]:
-    """Returns all that is known of a trial."""
-    trial, difference = outcome.trial, outcome.difference
-    compared = trial.baseline is not None and outcome.failure is None
-    record: dict[str, Any] = {
-        "variant": trial.variant.name,
-        "recipe": trial.recipe,
-        "baseline": trial.baseline,
-        "identical": difference is None if compared else None,
-        "first_difference": recorded(difference),
-        "failure": outcome.failure,
-    }
-    if outcome.ran:
-        last = trial.jobs[-1].last
-        norms = [outcome.lines(step)[0]["grad_norm"] for step in range(1, last + 1)]
-        record |= {
-            "losses": [loss.hex() for loss in outcome.losses],
-            "grad_norms": norms,
-            "digests": outcome.digests(last),
-        }
-    return record | ({"measured": measured(regression, outcome)} if outcome.is_timed else {})
-
-
-def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
-    """The record of a regression so far; losses and norms are hexadecimal floats."""
-    difference = regression.first_difference()
-    finished = len(regression.outcomes) == len(regression.trials)
-    return {
-        **made_with(regression, corpus, source),
         "perturb": regression.perturb,
-        "variants": {
-            outcome.trial.name: outcome_record(regression, outcome)
-            for outcome in regression.outcomes
-        },
+        "variants": variants,
         "times": times_of(regression),
         "finished": finished,
-        "identical": finished and difference is None and not regression.failed,
-        "first_difference": recorded(difference),
+        "identical": finished and first is None and not regression.failed,
+        "first_difference": first and dataclasses.asdict(first),
     }

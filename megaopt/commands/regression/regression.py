@@ -12,7 +12,7 @@ import torch
 from megaopt.commands.config import RunConfig
 from megaopt.commands.environment import cores
 from megaopt.commands.regression.group import Group, RankError
-from megaopt.commands.regression.megatron.config import MegatronRun, StockVariant
+from megaopt.commands.regression.megatron.config import StockVariant
 from megaopt.commands.regression.outcome import TrialDifference, TrialOutcome, earliest
 from megaopt.commands.regression.plan import (
     AnyRun,
@@ -55,8 +55,29 @@ class Regression:
         if isinstance(run, RunConfig):
             for variant in run.runs:
                 require_room(run, variant, torch.device(device))
-        else:
-            require_parts(run, device)
+            return
+        # Megatron's: the packages, the memory and the GPUs
+        needed, graphs = {"megatron.core": "megatron-core"}, False
+        has_engine = run.megatron.fp8_recipe is not None
+        for member in run.variant:
+            if member.resume_after is not None:
+                needed["psutil"] = "psutil"
+            inner = member.inner if isinstance(member, StockVariant) else ""
+            graphs |= member.cuda_graph
+            has_engine |= inner == "transformer_engine" or member.cuda_graph
+        if has_engine:
+            needed["transformer_engine"] = "transformer_engine[pytorch]"
+        require(device == "cuda" or not graphs, "cuda_graph", True, "false on the CPU")
+        if missing := [package for name, package in needed.items() if not is_installed(name)]:
+            names = ", ".join(missing)
+            raise ConfigError(f"{run.name} needs {names}: pip install {' '.join(missing)}")
+        # at least the bf16 weights, which every tensor-parallel group has
+        weights = 2 * count_parameters(run.model) // run.megatron.shares
+        require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
+        if device == "cuda":
+            seen = torch.cuda.device_count()
+            allowed = f"at most {seen}, as many as GPUs"
+            require(run.most_ranks <= seen, "ranks", run.most_ranks, allowed)
 
     def train(
         self, on_trial: Callable[[TrialOutcome], None], on_step: Callable[[int], None]
@@ -71,69 +92,56 @@ class Regression:
             while self._waiting or self._running:
                 self._start_some()
                 for group in self._running[:]:
-                    self._look_at(group)
-                on_step(self._steps_made())
-                self._compare_some(on_trial)
+                    failure = None
+                    try:
+                        if not group.look():
+                            continue
+                    except RankError as error:
+                        failure = str(error)
+                        # what would continue it cannot be run
+                        follow = [job for job in self._waiting if job.continues == group.job.name]
+                        self._waiting = [job for job in self._waiting if job not in follow]
+                        self._ended |= dict.fromkeys(follow, failure)
+                    group.end()
+                    self._running.remove(group)
+                    self._ended[group.job] = failure
+                ended_steps = sum(job.steps for job in self._ended)
+                on_step(ended_steps + sum(group.steps for group in self._running))
+                # the trials that have ended since the last time, baselines first
+                for trial in sorted(self.trials, key=lambda trial: trial.baseline is not None):
+                    jobs = [job for job in trial.jobs if job in self._ended]
+                    is_ready = trial.baseline is None or trial.baseline in self._outcomes
+                    if trial.name in self._outcomes or not is_ready or len(jobs) < len(trial.jobs):
+                        continue
+                    failures = [self._ended[job] for job in jobs if self._ended[job] is not None]
+                    baseline = None if trial.baseline is None else self._outcomes[trial.baseline]
+                    outcome = TrialOutcome(trial, self.folder, baseline, *failures[:1])
+                    self._outcomes[trial.name] = outcome
+                    on_trial(outcome)
                 time.sleep(PAUSE)
         finally:
             for group in self._running:
                 group.end()
 
     def _start_some(self) -> None:
+        """Starts the jobs for which there is a core for each rank; on GPUs one at a time.
+
+        What a job continues must be there. One that needs more has all cores to itself.
+        """
         for job in self._waiting[:]:
-            if self._may_start(job):
+            names = {ended.name for ended in self._ended}
+            taken = sum(group.job.ranks for group in self._running)
+            has_room = self.device == "cpu" and taken + job.ranks <= cores()
+            if (job.continues is None or job.continues in names) and (not taken or has_room):
                 self._waiting.remove(job)
                 # noted before it starts: an interrupt would leave its processes
                 self._running.append(Group(self._tasks(job)))
                 self._running[-1].start()
 
-    def _may_start(self, job: TrainingJob) -> bool:
-        """Returns whether what it continues is there, and a core for each rank; on GPUs no other.
-
-        A job that needs more has all cores to itself.
-        """
-        names = {ended.name for ended in self._ended}
-        if job.continues is not None and job.continues not in names:
-            return False
-        taken = sum(group.job.ranks for group in self._running)
-        return not taken or (self.device == "cpu" and taken + job.ranks <= cores())
-
     def _tasks(self, job: TrainingJob) -> list[RankTask]:
         perturbs = [self.perturb if job == self.perturbed else None, *[None] * (job.ranks - 1)]
         arguments = self.run, job, self.device, self.folder
         return [RankTask(*arguments, rank, perturb) for rank, perturb in enumerate(perturbs)]
-
-    def _look_at(self, group: Group) -> None:
-        try:
-            if not group.look():
-                return
-            failure = None
-        except RankError as error:
-            failure = str(error)
-            # what would continue it cannot be run
-            follow = [job for job in self._waiting if job.continues == group.job.name]
-            self._waiting = [job for job in self._waiting if job not in follow]
-            self._ended |= dict.fromkeys(follow, failure)
-        group.end()
-        self._running.remove(group)
-        self._ended[group.job] = failure
-
-    def _steps_made(self) -> int:
-        ended = sum(job.steps for job in self._ended)
-        return ended + sum(group.steps for group in self._running)
-
-    def _compare_some(self, on_trial: Callable[[TrialOutcome], None]) -> None:
-        """Compares the trials that have ended since the last time, baselines first."""
-        for trial in sorted(self.trials, key=lambda trial: trial.baseline is not None):
-            jobs = [job for job in trial.jobs if job in self._ended]
-            is_ready = trial.baseline is None or trial.baseline in self._outcomes
-            if trial.name in self._outcomes or not is_ready or len(jobs) < len(trial.jobs):
-                continue
-            failures = [self._ended[job] for job in jobs if self._ended[job] is not None]
-            baseline = None if trial.baseline is None else self._outcomes[trial.baseline]
-            outcome = TrialOutcome(trial, self.folder, baseline, *failures[:1])
-            self._outcomes[trial.name] = outcome
-            on_trial(outcome)
 
     @property
     def outcomes(self) -> list[TrialOutcome]:
@@ -148,28 +156,6 @@ class Regression:
     def failed(self) -> list[TrialOutcome]:
         """The trials that could not be run or compared."""
         return [outcome for outcome in self.outcomes if outcome.failure is not None]
-
-
-def require_parts(run: MegatronRun, device: str) -> None:
-    """Raises a `ConfigError` where the packages, the memory or the GPUs of a run are not here."""
-    needed = {"megatron.core": "megatron-core"}
-    if any(variant.resume_after is not None for variant in run.variant):
-        needed["psutil"] = "psutil"
-    stock = [variant for variant in run.variant if isinstance(variant, StockVariant)]
-    inner = any(variant.inner == "transformer_engine" for variant in stock)
-    graphs = any(variant.cuda_graph for variant in run.variant)
-    if inner or graphs or run.megatron.fp8_recipe is not None:
-        needed["transformer_engine"] = "transformer_engine[pytorch]"
-    require(device == "cuda" or not graphs, "cuda_graph", True, "false on the CPU")
-    missing = [package for name, package in needed.items() if not is_installed(name)]
-    if missing:
-        raise ConfigError(f"{run.name} needs {', '.join(missing)}: pip install {' '.join(missing)}")
-    # at least the bf16 weights, which every tensor-parallel group has
-    weights = 2 * count_parameters(run.model) // run.megatron.shares
-    require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
-    if device == "cuda":
-        seen = torch.cuda.device_count()
-        require(run.most_ranks <= seen, "ranks", run.most_ranks, f"at most {seen}, as many as GPUs")
 
 
 def is_installed(name: str) -> bool:

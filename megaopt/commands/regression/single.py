@@ -9,8 +9,6 @@ from megaopt.commands import exits
 from megaopt.commands.config import (
     FusedVariant,
     MatrixVariant,
-    RunConfig,
-    Variant,
     read_config,
 )
 from megaopt.commands.configs import Config, find_config
@@ -21,22 +19,6 @@ from megaopt.commands.regression.parts import open_recording, rows_of
 from megaopt.commands.toml_tables import MOST, require
 from megaopt.commands.training.determinism import choose_device, deterministic
 from megaopt.commands.training.limits import require_room
-
-
-def _choose_variant(config: RunConfig, name: str | None) -> Variant:
-    """The named variant, or else the first that an optimizer of this package trains."""
-    candidates = [
-        variant.name
-        for variant in config.runs
-        if isinstance(variant, (FusedVariant, MatrixVariant))
-    ]
-    names = ", ".join(variant.name for variant in config.runs)
-    require(bool(name or candidates), "variant", name, f"one of {names}, as none is fused")
-    variant = config.find_variant(name or candidates[0])
-    alone = getattr(variant, "ranks", None) is None
-    allowed = "one without ranks, which train in `megaopt regress` only"
-    require(alone, "variant", variant.name, allowed)
-    return variant
 
 
 def train(
@@ -72,7 +54,15 @@ def train(
     """
     path = find_config(config)
     run = read_config(path)
-    chosen = _choose_variant(run, variant)
+    # the named variant, or else the first that an optimizer of this package trains
+    own_kinds = (FusedVariant, MatrixVariant)
+    candidates = [member.name for member in run.runs if isinstance(member, own_kinds)]
+    names = ", ".join(member.name for member in run.runs)
+    require(bool(variant or candidates), "variant", variant, f"one of {names}, as none is fused")
+    chosen = run.find_variant(variant or candidates[0])
+    alone = getattr(chosen, "ranks", None) is None
+    allowed = "one without ranks, which train in `megaopt regress` only"
+    require(alone, "variant", chosen.name, allowed)
     last = run.steps if steps is None else steps
     require(1 <= last <= MOST, "steps", last, "a whole number from 1 to 2**31-1")
     require_file("save", save)
@@ -85,29 +75,24 @@ def train(
             training.load(resume, check=True)
         done = training.steps_done
         require(last > done, "steps", last, f"more than the {done} steps of the checkpoint")
+        console, name, loss, writer = make_console(), chosen.name, 0.0, None
         try:
-            _train_steps(training, last, result)
+            with ExitStack() as stack:
+                progress = stack.enter_context(step_progress(console))
+                task = progress.add_task(name, total=last, completed=done)
+                if result is not None:
+                    writer = open_recording(result, 0, 1, training.about())
+                    stack.enter_context(closing(writer))
+                for step in range(done + 1, last + 1):
+                    scalars = training.step(step)
+                    if writer is not None:
+                        rows = rows_of(training.parts(), writer, training.device)
+                        writer.step(step, 0, scalars, rows)
+                    loss = float.fromhex(scalars["losses"][0])
+                    progress.update(task, completed=step, description=f"{name}, loss {loss:.4f}")
+            console.print(f"{name}: loss {loss:.9g} at step {last}", highlight=False)
         except OSError as error:
             raise about_file(error, result or path) from error
     if save is not None:
         training.save(save)
     return exits.DONE
-
-
-def _train_steps(training: GptTraining, last: int, result: Path | None) -> None:
-    """Trains to a step, and records each where that is asked for."""
-    console, name, loss = make_console(), training.variant.name, 0.0
-    with ExitStack() as stack:
-        progress = stack.enter_context(step_progress(console))
-        task = progress.add_task(name, total=last, completed=training.steps_done)
-        writer = None
-        if result is not None:
-            writer = stack.enter_context(closing(open_recording(result, 0, 1, training.about())))
-        for step in range(training.steps_done + 1, last + 1):
-            scalars = training.step(step)
-            if writer is not None:
-                rows = rows_of(training.parts(), writer, training.device)
-                writer.step(step, 0, scalars, rows)
-            loss = float.fromhex(scalars["losses"][0])
-            progress.update(task, completed=step, description=f"{name}, loss {loss:.4f}")
-    console.print(f"{name}: loss {loss:.9g} at step {last}", highlight=False)

@@ -303,7 +303,8 @@ def _laid_out(
     # boxes by view and place of the mesh, then turned: by place and view
     matrices, by_view = [], []
     for param, (view, shape, param_cuts) in enumerate(zip(views, shapes, cuts, strict=True)):
-        matrices += matrices_of(param, view.box_shape(shape), param_cuts)
+        box_shape = (math.prod(shape),) if view.is_flat else tuple(shape)
+        matrices += matrices_of(param, box_shape, param_cuts)
         by_view.append(view.boxes(places, shape))
     return matrices, [[boxes[rank] for boxes in by_view] for rank in range(len(places))]
 

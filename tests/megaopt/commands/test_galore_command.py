@@ -31,11 +31,11 @@ from megaopt.commands.galore.errors import (
     plain_step,
 )
 from megaopt.galore import GaLoreAdamW
-from megaopt.kernels.matrix import galore, launch
-from megaopt.kernels.matrix.galore import LEFT, RIGHT
+from megaopt.kernels.galore import rule, wave
+from megaopt.kernels.galore.rule import LEFT, RIGHT
 
 CPU = torch.device("cpu")
-MATRIX = Path(kernels.__path__[0]) / "matrix"
+MATRIX = Path(kernels.__path__[0]) / "galore"
 RULE = Path(kernels.__path__[0]) / "rules" / "galore.py"
 QUICK = [name for name in KERNELS if name != "compiled"]
 """Compiling takes ten seconds."""
@@ -58,7 +58,7 @@ def test_precisions_are_within_their_bounds(kernel, precision, error, device):
 
 def test_a_precision_that_is_not_kept_is_noticed(device, monkeypatch):
     """The kernel rounds to bf16, where fp32 was asked for."""
-    monkeypatch.setattr(launch.Products, "_product", lower(launch.Products._product))
+    monkeypatch.setattr(wave.Products, "_product", lower(wave.Products._product))
     wrong = beyond(setup_of("grouped"), device)
     assert wrong == ["exp_avg", "exp_avg_sq", "update"]
 
@@ -131,7 +131,7 @@ KERNEL_MUTANTS = {
 
 @pytest.mark.parametrize("change", KERNEL_MUTANTS.values(), ids=KERNEL_MUTANTS)
 def test_a_broken_kernel_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(MATRIX / "kernel.py", change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(MATRIX / "kernel.py", change, tmp_path))
     assert beyond(setup_of(rank=20), device) == ["update"]
 
 
@@ -151,9 +151,9 @@ def test_a_broken_row_of_numbers_is_noticed(change, tmp_path, device, monkeypatc
 
 def test_a_broken_twin_is_noticed(megaopt, monkeypatch):
     """The kernel "torch" is not compared with itself."""
-    projected = galore.projected
+    projected = rule.projected
     changed = lambda grad, *rest: projected(grad.bfloat16().float(), *rest)  # noqa: E731
-    monkeypatch.setattr(galore, "projected", changed)
+    monkeypatch.setattr(rule, "projected", changed)
     status, out, err = megaopt("galore", "test", "--kernel=torch", *SMALL)
     assert (status, err) == (1, "")
     assert out.count("BEYOND") == 3
@@ -315,9 +315,9 @@ BENCH = ("galore", "bench", "--M", 30, "--N", 10, 40, "--ranks", 2, 4, "--kernel
 
 
 def test_a_case_beyond_its_bounds_has_no_speed(megaopt, tmp_path, bench_on_cpu, monkeypatch):
-    projected_back = galore.projected_back
+    projected_back = rule.projected_back
     changed = lambda *own: projected_back(*own).half().float()  # noqa: E731
-    monkeypatch.setattr(galore, "projected_back", changed)
+    monkeypatch.setattr(rule, "projected_back", changed)
     status, out, _ = megaopt(*BENCH, "--weights", "float32")
     assert status == 1
     assert out.count("no speed: errors beyond their bounds: update") == 4

@@ -19,14 +19,9 @@ from megaopt.commands.bench.subjects import SHARED
 from megaopt.commands.muon import bench, check
 from megaopt.commands.muon.bench import SETS, SUBJECTS, Failed, Worker, floor_bytes, operations
 from megaopt.commands.muon.check import CaseErrors, OrthogonalCase, chance, in_fp64
-from megaopt.kernels.matrix import muon
-from megaopt.kernels.matrix.muon import (
-    MatrixScales,
-    Orthogonal,
-    Workspace,
-    coefficients_of,
-    iterated,
-)
+from megaopt.kernels.muon import newton_schulz, orthogonal
+from megaopt.kernels.muon.newton_schulz import MatrixScales, Workspace, iterated
+from megaopt.kernels.muon.orthogonal import Orthogonal, coefficients_of
 
 CPU = torch.device("cpu")
 TEST = ("muon", "test", "--shapes", 24, 80, "--matrices", 14)
@@ -54,14 +49,14 @@ def test_what_it_prints(megaopt):
 def test_launches_are_compared_with_the_twin(megaopt, monkeypatch):
     status, out, err = megaopt(*TEST, "--precisions=fp16", "--spectra=random")
     assert (status, err, out.count("the same")) == (0, "", 2)
-    begun = muon.begun
+    begun = newton_schulz.begun
 
     def other(direction, how):
         first, scales = begun(direction, how)
         first[0, 0] = first[0, 0].nextafter(torch.zeros_like(first[0, 0]))
         return first, scales
 
-    monkeypatch.setattr(muon, "begun", other)
+    monkeypatch.setattr(newton_schulz, "begun", other)
     status, out, _ = megaopt(*TEST, "--precisions=fp16", "--spectra=random")
     assert (status, out.count("OTHERS"), out.count("BEYOND")) == (1, 2, 2)
     assert "above torch's part, or of other bits: 2" in out
@@ -69,9 +64,9 @@ def test_launches_are_compared_with_the_twin(megaopt, monkeypatch):
 
 def test_a_precision_that_is_not_kept_is_noticed(megaopt, monkeypatch):
     """The iteration begins from numbers of bf16, where fp16 was asked for."""
-    begun = muon.begun
+    begun = newton_schulz.begun
     changed = lambda direction, how: begun(direction.bfloat16().float(), how)  # noqa: E731
-    monkeypatch.setattr(muon, "begun", changed)
+    monkeypatch.setattr(newton_schulz, "begun", changed)
     status, out, _ = megaopt(*TEST, "--no-launches", "--methods=standard")
     assert status == 1
     assert [line.split("│")[4].strip() for line in out.splitlines() if "BEYOND" in line] == [
@@ -80,7 +75,7 @@ def test_a_precision_that_is_not_kept_is_noticed(megaopt, monkeypatch):
 
 
 def test_a_broken_ratio_is_noticed(megaopt, monkeypatch):
-    monkeypatch.setitem(muon.RATIOS, "original", lambda rows, columns: 1.0)
+    monkeypatch.setitem(orthogonal.RATIOS, "original", lambda rows, columns: 1.0)
     monkeypatch.setattr(check, "RATIOS", {"original": lambda rows, columns: math.sqrt(2)})
     arguments = ("--shapes", 40, 20, "--no-launches", "--methods=standard", "--spectra=random")
     assert megaopt("muon", "test", *arguments)[0] == 1

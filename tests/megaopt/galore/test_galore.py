@@ -8,7 +8,7 @@ from interpreted import interpreted
 from runs import BF16, FP32, assert_same, copied, give_gradients, params_of, snapshot, train, values
 
 from megaopt import FusedAdam, GaLoreAdamW
-from megaopt.kernels.matrix.galore import LEFT, RIGHT, projected, projected_back
+from megaopt.kernels.galore.rule import LEFT, RIGHT, projected, projected_back
 from megaopt.kernels.rules.galore import apply_reference, direction_reference, scalars
 
 SHAPES = [(24, 10), (6, 30), (9,)]
@@ -66,7 +66,7 @@ def step_by_hand(param, state, grad, projection, side, group):
 @pytest.mark.parametrize("refresh", ["subspace", "svd"])
 @pytest.mark.parametrize("proj_type", ["std", "reverse_std", "right", "left", "auto"])
 def test_a_step_is_its_operations_in_their_order(proj_type, refresh):
-    """Over three refreshes; that these operations are GaLore's, tests/kernels/test_lowrank.py."""
+    """Over three refreshes; that they are GaLore's, tests/kernels/galore/test_rule.py."""
     optimizer = galore(parameters(SHAPES[:2]), proj_type=proj_type, refresh=refresh)
     params = params_of(optimizer)
     for step in range(7):
@@ -240,7 +240,7 @@ KAHAN = {"master_weights": True, "master_weight_dtype": "kahan_stochastic"}
     ],
 )
 def test_kernels_are_the_twin_where_products_are_exact(options):
-    """Products in general: tests/kernels/test_lowrank_kernel.py."""
+    """Products in general: tests/kernels/galore/test_kernel.py."""
     assert_kernels_agree(("hybrid", "torch"), options)
 
 

@@ -6,7 +6,7 @@ from bits import assert_same_bits
 from runs import BF16, FP32, params_of, values
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix.galore import LEFT, RIGHT
+from megaopt.kernels.galore.rule import LEFT, RIGHT
 
 # How far kernels of GaLore may differ in one step: docs/numbers.md states the bound.
 

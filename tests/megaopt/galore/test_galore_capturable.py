@@ -18,7 +18,7 @@ from runs import (
 )
 
 from megaopt import GaLoreAdamW
-from megaopt.kernels.matrix import kernel
+from megaopt.kernels.galore import kernel
 
 SHAPES = [(24, 10), (6, 30), (9,)]
 GAP = 3

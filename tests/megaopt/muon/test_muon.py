@@ -28,7 +28,8 @@ from runs import (
 from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
 from megaopt.float8 import RECIPES, Float8Weight
 from megaopt.float8.shard import Float8Shard
-from megaopt.kernels.matrix.muon import COEFFICIENTS, Orthogonal, orthogonal
+from megaopt.kernels.muon.newton_schulz import orthogonal
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, Orthogonal
 
 SHAPES = [(24, 10), (7, 33), (9,), (1, 40), (33, 64), (4, 2, 3)]
 ADAM = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95)}
@@ -57,7 +58,7 @@ def made(shapes=SHAPES, weights=FP32, **options):
 def test_a_step_of_a_matrix_is_the_written_one(nesterov, adjust):
     """Momentum, direction, decay, update; by numbers that fp32 has, so that the host rounds none.
 
-    How a direction becomes orthogonal is tests/kernels/test_muon.py's.
+    How a direction becomes orthogonal is tests/kernels/muon/test_rule.py's.
     """
     options = {"weight_decay": 0.125, "momentum": 0.75, "nesterov": nesterov}
     (param,) = params = parameters([(12, 20)], FP32)

@@ -14,8 +14,8 @@ from bits import bits
 from checkpoints import full_disk
 from runs import assert_same
 
+from megaopt.kernels.files import replacing, write_json
 from megaopt.saving import checkpoint
-from megaopt.saving.files import replacing, write_json
 
 INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -214,9 +214,7 @@ class MegatronRun(TrainingConfig):
             is_so = attrgetter(key)(self) == value
             self.need(is_so, key, f"{spelled(value)} with a table [galore]")
         for variant in self.variant:
-            self._check_rule(variant)
-            self._check_resume(variant)
-            self._check_baseline(variant)
+            self._check_variant(variant)
 
     def _divides_batch(self, ranks: int) -> bool:
         size = self.megatron.micro_batch_size * (ranks // self.megatron.shares)
@@ -227,63 +225,60 @@ class MegatronRun(TrainingConfig):
         """The rule of matrices: "adam", "muon" or "galore"."""
         return self.megatron.optimizer if self.galore is None else "galore"
 
-    def _check_rule(self, variant: MegatronVariant) -> None:
-        config = self.megatron
-        condition = (
-            f"optimizer = {config.optimizer!r}" if self.galore is None else "a table [galore]"
-        )
-        for key, allowed in ALLOWED[self.rule].items():
-            is_so = getattr(variant, key, allowed[0]) in allowed
-            variant.need(is_so, key, f"{spelled(*allowed)} with {condition}")
-        if self.rule == "muon" and isinstance(variant, StockVariant):
+    def _check_variant(self, variant: MegatronVariant) -> None:
+        # what the rule of matrices allows
+        config, rule = self.megatron, self.rule
+        condition = "a table [galore]" if rule == "galore" else f"optimizer = {rule!r}"
+        for key, values in ALLOWED[rule].items():
+            is_so = getattr(variant, key, values[0]) in values
+            variant.need(is_so, key, f"{spelled(*values)} with {condition}")
+        if rule == "muon" and isinstance(variant, StockVariant):
             variant.need(variant.inner == "unfused", "inner", f"'unfused' with {condition}")
             words = "'whole' or 'owners', as Megatron's own Muon has no others"
             variant.need(variant.layout != "shards", "layout", words)
-        elif self.rule == "muon":
+        elif rule == "muon":
             parts = config.tensor_parallel > 1 and config.muon_tp_mode == "duplicated"
             words = "'whole' or 'owners' where tensor-parallel ranks bring matrices together"
             variant.need(variant.layout != "shards" or not parts, "layout", words)
-
-    def _check_resume(self, variant: MegatronVariant) -> None:
-        after, ranks, shares = variant.resume_after, variant.resume_ranks, self.megatron.shares
-        saves = self.galore is None or variant.layout == "shards"
+        # a place to resume, and ranks that can
+        after, ranks = variant.resume_after, variant.resume_ranks
+        saves = rule != "galore" or variant.layout == "shards"
         words = "left out with layout = 'whole', whose projections Megatron's checkpoints lack"
         variant.need(after is None or saves, "resume_after", words)
         inside = after is None or after < self.steps
         variant.need(inside, "resume_after", f"less than steps = {self.steps}")
         if ranks is not None:
-            allowed = f"a multiple of the {shares} ranks that share a model"
-            variant.need(ranks % shares == 0, "resume_ranks", allowed)
-            allowed = f"a number whose micro batches divide batch_size = {self.batch_size}"
-            variant.need(self._divides_batch(ranks), "resume_ranks", allowed)
-
-    def _check_baseline(self, variant: MegatronVariant) -> None:
+            words = f"a multiple of the {config.shares} ranks that share a model"
+            variant.need(ranks % config.shares == 0, "resume_ranks", words)
+            words = f"a number whose micro batches divide batch_size = {self.batch_size}"
+            variant.need(self._divides_batch(ranks), "resume_ranks", words)
+        # a baseline whose sums have the same order
         if variant.baseline is None:
             return
-        baselines = {
-            candidate.name: candidate for candidate in self.variant if candidate.baseline is None
-        }
+        baselines = {member.name: member for member in self.variant if member.baseline is None}
         names = ", ".join(baselines) or "there is none"
-        allowed = f"the name of another variant, without a baseline: {names}"
-        variant.need(variant.baseline in baselines, "baseline", allowed)
-        for of, words in {
-            lambda v: self.clips and v.layout: "with the same layout, or clip_grad = 0: the "
-            "norm's sums have its order",
-            self.overlaps_grad_reduce: "with the same overlap_grad_reduce: it decides about the "
-            "buckets",
-            self.reduces_in_fp32: "with the same grad_reduce_in_fp32: sums are rounded by it",
-            self.ranks_after: "whose number of ranks changes at the same step: sums have their "
-            "order",
-        }.items():
-            same = of(variant) == of(baselines[variant.baseline])
+        words = f"the name of another variant, without a baseline: {names}"
+        variant.need(variant.baseline in baselines, "baseline", words)
+        baseline = baselines[variant.baseline]
+        reduced = self.reduces_in_fp32(variant) == self.reduces_in_fp32(baseline)
+        overlap = self.overlaps_grad_reduce(variant) == self.overlaps_grad_reduce(baseline)
+        changes = [
+            v.resume_ranks not in (None, config.ranks) and (v.resume_after, v.resume_ranks)
+            for v in (variant, baseline)
+        ]
+        for same, words in (
+            (
+                not self.clips or variant.layout == baseline.layout,
+                "with the same layout, or clip_grad = 0: the norm's sums have its order",
+            ),
+            (overlap, "with the same overlap_grad_reduce: it decides about the buckets"),
+            (reduced, "with the same grad_reduce_in_fp32: sums are rounded by it"),
+            (
+                changes[0] == changes[1],
+                "whose number of ranks changes at the same step: sums have their order",
+            ),
+        ):
             variant.need(same, "baseline", f"a variant {words}")
-
-    def ranks_after(self, variant: MegatronVariant) -> tuple[int, int]:
-        """The step after which the number of ranks changes, and the new one; else (0, ranks)."""
-        ranks = self.megatron.ranks
-        if variant.resume_ranks in (None, ranks):
-            return 0, ranks
-        return variant.resume_after or 0, variant.resume_ranks or ranks
 
     @property
     def clips(self) -> bool:
@@ -297,14 +292,6 @@ class MegatronRun(TrainingConfig):
     def reduces_in_fp32(self, variant: MegatronVariant) -> bool:
         """Returns whether the variant's gradients are fp32, as those of fp32 weights are anyway."""
         return self._setting(variant, "grad_reduce_in_fp32") or self.megatron.precision == "fp32"
-
-    def overlaps_param_gather(self, variant: MegatronVariant) -> bool:
-        """Returns whether the variant gathers weights during the forward pass.
-
-        It never does without the other, nor where ranks have whole weights.
-        """
-        overlaps = self._setting(variant, "overlap_param_gather") and variant.layout == "shards"
-        return overlaps and self.overlaps_grad_reduce(variant)
 
     def _setting(self, variant: MegatronVariant, key: str) -> bool:
         setting: bool | None = getattr(variant, key)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -43,27 +43,6 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def gather_padded(alike: Callable[..., Any]) -> Callable[..., Any]:
-    """all_gather of tensors of several sizes, which NCCL can and gloo cannot; alike: torch's own.
-
-    Megatron's layer-wise optimizer gathers weights so.
-    """
-
-    def all_gather(
-        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any
-    ) -> Any:
-        most = max(part.numel() for part in parts)
-        if all(part.numel() == most for part in parts):
-            return alike(parts, tensor, group, **options)
-        padded = [part.new_zeros(most) for part in parts]
-        alike(padded, torch.nn.functional.pad(tensor, (0, most - tensor.numel())), group)
-        for part, wide in zip(parts, padded, strict=True):
-            part.copy_(wide[: part.numel()])
-        return None
-
-    return all_gather
-
-
 def pretend_cuda() -> None:
     """Lets this process run Megatron-Core on the CPU."""
     cuda: Any = torch.cuda
@@ -75,8 +54,22 @@ def pretend_cuda() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    distributed: Any = dist
-    distributed.all_gather = gather_padded(dist.all_gather)
+    distributed, gather_alike = cast(Any, dist), dist.all_gather
+
+    def all_gather(
+        parts: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, **options: Any
+    ) -> Any:
+        # of several sizes, as Megatron's layer-wise optimizer gathers weights: NCCL can, gloo not
+        most = max(part.numel() for part in parts)
+        if all(part.numel() == most for part in parts):
+            return gather_alike(parts, tensor, group, **options)
+        padded = [part.new_zeros(most) for part in parts]
+        gather_alike(padded, torch.nn.functional.pad(tensor, (0, most - tensor.numel())), group)
+        for part, wide in zip(parts, padded, strict=True):
+            part.copy_(wide[: part.numel()])
+        return None
+
+    distributed.all_gather = all_gather
     experts: Any = import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(experts, ENGINES_PRODUCT):  # release 0.16 forgets it without TransformerEngine
         setattr(experts, ENGINES_PRODUCT, None)

@@ -27,6 +27,7 @@ SETS = {
         (2.8366, -3.0525, 1.2012),
     ],
 }
+REGISTRIES = ("registry", "scalar_optimizers", "soap")
 FACTORS: dict[str, Callable[[int, int], float]] = {
     "shape_scaling": lambda rows, columns: float(max(1, rows / columns) ** 0.5),
     "spectral": lambda rows, columns: float(max(rows, columns) ** 0.5),
@@ -67,18 +68,13 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         """Steps each parameter that has a gradient."""
         for group in self.param_groups:
             self._init_group(group)
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._step_one(param, group)
-
-    def _step_one(self, param: torch.Tensor, group: Any) -> None:
-        lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
-        assert param.grad is not None
-        param.add_(param, alpha=-decay * lr)
-        buffer = self.state[param]["momentum_buffer"]
-        buffer.lerp_(param.grad, 1 - momentum)
-        direction = param.grad.lerp(buffer, momentum) if self.nesterov else buffer
-        param.add_(self.orthogonalize(param, direction), alpha=-lr)
+            lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]
+            for param in (param for param in group["params"] if param.grad is not None):
+                param.add_(param, alpha=-decay * lr)
+                buffer = self.state[param]["momentum_buffer"]
+                buffer.lerp_(param.grad, 1 - momentum)
+                direction = param.grad.lerp(buffer, momentum) if self.nesterov else buffer
+                param.add_(self.orthogonalize(param, direction), alpha=-lr)
 
 
 def newton_schulz(x: torch.Tensor, steps: int, coefficient_type: str) -> torch.Tensor:
@@ -114,8 +110,17 @@ def newton_schulz_tp(
     return part
 
 
-def standing() -> dict[str, ModuleType]:
-    """Returns one module with all that Megatron takes of several, by the names of these."""
+@contextlib.contextmanager
+def megatrons_muon() -> Iterator[None]:
+    """Within it Megatron's own Muon works: with Emerging-Optimizers, or with what stands for it."""
+    if find_spec("emerging_optimizers") is not None:
+        yield
+        return
+    factory = importlib.import_module("megatron.core.optimizer")
+    is_16 = not hasattr(factory, "_get_megatron_emerging_optimizer")
+    name = "muon" if is_16 else "emerging_optimizers"
+    muon_module = importlib.import_module(f"megatron.core.optimizer.{name}")
+    # one module with all that Megatron takes of several
     root = "emerging_optimizers"
     orthogonalized, module = f"{root}.orthogonalized_optimizers", ModuleType(root)
     vars(module).update(
@@ -129,20 +134,8 @@ def standing() -> dict[str, ModuleType]:
         Lion=object,
         SOAP=object,
     )
-    names = (f"{root}.registry", f"{root}.scalar_optimizers", f"{root}.soap")
-    return dict.fromkeys((root, orthogonalized, f"{orthogonalized}.muon_utils", *names), module)
-
-
-@contextlib.contextmanager
-def megatrons_muon() -> Iterator[None]:
-    """Within it Megatron's own Muon works: with Emerging-Optimizers, or with what stands for it."""
-    if find_spec("emerging_optimizers") is not None:
-        yield
-        return
-    factory = importlib.import_module("megatron.core.optimizer")
-    is_16 = not hasattr(factory, "_get_megatron_emerging_optimizer")
-    name = "muon" if is_16 else "emerging_optimizers"
-    muon_module, modules = importlib.import_module(f"megatron.core.optimizer.{name}"), standing()
+    parts = (f"{orthogonalized}.muon_utils", *(f"{root}.{part}" for part in REGISTRIES))
+    modules = dict.fromkeys((root, orthogonalized, *parts), module)
     names = ("_EMERGING_OPTIMIZERS", "_create_emerging_optimizer", "HAVE_EMERGING_OPTIMIZERS")
 
     def load() -> None:

@@ -91,11 +91,16 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
 def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) -> Any:
     """Megatron's DistributedDataParallel around the model, for the variant's layout."""
     distributed, megatron_config = megatron("distributed"), run.megatron
+    gathers = variant.overlap_param_gather
+    gathers = megatron_config.overlap_param_gather if gathers is None else gathers
     settings = distributed.DistributedDataParallelConfig(
         use_distributed_optimizer=variant.layout == "shards",
         grad_reduce_in_fp32=run.reduces_in_fp32(variant),
         overlap_grad_reduce=run.overlaps_grad_reduce(variant),
-        overlap_param_gather=run.overlaps_param_gather(variant),
+        # never without the other, nor where ranks have whole weights
+        overlap_param_gather=gathers
+        and variant.layout == "shards"
+        and run.overlaps_grad_reduce(variant),
         bucket_size=megatron_config.bucket_size,
         average_in_collective=False,
         fp8_param_gather=megatron_config.fp8_param_gather,

@@ -12,7 +12,6 @@ from megaopt.commands.regression.megatron.config import (
     MegaoptVariant,
     MegatronRun,
     MegatronVariant,
-    StockVariant,
 )
 from megaopt.commands.regression.megatron.emerging import make_muon
 from megaopt.commands.regression.megatron.model import megatron, weights_dtype
@@ -60,20 +59,6 @@ def optimizer_config(run: MegatronRun, variant: MegatronVariant, **more: Any) ->
     )
 
 
-def choose_inner(inner: str) -> None:
-    """Decides which Adam this process's Megatron takes, by its name in configs.
-
-    Raises:
-        ImportError: it is TransformerEngine's, which is not installed.
-    """
-    adam: Any = UnfusedAdam
-    if inner == "transformer_engine":
-        adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
-    elif inner == "torch":
-        adam = torch.optim.AdamW
-    put_inside(adam, inner == "torch")
-
-
 def put_inside(adam: Any, is_torchs: bool = False) -> None:
     """Has this process's Megatron take an Adam.
 
@@ -88,32 +73,39 @@ def put_inside(adam: Any, is_torchs: bool = False) -> None:
     distributed.USING_APEX_OPTIMIZER = False
 
 
-def stock_optimizer(run: MegatronRun, variant: StockVariant, chunk: Any) -> Any:
-    """Megatron's own get_megatron_optimizer."""
-    choose_inner(variant.inner)
-    aware = variant.mode == "precision_aware"
-    remainders = variant.store_param_remainders
-    config = optimizer_config(
-        run, variant, use_precision_aware_optimizer=aware, store_param_remainders=remainders
-    )
-    if run.megatron.optimizer == "muon":
-        return make_muon(config, chunk, variant.layout == "owners")
-    return megatron("optimizer").get_megatron_optimizer(config, [chunk])
+def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
+    """Makes megaopt.integration.megatron's optimizer, imported by name: nobody else needs it.
 
-
-def whole_galore(run: MegatronRun, variant: MegaoptVariant, chunk: Any, galore: Any) -> Any:
-    """Megatron's own optimizer of whole weights, in which GaLoreAdamW steps the masters."""
+    Of whole weights with GaLore it is Megatron's own, in which GaLoreAdamW steps the masters.
+    """
+    galore = None if run.galore is None else run.galore.model_dump()
+    if galore is None or variant.layout != "whole":
+        offload: dict[str, Any] = {}
+        if variant.cpu_offload:
+            offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+        return import_module("megaopt.integration.megatron").get_megatron_optimizer(
+            optimizer_config(run, variant, **offload),
+            [chunk],
+            mode=variant.mode,
+            contract=variant.contract,
+            backend=variant.backend,
+            exp_avg_dtype=STATE_DTYPES.get(variant.exp_avg_dtype, variant.exp_avg_dtype),
+            exp_avg_sq_dtype=STATE_DTYPES.get(variant.exp_avg_sq_dtype, variant.exp_avg_sq_dtype),
+            store_param_remainders=variant.store_param_remainders,
+            round_scaled_grads=variant.round_scaled_grads,
+            galore=galore,
+        )
+    options = galore
 
     def adam(params: Any, adam_w_mode: bool, **kwargs: Any) -> GaLoreAdamW:
         for group in params:  # masters will be in their place: flat ones might be parts of matrices
             if all(param.dim() == 1 for param in group["params"]):
                 group["rank"] = None
-        return GaLoreAdamW(params, backend=variant.backend, **kwargs, **galore)
+        return GaLoreAdamW(params, backend=variant.backend, **kwargs, **options)
 
     put_inside(adam)
-    optimizer = megatron("optimizer").get_megatron_optimizer(
-        optimizer_config(run, variant), [chunk]
-    )
+    config = optimizer_config(run, variant)
+    optimizer = megatron("optimizer").get_megatron_optimizer(config, [chunk])
     plug = import_module("megaopt.integration.megatron.distributed")
     for buffers in (chunk.buffers, chunk.expert_parallel_buffers):
         for param, number in plug.numbers_of(buffers).items():
@@ -124,35 +116,30 @@ def whole_galore(run: MegatronRun, variant: MegaoptVariant, chunk: Any, galore: 
     return optimizer
 
 
-def our_optimizer(run: MegatronRun, variant: MegaoptVariant, chunk: Any) -> Any:
-    """Makes megaopt.integration.megatron's optimizer, imported by name: nobody else needs it."""
-    plug = import_module("megaopt.integration.megatron")
-    galore = None if run.galore is None else run.galore.model_dump()
-    if galore is not None and variant.layout == "whole":
-        return whole_galore(run, variant, chunk, galore)
-    offload: dict[str, Any] = {}
-    if variant.cpu_offload:
-        offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
-    return plug.get_megatron_optimizer(
-        optimizer_config(run, variant, **offload),
-        [chunk],
-        mode=variant.mode,
-        contract=variant.contract,
-        backend=variant.backend,
-        exp_avg_dtype=STATE_DTYPES.get(variant.exp_avg_dtype, variant.exp_avg_dtype),
-        exp_avg_sq_dtype=STATE_DTYPES.get(variant.exp_avg_sq_dtype, variant.exp_avg_sq_dtype),
-        store_param_remainders=variant.store_param_remainders,
-        round_scaled_grads=variant.round_scaled_grads,
-        galore=galore,
-    )
-
-
 def build_optimizer(run: MegatronRun, variant: MegatronVariant, chunk: Any) -> Any:
-    """Megatron's optimizer object for a wrapped model."""
-    if isinstance(variant, StockVariant):
-        optimizer = stock_optimizer(run, variant, chunk)
-    else:
+    """Megatron's optimizer object for a wrapped model.
+
+    Raises:
+        ImportError: its Adam is TransformerEngine's, which is not installed.
+    """
+    if isinstance(variant, MegaoptVariant):
         optimizer = our_optimizer(run, variant, chunk)
+    else:  # Megatron's own, with the Adam that the config names
+        adam: Any = UnfusedAdam
+        if variant.inner == "transformer_engine":
+            adam = import_module("transformer_engine.pytorch.optimizers").FusedAdam
+        elif variant.inner == "torch":
+            adam = torch.optim.AdamW
+        put_inside(adam, variant.inner == "torch")
+        options = {
+            "use_precision_aware_optimizer": variant.mode == "precision_aware",
+            "store_param_remainders": variant.store_param_remainders,
+        }
+        config = optimizer_config(run, variant, **options)
+        if run.megatron.optimizer == "muon":
+            optimizer = make_muon(config, chunk, variant.layout == "owners")
+        else:
+            optimizer = megatron("optimizer").get_megatron_optimizer(config, [chunk])
     if variant.cuda_graph:  # as Megatron's training loop does it
         optimizer.step = megatron("optimizer.optimizer_cuda_graph").OptimizerCudaGraphWrapper(
             optimizer.step

@@ -45,11 +45,19 @@ def parts(chunk: Any, optimizer: Any, suffix: str, of_experts: str) -> Iterator[
     The tensors are those that Megatron would save, a state in another format being decoded to fp32.
     The suffixes tell names apart from those of ranks with other parts of the model, or experts.
     """
-    held = {
-        parameter: tensors
-        for leaf in leaves(optimizer)
-        for parameter, tensors in held_by(leaf, chunk)
-    }
+    held: dict[torch.Tensor, Tensors] = {}
+    for leaf in leaves(optimizer):
+        if hasattr(leaf, "model_param_group_index_map"):  # shards, of a DistributedOptimizer
+            held |= {param: shard_of(param, leaf) for param in leaf.model_param_group_index_map}
+            continue
+        # of whole weights masters, moments, and GaLore's projection
+        params = chunk.module.parameters()
+        models = {id(getattr(param, "main_param", param)): param for param in params}
+        for main in (main for group in leaf.optimizer.param_groups for main in group["params"]):
+            state = leaf.optimizer.state[main]
+            state = {name: state[name] for name in (*MOMENTS, *PROJECTED) if name in state}
+            local = {n: local_of(t).detach() for n, t in {"master": main, **state}.items()}
+            held[models[id(main)]] = {n: (t.view(-1), t.shape, 0) for n, t in local.items()}
     for name, parameter in chunk.module.named_parameters():
         if parameter in held:
             stored, shape, start = held[parameter]["master"]
@@ -63,36 +71,10 @@ def parts(chunk: Any, optimizer: Any, suffix: str, of_experts: str) -> Iterator[
 
 Tensors = dict[str, tuple[torch.Tensor, Sequence[int], int]]
 """Flat fp32 tensors, each with the whole one's shape, and its own first element in that."""
-Held = list[tuple[torch.Tensor, Tensors]]
-"""Parameters, and what a rank has of the master and the state of each."""
-
-
-def held_by(optimizer: Any, chunk: Any) -> Held:
-    """Returns what an optimizer steps: shards of a DistributedOptimizer's, or whole weights."""
-    if not hasattr(optimizer, "model_param_group_index_map"):
-        parameters = chunk.module.parameters()
-        models = {
-            id(getattr(parameter, "main_param", parameter)): parameter for parameter in parameters
-        }
-        mains = [main for group in optimizer.optimizer.param_groups for main in group["params"]]
-        return [(models[id(main)], whole_of(main, optimizer.optimizer)) for main in mains]
-    return [
-        (parameter, shard_of(parameter, optimizer))
-        for parameter in optimizer.model_param_group_index_map
-    ]
-
-
-def whole_of(main: torch.Tensor, inner: Any) -> Tensors:
-    """A master, its moments, and GaLore's projection."""
-    state = inner.state[main]
-    names = [name for name in (*MOMENTS, *PROJECTED) if name in state]
-    tensors = {"master": main, **{name: state[name] for name in names}}
-    local_tensors = {name: local_of(tensor).detach() for name, tensor in tensors.items()}
-    return {name: (tensor.view(-1), tensor.shape, 0) for name, tensor in local_tensors.items()}
 
 
 def shard_of(parameter: torch.Tensor, optimizer: Any) -> Tensors:
-    """The same of a shard; of a matrix that GaLore projects as it is kept, not as it is saved."""
+    """Master and moments of a shard; those of GaLore's matrices as they are kept, not saved."""
     start = optimizer._get_model_param_range_map(parameter)["param"].start
     saved = optimizer._get_main_param_and_optimizer_states(parameter)
     tensors: Tensors = {

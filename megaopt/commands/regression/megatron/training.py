@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megaopt.commands.regression.megatron import checkpoint, state
+from megaopt.commands.regression.megatron import state
 from megaopt.commands.regression.megatron.config import MegatronRun, MegatronVariant, StockVariant
 from megaopt.commands.regression.megatron.cpu import pretend_cuda
 from megaopt.commands.regression.megatron.model import (
@@ -42,6 +42,8 @@ SETTINGS = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
 }
 """The settings under which a run repeats itself on GPUs; those of the environment go first."""
+# the format whose loads are exact in the supported releases, with several buckets too
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable"}
 
 
 def settings() -> dict[str, str]:
@@ -170,15 +172,41 @@ class MegatronTraining:
             "inner_optimizer": type(leaves(self.optimizer)[0].optimizer).__qualname__,
         }
 
+    # --- checkpoints in Megatron's own format, which all ranks save and load together
+
     def save(self, path: Path) -> None:
-        """Writes Megatron's own checkpoint."""
-        checkpoint.save(path, self.chunk, self.optimizer)
+        """Saves in a folder that need not exist."""
+        gathers = self.chunk.ddp_config.overlap_param_gather
+        if gathers:
+            # the weights of the step just made have not been gathered yet
+            self.chunk.disable_forward_pre_hook(param_sync=True)
+        path.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        megatron("dist_checkpointing").save(self._sharded_state(False), str(path))
+        if gathers:
+            self.chunk.enable_forward_pre_hook()
 
     def load(self, path: Path) -> None:
-        """Continues one, of any number of data-parallel ranks."""
-        checkpoint.load(path, self.chunk, self.optimizer)
+        """Continues what `save` saved, of any number of data-parallel ranks."""
+        # TransformerEngine pickles delayed scaling's histories, and loads what is known to be one's
+        # own
+        os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+        loaded = megatron("dist_checkpointing").load(self._sharded_state(True), str(path))
+        self.chunk.module.load_state_dict(loaded["model"])
+        self.optimizer.load_state_dict(loaded["optimizer"])
         if isinstance(self.variant, StockVariant) and self.variant.cast_after_load:
-            checkpoint.cast_masters(self.chunk, self.optimizer)
+            # Megatron's checkpoints hold fp8 weights as what they stand for. Under delayed scaling,
+            # what it quantizes again at a load was seen not to be what a run that went on had
+            # (docs/numbers.md): masters are cast to weights, as after a step
+            for leaf in leaves(self.optimizer):
+                leaf._copy_main_params_to_model_params()
+            if not self.chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers
+                self.chunk.start_param_sync()
+
+    def _sharded_state(self, is_loading: bool) -> dict[str, Any]:
+        model = self.chunk.module.sharded_state_dict()
+        options = {"is_loading": is_loading, "metadata": METADATA}
+        return {"model": model, "optimizer": self.optimizer.sharded_state_dict(model, **options)}
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:

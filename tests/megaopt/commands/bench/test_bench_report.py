@@ -22,7 +22,7 @@ from megaopt.commands.bench.results import NAMED, TIMED, BenchCase, add_ratios, 
 from megaopt.commands.bench.sets import HOST, SETS
 from megaopt.commands.bench.subjects import PEERS
 from megaopt.commands.console import print_table
-from megaopt.saving.files import write_json
+from megaopt.kernels.files import write_json
 
 A_BF16 = BenchCase(SETS["A"], MODES["bf16"])
 A_TE = BenchCase(SETS["A"], PEERS["transformerengine-bf16"])

@@ -121,7 +121,7 @@ class Product:
     precision: str
     """The precision, one of PRECISIONS."""
     on_left: bool
-    """The projection stands on the left (galore.LEFT)."""
+    """The projection stands on the left (rule.LEFT)."""
     even: bool
     """Only whole tiles, rows of which begin at multiples of 16 bytes."""
     rank: int

@@ -9,10 +9,10 @@ from muon_cases import FORMS, ROW, SHAPES, SIMPLE, buffers, formats_of, how_of, 
 from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
-from megaopt.kernels.matrix import muon, muon_launch
-from megaopt.kernels.matrix.muon import Orthogonal
-from megaopt.kernels.matrix.muon_launch import muon_plan
-from megaopt.kernels.matrix.muon_wave import Layout, parts_of
+from megaopt.kernels.muon import launch, orthogonal
+from megaopt.kernels.muon.launch import muon_plan
+from megaopt.kernels.muon.orthogonal import Orthogonal
+from megaopt.kernels.muon.wave import Layout, parts_of
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.place import Place
@@ -139,7 +139,7 @@ def test_rows_that_come_again_are_launched(moment, device):
 @pytest.mark.parametrize("momentum", ["float32", "scaled_float16"])
 def test_matrices_of_a_parameter_have_their_own_forms(momentum, device, monkeypatch):
     """Of few rows Gram's, of more the standard one."""
-    monkeypatch.setattr(muon, "GRAM_SHORT", 4)
+    monkeypatch.setattr(orthogonal, "GRAM_SHORT", 4)
     how = short("standard fp16", method="auto", split_sizes=(16, 6, 6), restarts=(1,))
     assert {how.is_gram(shape) for shape in how.pieces((28, 24))} == {True, False}
     moment = MOMENTS[momentum]
@@ -232,7 +232,7 @@ def test_a_workspace_that_moves_shows_in_no_bit(device, monkeypatch):
         places.append(empty(size[0] + 1024, dtype=dtype, **options))
         return places[-1][first:]
 
-    monkeypatch.setattr(muon_launch.torch, "empty", elsewhere)
+    monkeypatch.setattr(launch.torch, "empty", elsewhere)
     found = stepped("triton", formats, FEW, before, device, steps=3)
     monkeypatch.undo()
     assert len({each.data_ptr() for each in places}) == 3
@@ -242,10 +242,10 @@ def test_a_workspace_that_moves_shows_in_no_bit(device, monkeypatch):
 def test_waves_are_bounded():
     how = Orthogonal(how_of().coefficients, precision="fp16")
     shapes = [torch.Size(shape) for shape in [(4096, 4096)] * 5 + [(14336, 4096)] * 5]
-    found = list(muon_launch.waves(how, parts_of(formats_of(how), shapes), muon_launch.ROOM))
+    found = list(launch.waves(how, parts_of(formats_of(how), shapes), launch.ROOM))
     assert sorted(run.param for layout in found for run in layout.runs) == list(range(10))
     for layout in found:
-        assert layout.used <= muon_launch.ROOM or len(layout.runs) == 1
+        assert layout.used <= launch.ROOM or len(layout.runs) == 1
         assert {layout.is_gram} == {run.param >= 5 for run in layout.runs}
 
 

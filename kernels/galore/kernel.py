@@ -30,7 +30,7 @@ from megaopt.kernels.chunks.chunk import (
 from megaopt.kernels.chunks.codes import loaded_moments, loaded_param, param_of_codes
 from megaopt.kernels.chunks.draws import block_words, draw_of
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, GRAD, WEIGHT_COLUMNS, WEIGHT_ROWS
-from megaopt.kernels.matrix.products import added_product, loaded, operand, taken
+from megaopt.kernels.galore.products import added_product, loaded, operand, taken
 from megaopt.kernels.optional_triton import helper, jit, loop_bound, tl
 from megaopt.kernels.products.chain import chained
 from megaopt.kernels.step.kernel import controls_of, draw_row, is_left_out, scalars_of

@@ -12,8 +12,9 @@ from mutants import mutant
 from runs import values
 
 from megaopt import kernels
-from megaopt.kernels.matrix import galore as matrix
-from megaopt.kernels.matrix.galore import (
+from megaopt.kernels.galore import rule as matrix
+from megaopt.kernels.galore.products import parts_product, product
+from megaopt.kernels.galore.rule import (
     LEFT,
     RIGHT,
     LowRank,
@@ -24,7 +25,6 @@ from megaopt.kernels.matrix.galore import (
     scaled,
     sketched,
 )
-from megaopt.kernels.matrix.products import parts_product, product
 from megaopt.kernels.rules import galore
 
 
@@ -147,7 +147,7 @@ def _gap(matrix):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "change"), MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(name, change, tmp_path):
-    paths = {"rules": "rules/galore.py", "matrix": "matrix/galore.py"}
+    paths = {"rules": "rules/galore.py", "matrix": "galore/rule.py"}
     module = mutant(SOURCES / paths[name], change, tmp_path)
     if name == "matrix":
         exec(HELPERS, vars(module))

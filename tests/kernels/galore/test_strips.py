@@ -21,9 +21,10 @@ from lowrank_cases import (
 from mutants import mutant
 from step_cases import PAIRS, assert_same_buffers
 
-from megaopt.kernels.matrix import kernel, launch
-from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import launched_plan, tiles_of
+from megaopt.kernels.galore import kernel, wave
+from megaopt.kernels.galore.launch import launched_plan
+from megaopt.kernels.galore.rule import LEFT, RIGHT, LowRank
+from megaopt.kernels.galore.tiles import tiles_of
 
 SHAPES = [(128, 128), (64, 384), (320, 128)]
 """Matrices of whole tiles on a GPU and under the interpreter, of several heights."""
@@ -51,8 +52,8 @@ def by_tiles(low_rank, device, pair=PLAIN, kernel="grouped", shapes=SHAPES, kind
 def only_whole(monkeypatch):
     """Another launch fails; two programs have several tiles, or strips of several, each."""
     monkeypatch.setattr(kernel, "back_project_kernel", None)
-    monkeypatch.setattr(launch, "processors", lambda device: 2)
-    monkeypatch.setattr(launch, "PARTS", (2,))
+    monkeypatch.setattr(wave, "processors", lambda device: 2)
+    monkeypatch.setattr(wave, "PARTS", (2,))
 
 
 @pytest.mark.usefixtures("only_whole")
@@ -84,7 +85,7 @@ def test_every_format_is_the_twins(pair, side, kind, device):
 @pytest.mark.parametrize("parts", [1, 2, 3, 100])
 def test_how_high_strips_are_shows_in_no_bit(parts, device, monkeypatch):
     """One for all tiles, some that end within the matrix or with it, and one for each tile."""
-    monkeypatch.setattr(launch, "PARTS", (parts,))
+    monkeypatch.setattr(wave, "PARTS", (parts,))
     assert_same_buffers(*by_tiles(LowRank(RIGHT, 16, "bf16"), device))
 
 
@@ -186,6 +187,6 @@ CASES += [(BLOCKS, change) for change in OF_BLOCKS.values()]
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(("kind", "change"), CASES, ids=[*MUTANTS, *OF_BLOCKS])
 def test_a_mutant_is_noticed(kind, change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="differ"):
         assert_same_buffers(*by_tiles(LowRank(RIGHT, 40, "bf16"), device, kind=kind))

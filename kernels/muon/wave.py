@@ -23,19 +23,18 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.formats import GRADS, WEIGHTS
-from megaopt.kernels.matrix import muon_kernel
-from megaopt.kernels.matrix.muon import (
-    FP16,
+from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
+from megaopt.kernels.muon import kernel
+from megaopt.kernels.muon.newton_schulz import (
     SQUARES,
     Matrices,
     MatrixScales,
-    Orthogonal,
     Workspace,
     iterated,
     ordered,
 )
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT, numbers_of
-from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
+from megaopt.kernels.muon.normuon import SECOND_MOMENT, numbers_of
+from megaopt.kernels.muon.orthogonal import FP16, Orthogonal
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
@@ -79,13 +78,13 @@ class NotedLaunch:
 
 
 class Notes:
-    """Notes products in the place of muon.Immediate, which makes them."""
+    """Notes products in the place of newton_schulz.Immediate, which makes them."""
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         self._tables, self._device, self.launches = tables, device, list[NotedLaunch]()
 
     def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
-        """Notes S X, as muon.Immediate makes it."""
+        """Notes S X, as newton_schulz.Immediate makes it."""
         # neither the result is symmetric, nor is the right matrix the left one, turned
         self._note((False, False), *ordered(squares, matrices), out, **options)
 
@@ -336,7 +335,7 @@ def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch
     """Casts fp32 directions to 16 bits, each times its power of two.
 
     table: int64, as a step's: GRAD has the directions, WEIGHT where they go. scales: fp32 [factors,
-    directions], in the order of muon.MatrixScales.
+    directions], in the order of newton_schulz.MatrixScales.
     """
     options: dict[str, object] = {
         "SOURCE": WEIGHTS[torch.float32],
@@ -347,15 +346,15 @@ def cast(table: torch.Tensor, chunks: Chunks, scales: torch.Tensor, dtype: torch
         "num_warps": GEOMETRY.warps,
     }
     arguments = (table, chunks.table, scales, table.shape[1])
-    call(muon_kernel.cast_kernel, chunks.count, arguments, options)
+    call(kernel.cast_kernel, chunks.count, arguments, options)
 
 
 def scales_by_norms(
     bins: torch.Tensor, ratios: torch.Tensor, scales: torch.Tensor, eps: float, is_scaled: bool
 ) -> None:
-    """Launches `muon.scales_reference`: fp32 [factors, matrices] of bins of each matrix's norm."""
+    """Launches `scales_reference`: fp32 [factors, matrices] of bins of each matrix's norm."""
     count, options = len(ratios), dict[str, object](IS_SCALED=is_scaled, num_warps=1)
-    call(muon_kernel.scales_kernel, count, (bins, ratios, scales, count, eps), options)
+    call(kernel.scales_kernel, count, (bins, ratios, scales, count, eps), options)
 
 
 class SecondMoments:
@@ -369,19 +368,19 @@ class SecondMoments:
         self._params, self._firsts = list(params), numpy.array(firsts)
         # a chunk a row: the kernels have a program for each row of all matrices
         self._chunks, self._table = Chunks(heights, ONE_ROW, device), DeviceTable(device)
-        self._rows = numpy.zeros((muon_kernel.ROW_COUNT, len(heights)), dtype=numpy.int64)
-        self._rows[int(muon_kernel.COLUMNS)] = widths
-        self._rows[int(muon_kernel.HEIGHT)] = heights
-        self._rows[int(muon_kernel.GROUP)] = [groups[param] for param in params]
-        self._rows[int(muon_kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
+        self._rows = numpy.zeros((kernel.ROW_COUNT, len(heights)), dtype=numpy.int64)
+        self._rows[int(kernel.COLUMNS)] = widths
+        self._rows[int(kernel.HEIGHT)] = heights
+        self._rows[int(kernel.GROUP)] = [groups[param] for param in params]
+        self._rows[int(kernel.FIRST_ROW)] = numpy.cumsum([0, *heights[:-1]])
 
     def step(
         self, updates: numpy.ndarray, seconds: numpy.ndarray, left_out: torch.Tensor | None
     ) -> None:
         """Makes rows alike; updates: each matrix's address; seconds: each parameter's."""
         # int64 [matrices], addresses: updates, and the fp32 number of each one's first row
-        self._rows[int(muon_kernel.UPDATE)] = updates
-        self._rows[int(muon_kernel.SECOND)] = seconds[self._params] + 4 * self._firsts
+        self._rows[int(kernel.UPDATE)] = updates
+        self._rows[int(kernel.SECOND)] = seconds[self._params] + 4 * self._firsts
 
         table, ratios = self._table.update(self._rows), self._ratios
         count, rows, dtype = len(ratios), self._chunks.count, self._how.dtype
@@ -394,12 +393,12 @@ class SecondMoments:
         # each row: its sum of squares, its second moment, and the root of that
         arguments = (*tables, left_out, squares, roots, count, keeps, rest, eps)
         controlled = {**options, "CONTROLLED": left_out is not None}
-        call(muon_kernel.row_squares_kernel, rows, arguments, controlled)
+        call(kernel.row_squares_kernel, rows, arguments, controlled)
         # each matrix: the factor by which its norm stays, times the ratio
         arguments = (table, ratios, squares, roots, factors, count, eps)
-        call(muon_kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
+        call(kernel.row_factors_kernel, count, arguments, {"num_warps": 2})
         # each row again: updates are written over themselves
-        call(muon_kernel.row_scale_kernel, rows, (*tables, roots, factors, count), options)
+        call(kernel.row_scale_kernel, rows, (*tables, roots, factors, count), options)
 
 
 class PartLaunches:

@@ -15,8 +15,8 @@ import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import MASTERS, WEIGHTS
-from megaopt.kernels.matrix.muon import EO, TORCH, Orthogonal
 from megaopt.kernels.matrix.shared import UpdateMaker
+from megaopt.kernels.muon.orthogonal import EO, TORCH, Orthogonal
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import Work, joined

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megaopt.kernels.chunks.blocks import load_block, pointer, store_block
 from megaopt.kernels.chunks.chunk import Column, chunk_of, entry, place_of
 from megaopt.kernels.chunks.rows import GRAD, WEIGHT
-from megaopt.kernels.matrix import muon, normuon
+from megaopt.kernels.muon import newton_schulz, normuon
 from megaopt.kernels.norm import bins
 from megaopt.kernels.norm.kernel import total_of
 from megaopt.kernels.optional_triton import helper, jit, tl
@@ -14,15 +14,15 @@ from megaopt.kernels.rules.adam_ieee import canonical
 from megaopt.kernels.step.controls import COUNT, SKIP
 
 BINS: tl.constexpr = tl.constexpr(bins.BANKS * bins.ROWS * 2)
-# Rows of the factors, fp32 [5, matrices], in the order of muon.MatrixScales.
+# Rows of the factors, fp32 [5, matrices], in the order of newton_schulz.MatrixScales.
 SQUARE: tl.constexpr = tl.constexpr(0)
 INVERSE: tl.constexpr = tl.constexpr(1)
 LAST: tl.constexpr = tl.constexpr(2)
 ONLY: tl.constexpr = tl.constexpr(3)
 POWER: tl.constexpr = tl.constexpr(4)
 
-# what muon.scales_reference makes a power of two of, as the exponent's bits
-SUM_OF_EXPONENTS: tl.constexpr = tl.constexpr(muon.FP16_EXPONENT + 2 * 127)
+# what newton_schulz.scales_reference makes a power of two of, as the exponent's bits
+SUM_OF_EXPONENTS: tl.constexpr = tl.constexpr(newton_schulz.FP16_EXPONENT + 2 * 127)
 INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
 
 
@@ -45,7 +45,7 @@ def scales_kernel(
     eps,
     IS_SCALED: tl.constexpr,
 ):
-    """Makes what `muon.scales_reference` makes: a program a matrix."""
+    """Makes what `newton_schulz.scales_reference` makes: a program a matrix."""
     # the norm of all parts' squares, no less than eps
     matrix = tl.program_id(0)
     norm, _ = total_of(bins_ptr + matrix.to(tl.int64) * BINS)

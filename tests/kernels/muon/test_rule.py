@@ -16,18 +16,10 @@ from norm_oracle import oracle_counts, oracle_norm
 from oracle import F32, add, divide, multiply, root
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from megaopt.kernels.matrix.muon import (
-    COEFFICIENTS,
-    MUON,
-    Immediate,
-    Orthogonal,
-    begun,
-    coefficients_of,
-    iterated,
-    orthogonal,
-    room_of,
-)
-from megaopt.kernels.matrix.normuon import normalized
+from megaopt.kernels.muon.newton_schulz import Immediate, begun, iterated, orthogonal, room_of
+from megaopt.kernels.muon.normuon import normalized
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, Orthogonal, coefficients_of
+from megaopt.kernels.muon.rule import MUON
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Work
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.chunks.draws import words_reference
-from megaopt.kernels.matrix.products import IEEE, parts_product, product
+from megaopt.kernels.galore.products import IEEE, parts_product, product
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION

@@ -5,7 +5,7 @@ A bucket's launches, in the order of shared.SharedSteps:
     direct   every rank steps the momenta of its parts, and leaves the directions in `near`
     (there)  the parts go to the owners, into `far`
     make     an owner puts its matrices together in `room`, makes their norms, the products of
-             muon.iterated and second moments, and takes the updates apart again, into `far`
+             its iteration and second moments, and takes the updates apart again, into `far`
     (back)   the parts go to the ranks, into `back`
     finish   every rank steps its weights and masters
 
@@ -29,17 +29,6 @@ from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, stream_of, to_device
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
-from megaopt.kernels.matrix.muon import FP16, MatrixScales
-from megaopt.kernels.matrix.muon_wave import (
-    Area,
-    Iteration,
-    MatrixGroup,
-    PartLaunches,
-    cast,
-    scales_by_norms,
-    waves,
-)
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.matrix.shared import (
     WHOLLY,
     Bucket,
@@ -47,6 +36,18 @@ from megaopt.kernels.matrix.shared import (
     MatrixBox,
     ParameterMatrix,
     SharedStepRun,
+)
+from megaopt.kernels.muon.newton_schulz import MatrixScales
+from megaopt.kernels.muon.normuon import SECOND_MOMENT
+from megaopt.kernels.muon.orthogonal import FP16
+from megaopt.kernels.muon.wave import (
+    Area,
+    Iteration,
+    MatrixGroup,
+    PartLaunches,
+    cast,
+    scales_by_norms,
+    waves,
 )
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
@@ -234,7 +235,7 @@ class PartNorms:
 
     Args:
         bucket: its matrices.
-        how: their muon.Orthogonal.
+        how: their Orthogonal.
         device: of all.
     """
 

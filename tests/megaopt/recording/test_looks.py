@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megaopt.kernels import native
-from megaopt.state.looks import Looks, SameStates, same_params
+from megaopt.recording.looks import Looks, SameStates, same_params
 
 pytestmark = pytest.mark.usefixtures("looks")
 

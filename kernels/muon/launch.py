@@ -1,7 +1,7 @@
 """Muon's step in launches over many matrices, in waves of as many as a workspace has room for.
 
 Of a wave the first launch steps all momenta and leaves the directions in the workspace, others make
-their norms, the products of `muon.iterated`, and the last updates all weights and masters.
+their norms, the products of `newton_schulz.iterated`, and the last updates all weights and masters.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from megaopt.kernels.calling import Replayed, compiling_together
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import DeviceTable, addresses_of, stream_of
 from megaopt.kernels.formats import NONE
-from megaopt.kernels.matrix.muon import OWN, MuonMaking
-from megaopt.kernels.matrix.muon_peers import PeerMaking, PeerSteps
-from megaopt.kernels.matrix.muon_ranks import MuonBucket
-from megaopt.kernels.matrix.muon_wave import MatrixGroup, MuonWave, parts_of, waves
-from megaopt.kernels.matrix.normuon import SECOND_MOMENT
 from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
 from megaopt.kernels.matrix.shared import NEUTRAL, WHOLLY, Local
+from megaopt.kernels.muon.normuon import SECOND_MOMENT
+from megaopt.kernels.muon.orthogonal import OWN
+from megaopt.kernels.muon.peers import PeerMaking, PeerSteps
+from megaopt.kernels.muon.ranks import MuonBucket
+from megaopt.kernels.muon.rule import MuonMaking
+from megaopt.kernels.muon.wave import MatrixGroup, MuonWave, parts_of, waves
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules.matrix import Work
 from megaopt.kernels.step.controls import COUNT, SKIP

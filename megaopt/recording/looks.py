@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 
 from megaopt.kernels import native
-from megaopt.state.watch import is_worth_building, same_objects
+from megaopt.kernels.native import is_worth_building, same_objects
 
 Tensors = Sequence[torch.Tensor | None]
 VERSION, VALUES = operator.attrgetter("_version"), operator.methodcaller("values")
 KIND: list[Any] = [torch.Tensor.numel, *map(operator.attrgetter, ("dtype", "device", "layout"))]
 """The facts that make tensors alike; one by one, as one call for each tensor takes longer."""
 NOTHING = torch.empty(0)
-MISSING = "no such attribute"
 
 
 class Looked(NamedTuple):
@@ -111,41 +109,6 @@ def same_params(
         return bool(module.same_params(groups, params, sizes))
     lists = [group["params"] for group in groups]
     return [*map(len, lists)] == sizes and same_objects([*itertools.chain(*lists)], params)
-
-
-class Marks:
-    """The attributes of parameters that choose how these are stepped, as they were when it is made.
-
-    A step looks at how many attributes a parameter has, which takes 20 ns, and at the marks where
-    there were some: to ask all for their marks takes six times as long.
-
-    Args:
-        params: those that marks may mean.
-        names: of the attributes.
-    """
-
-    def __init__(self, params: Iterable[torch.Tensor], names: Sequence[str]) -> None:
-        self._names = names
-        self._attributes = [*map(vars, params)]
-        self._marks = deepcopy([*map(self._read, self._attributes)])  # lists may be edited
-        self._counts = [*map(len, self._attributes)]
-        pairs = zip(self._attributes, self._marks, strict=True)
-        self._marked = [pair for pair in pairs if pair[1] != [MISSING] * len(names)]
-
-    def _read(self, attributes: Mapping[str, Any]) -> list[Any]:
-        return [attributes.get(name, MISSING) for name in self._names]
-
-    def are_the_same(self) -> bool:
-        """Whether parameters are marked as they were."""
-        # marks that were there, then parameters that have got attributes since
-        if any(self._read(attributes) != marks for attributes, marks in self._marked):
-            return False
-        counts = [*map(len, self._attributes)]
-        if counts == self._counts:
-            return True
-        # other attributes came, and no mark: the new counts are the usual ones
-        self._counts = counts
-        return [*map(self._read, self._attributes)] == self._marks
 
 
 class SameStates:

@@ -31,26 +31,18 @@ from megaopt.kernels.calling import Replayed
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.galore.launch import LAUNCHED, launched_plan, waves
+from megaopt.kernels.galore.products import IEEE
+from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
+from megaopt.kernels.galore.tiles import tiles_of
+from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, places_of
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
-from megaopt.kernels.matrix.galore import PROJECTION, projected, projected_back
-from megaopt.kernels.matrix.launch import (
-    BY_SHAPE,
-    LAUNCHED,
-    How,
-    Products,
-    areas_of,
-    launched_plan,
-    places_of,
-    tiles_of,
-    waves,
-)
 from megaopt.kernels.matrix.plan import (
     CompiledStep,
     MatrixPlan,
     PartLaunch,
     apply_formats,
 )
-from megaopt.kernels.matrix.products import IEEE
 from megaopt.kernels.matrix.shared import (
     Bucket,
     BucketMemory,

@@ -29,11 +29,12 @@ from step_cases import PAIRS, assert_same_buffers, copied
 from megaopt.kernels.chunks import codes
 from megaopt.kernels.chunks.blocks import load_block
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE
-from megaopt.kernels.matrix import kernel, launch
-from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import BackTile, launched_plan
+from megaopt.kernels.galore import kernel, wave
+from megaopt.kernels.galore.launch import launched_plan
+from megaopt.kernels.galore.products import loaded
+from megaopt.kernels.galore.rule import LEFT, RIGHT, LowRank
+from megaopt.kernels.galore.tiles import BackTile
 from megaopt.kernels.matrix.plan import MatrixPlan
-from megaopt.kernels.matrix.products import loaded
 from megaopt.kernels.optional_triton import INTERPRETED
 
 SHAPES = [(5, 70), (33, 18), (16, 16), (70, 40)]
@@ -311,11 +312,11 @@ MUTANTS = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="tensor"):
         assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)
 
 
 def test_the_check_passes_on_the_true_source(device):
-    assert launch.kernel is kernel
+    assert wave.kernel is kernel
     assert_within_the_bound(LowRank(RIGHT, 40), [(20, 50)], device)

@@ -24,11 +24,12 @@ from mutants import mutant
 from step_cases import assert_same_buffers, copied, hard_values
 
 from megaopt.kernels.formats import GRADS, MOMENTS
-from megaopt.kernels.matrix import launch
-from megaopt.kernels.matrix.galore import LEFT, RIGHT, LowRank
-from megaopt.kernels.matrix.launch import BackTile, ProjectionTiles, ProjectTile, launched_plan
+from megaopt.kernels.galore import launch, wave
+from megaopt.kernels.galore.launch import launched_plan
+from megaopt.kernels.galore.products import PRECISIONS, operand_reference, product
+from megaopt.kernels.galore.rule import LEFT, RIGHT, LowRank
+from megaopt.kernels.galore.tiles import BackTile, ProjectionTiles, ProjectTile
 from megaopt.kernels.matrix.plan import MatrixPlan
-from megaopt.kernels.matrix.products import PRECISIONS, operand_reference, product
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 
 SHAPES = {RIGHT: [(5, 70), (33, 18), (3, 1040)], LEFT: [(70, 5), (18, 33), (1040, 3)]}
@@ -100,8 +101,8 @@ def fused_and_twin(side, device, moment="float32", precision="bf16", controls=No
 @pytest.mark.parametrize("few", [0, 128], ids=["one program", "a program for each slab"])
 @pytest.mark.parametrize("side", [RIGHT, LEFT])
 def test_fused_steps_moments_of_any_order_of_slabs(side, few, device, monkeypatch):
-    monkeypatch.setattr(launch, "FEW", few)
-    monkeypatch.setattr(launch, "STEPPED", 128)
+    monkeypatch.setattr(wave, "FEW", few)
+    monkeypatch.setattr(wave, "STEPPED", 128)
     assert_same_buffers(*fused_and_twin(side, device))
 
 
@@ -226,7 +227,7 @@ def test_slabs_of_their_own_programs_and_waves_show_in_no_bit(side, device, monk
     monkeypatch.setattr(launch, "ROOM", 1)
     monkeypatch.setattr(launch, "PART", 0.0)
     assert_same_buffers(steps(*own)[0], apart)  # a wave for each matrix
-    monkeypatch.setattr(launch, "FEW", 0)
+    monkeypatch.setattr(wave, "FEW", 0)
     assert_same_buffers(steps(*own)[0], apart)
 
 
@@ -248,8 +249,8 @@ FUSED_MUTANTS = {
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("change", FUSED_MUTANTS.values(), ids=FUSED_MUTANTS)
 def test_a_mutant_of_the_fused_step_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
-    monkeypatch.setattr(launch, "STEPPED", 128)
+    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(wave, "STEPPED", 128)
     options = {"moment": "bfloat16_stochastic", "controls": controls_of()}
     with pytest.raises(AssertionError, match="differ"):
         assert_same_buffers(*fused_and_twin(RIGHT, device, **options))
@@ -273,16 +274,16 @@ MUTANTS = {
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("change", MUTANTS.values(), ids=MUTANTS)
 def test_a_mutant_is_noticed(change, tmp_path, device, monkeypatch):
-    monkeypatch.setattr(launch, "kernel", mutant(KERNEL, change, tmp_path))
+    monkeypatch.setattr(wave, "kernel", mutant(KERNEL, change, tmp_path))
     with pytest.raises(AssertionError, match="differ"):
         assert_exact_steps_agree(RIGHT, device, rank=17)
 
 
 def test_a_rounding_that_is_not_there_is_noticed(device, monkeypatch):
     """The kernel's own: in the twin numbers are rounded."""
-    product = launch.Products._product
+    product = wave.Products._product
     monkeypatch.setattr(
-        launch.Products,
+        wave.Products,
         "_product",
         lambda *own: dataclasses.replace(product(*own), precision="ieee"),
     )

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
-from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of
-from galore_oracle import side_of
+from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of, side_of
 from mutants import mutant
 from runs import values
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from old_recordings import undated
+from written_runs import undated
 
 from megaopt import Recorder
 from megaopt.recording.audit import audit

@@ -1,8 +1,10 @@
 """Attacks on the promise that an error leaves an optimizer as it was, and says what is wrong."""
 
+import contextlib
 import dis
 import importlib
 import re
+import resource
 import sys
 import traceback
 
@@ -11,6 +13,20 @@ from runs import assert_same, copied, params_of, snapshot
 
 import megaopt
 import megaopt.integration
+
+# A checkpoint of hard values, damage to files, and a disk that is full.
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file of this process can be written beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
 
 PACKAGES = (megaopt, importlib.import_module("megaopt.kernels"), megaopt.integration)
 OURS = tuple(path for package in PACKAGES for path in package.__path__)

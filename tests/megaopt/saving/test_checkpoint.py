@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from attacks import full_disk
 from bits import bits
-from checkpoints import full_disk
 from runs import assert_same
 
 from megaopt.kernels.files import replacing, write_json

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from attacks import OURS, Before
+from handling import made
 from runs import (
     BF16,
     FORMATS,
@@ -23,7 +24,6 @@ from runs import (
     train,
     values,
 )
-from state_dicts import made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedAdam

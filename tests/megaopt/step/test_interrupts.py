@@ -7,8 +7,7 @@ from pathlib import Path
 
 import kinds
 import pytest
-from planted import everything
-from runs import FP32, MASTER, assert_same, give_gradients, parameters, params_of, train
+from runs import FP32, MASTER, assert_same, everything, give_gradients, parameters, params_of, train
 
 import megaopt
 from megaopt import FusedAdam, FusedMuon, GaLoreAdamW

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from float8_ranks import WORLD, bytes_of, give, gradients, initial_weights, shards_of
 from handling import both_backends
 from kinds import KINDS, OF_MATRICES, params_for
-from planted import everything
-from runs import BF16, FP32, assert_same, copied, give_gradients, parameters, values
+from runs import BF16, FP32, assert_same, copied, everything, give_gradients, parameters, values
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

@@ -14,8 +14,6 @@ from runs import assert_same, copied, params_of, snapshot
 import megaopt
 import megaopt.integration
 
-# A checkpoint of hard values, damage to files, and a disk that is full.
-
 
 @contextlib.contextmanager
 def full_disk(size):

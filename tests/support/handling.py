@@ -8,8 +8,6 @@ from runs import BF16, FORMATS, assert_same, parameters, params_of, snapshot, tr
 
 from megaopt import FusedAdam
 
-# The optimizers whose state dicts are saved, loaded and refused.
-
 all_formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 

@@ -5,20 +5,6 @@ import io
 import torch
 from bits import assert_same_bits
 
-from megaopt.float8 import Float8Weight
-
-# Torch calls that fail, one after the other, where a step takes memory.
-
-
-def everything(optimizer):
-    """Weights, states, counts and gradients, copied."""
-    params = params_of(optimizer)
-    weights = [p.tensors() if isinstance(p, Float8Weight) else p.detach() for p in params]
-    states = [dict(optimizer.state[p]) if p in optimizer.state else None for p in params]
-    counts = [group["step"] for group in optimizer.param_groups]
-    return copied([weights, states, counts, [param.grad for param in params]])
-
-
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn
 SCALED = {FP16, FP8}
@@ -103,6 +89,15 @@ def snapshot(optimizer):
     states = [optimizer.state.get(param) for param in params]
     found = {"weights": weights, "states": states, "groups": groups, "all": len(optimizer.state)}
     return copied(found)
+
+
+def everything(optimizer):
+    """Weights, states, counts and gradients, copied."""
+    params = params_of(optimizer)
+    weights = [p.tensors() if hasattr(p, "tensors") else p.detach() for p in params]
+    states = [dict(optimizer.state[p]) if p in optimizer.state else None for p in params]
+    counts = [group["step"] for group in optimizer.param_groups]
+    return copied([weights, states, counts, [param.grad for param in params]])
 
 
 def assert_same(found, expected, what=""):

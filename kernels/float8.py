@@ -54,12 +54,6 @@ class Float8Recipe:
         _one_of("amax_compute_algo", self.amax_compute_algo, ALGORITHMS)
         _one_of("power_of_two_scales", self.power_of_two_scales, (None, True, False))
         _one_of("direct", self.direct, (True, False))
-        self._check_numbers()
-        self._check_scaling()
-        if self.power_of_two_scales is None:
-            object.__setattr__(self, "power_of_two_scales", self.block is not None)
-
-    def _check_numbers(self) -> None:
         for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -74,9 +68,7 @@ class Float8Recipe:
         if torch.tensor(epsilon, dtype=torch.float32, device="cpu").item() != epsilon:
             raise ValueError(f"amax_epsilon must be a number of fp32, got {epsilon!r}")
         object.__setattr__(self, "amax_epsilon", float(epsilon))  # kernels take it as a constant
-
-    def _check_scaling(self) -> None:
-        """Refuses what the scaling would not look at."""
+        # what the scaling would not look at
         if not self.quantizer.scale_dtype.is_floating_point and self.power_of_two_scales is False:
             raise ValueError(
                 f"power_of_two_scales must be True or None with scaling={self.scaling!r}, whose "
@@ -88,6 +80,8 @@ class Float8Recipe:
             if value != default and value is not False:
                 message = f"{name} must be left at {default!r} with scaling={self.scaling!r}"
                 raise ValueError(f"{message}, got {value!r}")
+        if self.power_of_two_scales is None:
+            object.__setattr__(self, "power_of_two_scales", self.block is not None)
 
     @property
     def quantizer(self) -> Quantizer:

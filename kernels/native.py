@@ -95,7 +95,10 @@ class Extension:
         ended = self._child is not None and self._child.poll() is not None
         output = self._hear() if ended else ""
         if self.file.exists():
-            self.module = _loaded(self.file)
+            spec: Any = importlib.util.spec_from_file_location(self.file.stem, self.file)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            self.module = module
         elif ended:
             self.reason = output or "the compiler's process ended without a word"
         elif self._child is None and is_worth_building:
@@ -177,15 +180,6 @@ def _locked(path: Path) -> int | None:
     return None
 
 
-def _loaded(file: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 # By process: what a fork inherits is its parent's, child process and all.
 _extensions: dict[int, Extension] = {}
 
@@ -201,7 +195,7 @@ def get(is_worth_building: bool) -> Any:
     Args:
         is_worth_building: starts the build where nobody has.
     """
-    if is_switched_off():
+    if os.environ.get(SWITCH) == "0":
         return None
     native = _extensions.get(os.getpid()) or extension()
     return native.get(is_worth_building)
@@ -218,11 +212,6 @@ def same_objects(first: Collection[object], second: Collection[object]) -> bool:
     return len(first) == len(second) and all(map(operator.is_, first, second))
 
 
-def is_switched_off() -> bool:
-    """Returns whether the environment switches the extension off."""
-    return os.environ.get(SWITCH) == "0"
-
-
 def build() -> tuple[Any, str | None]:
     """The extension's module, built now where it is not there; or None and why it cannot be."""
     native = extension()
@@ -231,7 +220,7 @@ def build() -> tuple[Any, str | None]:
 
 def status() -> str:
     """Says in words whether steps of this process use the extension; starts nothing."""
-    if is_switched_off():
+    if os.environ.get(SWITCH) == "0":
         return f"off: {SWITCH}=0"
     native = extension()
     if native.get(is_worth_building=False) is not None:

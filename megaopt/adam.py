@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.arguments import options_of, takes
+from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import NOT_NEGATIVE
 from megaopt.options.choices import Contract, MakesStates
 from megaopt.options.options import VARIANTS, Numbers, Options, SharedOptions, StepOptions
@@ -67,7 +67,6 @@ class AdamOptions(Options):
         return self.exp_avg_sq_dtype
 
 
-@takes(AdamOptions, SharedOptions, StepOptions)
 class FusedAdam(FusedOptimizer):
     """Adam (Kingma & Ba 2015) or AdamW (Loshchilov & Hutter 2019) that writes the model's weights.
 
@@ -180,6 +179,9 @@ class FusedAdam(FusedOptimizer):
                 has bias_correction=False, no lr, or more steps than torch's fp32 count holds.
         """
         return torch_state_dict(self, drop_masters)
+
+
+show_options(FusedAdam, AdamOptions, SharedOptions, StepOptions)
 
 
 # --- state dicts for torch

@@ -19,7 +19,6 @@ from megaopt.kernels.galore.rule import (
     GALORE,
     GALORE_WHOLE,
     LEFT,
-    PROJECTION,
     RIGHT,
     LowRank,
     saves,
@@ -27,9 +26,9 @@ from megaopt.kernels.galore.rule import (
 from megaopt.kernels.galore.wave import is_fused
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
-from megaopt.kernels.rules.matrix import Matrix
+from megaopt.kernels.rules.matrix import PROJECTION, Matrix
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.arguments import options_of, takes
+from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
 from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
@@ -183,7 +182,6 @@ def _is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-@takes(GaLoreOptions, SharedOptions)
 class GaLoreAdamW(FusedOptimizer):
     """AdamW with GaLore (Zhao et al. 2024, arXiv:2403.03507) for the matrices that have a rank.
 
@@ -354,6 +352,9 @@ class GaLoreAdamW(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
         super().load_state_dict(from_galore_torch(state_dict))
+
+
+show_options(GaLoreAdamW, GaLoreOptions, SharedOptions)
 
 
 # --- state dicts of galore_torch

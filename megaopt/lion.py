@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.arguments import options_of, takes
+from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import NOT_NEGATIVE
 from megaopt.options.options import Numbers, Options, SharedOptions, StepOptions
 
@@ -27,7 +27,6 @@ class LionOptions(Options):
     exp_avg_dtype: torch.dtype | str = torch.float32
 
 
-@takes(LionOptions, SharedOptions, StepOptions)
 class FusedLion(FusedOptimizer):
     """Lion (Chen et al. 2023, arXiv:2302.06675) that writes the model's weights.
 
@@ -64,3 +63,6 @@ class FusedLion(FusedOptimizer):
     def rule(self) -> Rule:
         """Lion, under contract ieee."""
         return RULES["lion", self.options.contract]
+
+
+show_options(FusedLion, LionOptions, SharedOptions, StepOptions)

@@ -15,14 +15,14 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.muon.launch import muon_plan
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
+from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON, MUON_PEER
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.arguments import options_of, takes
+from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number, one_of, refuse
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
 from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
@@ -285,7 +285,6 @@ class Stepped(NamedTuple):
         return f"{self.name}: {self.rule}{f' {shapes}' if shapes else ''}, {self.why}{divided}"
 
 
-@takes(MuonOptions, SharedOptions)
 class FusedMuon(FusedOptimizer):
     """Muon (Jordan et al. 2024) for matrices and AdamW for the rest, writing the model's weights.
 
@@ -459,6 +458,9 @@ class FusedMuon(FusedOptimizer):
                 not (split_sizes, a set of coefficients), no lr, or more steps than torch counts.
         """
         return torch_state_dict(self, rule, drop_masters)
+
+
+show_options(FusedMuon, MuonOptions, SharedOptions)
 
 
 # --- state dicts for torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,11 +13,11 @@ from megaopt.kernels.rules import Rule
 from megaopt.kernels.untraced import torchs, unless_heard, untraced
 from megaopt.options.checks import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
-from megaopt.options.groups import States, check_new_group, entries_of, hints_of, new_group
-from megaopt.options.options import Options
+from megaopt.options.groups import States, check_new_group, entries_of, hints_of, taken_from
+from megaopt.options.options import MISSING, Options
 from megaopt.options.overwriting import overwrite
-from megaopt.options.placement import Homes, taken_from
-from megaopt.options.replicas import Replicas, replicas_of
+from megaopt.options.placement import Homes, placement_of
+from megaopt.options.replicas import Replicas, checked_replicas
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
 from megaopt.saving import state_dict as state_dicts
@@ -29,6 +29,9 @@ from megaopt.step.counts import restart
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
+
+if TYPE_CHECKING:
+    from megaopt.step.digests import StepDigests
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -68,7 +71,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # by these ids it is seen when others replace matrices by flat tensors
         self._given = None if options.MATRIX is None else set()
         # filled by `add_param_group`, which torch's constructor calls for each group
-        homes, copies = Homes(options.placement), Replicas(replicas)
+        homes = Homes(placement_of(options.state_device))
+        copies = Replicas(checked_replicas(replicas))
         self.stepper = Stepper(options, self.rule, None, homes, copies)
         # checks over all parameters wait until all groups are there
         self._is_being_made = True
@@ -239,24 +243,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError, TypeError, or RuntimeError for a device; then nothing has changed, the
         dict that was given included.
         """
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group must be a dict with 'params', got {shown(param_group)}")
         # a copy is changed, and the caller's dict only at the end: an error leaves both as they
         # were
-        group, index, snapshot = new_group(param_group), len(self.param_groups), dict(param_group)
+        index, snapshot = len(self.param_groups), dict(param_group)
+        group = {**param_group, "params": entries_of("params", param_group["params"])}
+        homes, copies = self.stepper.homes.groups, self.stepper.replicas.groups
         try:
             # keys that are no numbers of a step are taken out: where states live, who has copies
-            placement = taken_from(group, self.options, f"group {index}")
-            replicas = replicas_of(group, self.options, f"group {index}")
+            placement, ranks = taken_from(group, self.options, f"group {index}")
             group |= {k: v for k, v in self._group_defaults(group).items() if k not in group}
             # torch checks the parameters, fills in defaults, and appends the group
             torchs("add_param_group")(self, group)
-            self.stepper.homes.put(group["params"], placement)
-            self.stepper.replicas.put(group["params"], replicas)
+            for param in group["params"]:
+                for by_param, choice in ((homes, placement), (copies, ranks)):
+                    by_param.pop(param, None)
+                    if choice is not MISSING:
+                        by_param[param] = choice
             # numbers of the group, then each of its parameters
             check_new_group(group, self.options, f"group {index}")
-            for place, param in enumerate(group["params"]):
-                self._check_param(param, self._owned.label(index, place))
-            # all groups together: random bits that two parameters would share
             owned = self._owned
+            for place, param in enumerate(group["params"]):
+                self._check_param(param, owned.label(index, place))
+            # all groups together: random bits that two parameters would share
             if not self._is_being_made:
                 owned.check_places()
             # under capturable lr and step of all groups become tensors on the device
@@ -530,7 +540,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         new = {"state": loaded.states, "param_groups": loaded.groups}
         # the caller's masters are written in place; behind them states and groups change at once
         overwrite(loaded.masters, lambda: vars(self).update(new))
-        self.stepper.given_counts.kept.clear()  # as are the moments in state dicts of before
+        self.stepper.given_counts.remaining.clear()  # as are the moments in state dicts of before
         # batches and versions are of tensors that are gone
         self.stepper.reset(self._owned, self.state, loaded.written)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.arguments import options_of, takes
+from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, Range, number, refuse
 from megaopt.options.options import Numbers, Options, SharedOptions, StepOptions
 
@@ -47,7 +47,6 @@ class SGDOptions(Options):
             )
 
 
-@takes(SGDOptions, SharedOptions, StepOptions)
 class FusedSGD(FusedOptimizer):
     """SGD with momentum that writes the model's weights.
 
@@ -97,3 +96,6 @@ class FusedSGD(FusedOptimizer):
         kind = "_nesterov" if options.nesterov else "_momentum" if options.has_momentum else ""
         name = "sgdw" if options.decoupled_weight_decay else "sgd"
         return RULES[name + kind, options.contract]
+
+
+show_options(FusedSGD, SGDOptions, SharedOptions, StepOptions)

@@ -125,7 +125,7 @@ class CheckpointedOptimizer(DistributedOptimizer):
         memory = tensor.untyped_storage().data_ptr()
         is_held = any(value.untyped_storage().data_ptr() == memory for value in held)
         # pinned host memory, which the writer's process could not have
-        is_apart = self.fused.options.placement and tensor.device.type == "cpu"
+        is_apart = self.fused.stepper.homes.default and tensor.device.type == "cpu"
         return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
     _is_sharing = _is_loading = False

@@ -113,7 +113,7 @@ class Whole(Clipping):
         copies = getattr(optimizer, "copies", {})
         for weight in itertools.chain.from_iterable(weights):
             if weight in copies:  # no part of a matrix that tensor-parallel ranks share
-                optimizer.stepper.replicas.put([weight], copies[weight])
+                optimizer.stepper.replicas.groups[weight] = copies[weight]
         self.init_state_fn = self.initialize_states
         for group_models, parts in zip(models, weights, strict=True):
             self.shards.update(zip(group_models, parts, strict=True))

@@ -160,13 +160,6 @@ class Formats:
         """Returns whether there are two moments, both in blocks."""
         return len(self.moments) == 2 and all(form.block for form in self.moments)
 
-    def is_reshaped(self, slot: str) -> bool:
-        """Returns whether a slot's tensors have another shape than the parameter.
-
-        Scales and packed codes have.
-        """
-        return slot not in self.by_slot or self.by_slot[slot].packed > 1
-
     @cached_property
     def draws(self) -> bool:
         """Returns whether something is rounded stochastically."""

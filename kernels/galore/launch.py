@@ -14,16 +14,14 @@ from megaopt.kernels.calling import Replayed
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import addresses_of, stream_of
 from megaopt.kernels.formats import NONE
-from megaopt.kernels.galore.rule import PROJECTION, LowRank
+from megaopt.kernels.galore.compiled import why_not_compiled
+from megaopt.kernels.galore.rule import LowRank
 from megaopt.kernels.galore.tiles import ProjectionTiles, tiles_of
 from megaopt.kernels.galore.wave import BY_SHAPE, How, ProjectionWave
-from megaopt.kernels.matrix.plan import (
-    MatrixPlan,
-    why_not_compiled,
-)
+from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules.galore import GALORE_APPLY
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.rules.matrix import PROJECTION, Work
 from megaopt.kernels.step.launch import TritonPlan
 
 LAUNCHED = ("hybrid", "grouped", "fused")

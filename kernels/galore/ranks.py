@@ -15,7 +15,7 @@ A bucket's launches, in the order of shared.SharedSteps:
 
 What an owner launches between two messages is the same in each step, but where a projection is made
 anew: one CUDA graph. With precision "ieee" the two products are torch's, matrix by matrix, as those
-of shared.TorchBucket are, and have their bits.
+of bucket.TorchBucket are, and have their bits.
 """
 
 from __future__ import annotations
@@ -31,30 +31,25 @@ from megaopt.kernels.calling import Replayed
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
+from megaopt.kernels.galore.compiled import CompiledStep
 from megaopt.kernels.galore.launch import LAUNCHED, launched_plan, waves
 from megaopt.kernels.galore.products import IEEE
-from megaopt.kernels.galore.rule import PROJECTION, projected, projected_back
+from megaopt.kernels.galore.rule import projected, projected_back
 from megaopt.kernels.galore.tiles import tiles_of
 from megaopt.kernels.galore.wave import BY_SHAPE, How, Products, areas_of, places_of
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies, PartCopies
-from megaopt.kernels.matrix.plan import (
-    CompiledStep,
-    MatrixPlan,
-    PartLaunch,
-    apply_formats,
-)
-from megaopt.kernels.matrix.shared import (
-    Bucket,
+from megaopt.kernels.matrix.bucket import (
     BucketMemory,
-    MatrixBox,
     SharedStepRun,
-    Tensors,
-    UpdateMaker,
     params_of,
+    part_numbers,
     renewed,
 )
+from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMaker
+from megaopt.kernels.matrix.plan import MatrixPlan, PartLaunch, apply_formats
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
+from megaopt.kernels.rules.matrix import PROJECTION
 from megaopt.kernels.step.reference import step_tensor
 
 UPDATES = Formats(GRADS["float32"], WEIGHTS["float32"], NONE, (), ())
@@ -167,7 +162,7 @@ def _matrix(
 
 
 class GaLoreBucket:
-    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+    """Steps a bucket by launches, as bucket.TorchBucket does by torch's operations.
 
     Args:
         how: of its matrices; the kernel is "grouped".
@@ -196,7 +191,7 @@ class GaLoreBucket:
         assert formats.matrix is not None
         self._how, self._bucket, self._low, self._device = how, bucket, low, device
         # launches over this rank's own parts: Adam's step of low ones, the update of whole ones
-        rule, parts, lows = formats.matrix.rule, _parts(bucket), _parts(low)
+        rule, parts, lows = formats.matrix.rule, part_numbers(bucket), part_numbers(low)
         arguments = (groups, low_places, device)
         self._direction = PartLaunch(how.direction, rule.inner, *lows, *arguments)
         arguments = (groups, places, device)
@@ -240,7 +235,7 @@ class GaLoreBucket:
         # all four are copies between `far` and `room`; those that leave go the other way
         def copies(boxes: Sequence[MatrixBox], name: str, size: int, leave: bool) -> BoxCopies:
             chosen = self._boxes(boxes, begins_of[name], size // UNIT)
-            return BoxCopies([_turned(box) if leave else box for box in chosen], self._device)
+            return BoxCopies([box.turned if leave else box for box in chosen], self._device)
 
         self._grads_come = copies(self._bucket.unpacked, "wholes", self._grad_size, False)
         self._lows_leave = copies(self._low.packed, "lows", 4, True)
@@ -362,18 +357,6 @@ class GaLoreBucket:
         # all else that the launches read and write lies in the step's memory
         addresses = [matrix.data_ptr() for matrices in projections for matrix in matrices]
         replayed((stream_of(self._device), memory.whole.data_ptr(), addresses), launches)
-
-
-def _parts(bucket: Bucket) -> tuple[list[int], list[int], list[int]]:
-    """Returns each part's parameter, how many of its numbers lie before the part, and its size."""
-    params = [bucket.pieces[part.piece].param for part in bucket.parts]
-    firsts, sizes = [part.first for part in bucket.parts], [part.numel for part in bucket.parts]
-    return params, firsts, sizes
-
-
-def _turned(box: Box) -> Box:
-    """Returns the copy the other way."""
-    return Box(box.target, box.source, box.rows, box.columns, box.target_stride, box.source_stride)
 
 
 # --- the plan

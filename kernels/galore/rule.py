@@ -24,6 +24,8 @@ from megaopt.kernels.rules.base import draw_numbers
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import (
     ALONE,
+    CAPTURED_ENERGY,
+    PROJECTION,
     ROWS,
     WHOLE,
     MatrixRule,
@@ -34,8 +36,6 @@ from megaopt.kernels.rules.matrix import (
 )
 
 RIGHT, LEFT = "right", "left"
-PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
-"""The names of what a state has beside the moments; zeros until the parameter's first step."""
 SLAB = 1024
 """Terms of a projected gradient's sum that are added up by themselves.
 
@@ -132,9 +132,12 @@ def turns_of(
     indices = []
     for index, work in enumerate(works):
         count = None if counts is None else counts[index]
-        if not work.is_made or (
-            count is not None and _is_due(work, groups[index]["update_proj_gap"], count)
-        ):
+        is_due = not work.is_made
+        if count is not None and not is_due:
+            # its turn in the step that comes after so many of its group
+            gap = groups[index]["update_proj_gap"]
+            is_due = count % gap == (work.place.number % gap if work.how.stagger else 0)
+        if is_due:
             indices.append(index)
     return indices
 
@@ -152,8 +155,15 @@ def renew(
     skip: gives one number for a matrix, anything but 0 where its step is left out; None: none is.
     """
     # all ranks ask for the same matrices, as all have the same `is_made`
-    able = _able(works, grad, [i for i, work in enumerate(works) if not work.is_made], skip)
-    due = [index for index, work in enumerate(works) if work.is_made or index in able]
+    missing = [index for index, work in enumerate(works) if not work.is_made]
+    # whether a gradient makes a first projection: bools on the device, the same on all ranks
+    says = [
+        says_something(grad(index), works[index].parts, None if skip is None else skip(index))
+        for index in missing
+    ]
+    able = torch.stack(says).tolist() if says else []  # the host waits here
+    unable = {index for index, is_able in zip(missing, able, strict=True) if not is_able}
+    due = [index for index in range(len(works)) if index not in unable]
     error: Exception | None = None
     while due:
         # parameters that follow each other have makers that do: all ranks are at work at once
@@ -189,29 +199,6 @@ def look_up(works: Sequence[Work]) -> None:
         flags = torch.stack([work.kept[PROJECTION].any() for work in unknown]).tolist()
         for work, flag in zip(unknown, flags, strict=True):
             work.is_made = flag
-
-
-def _able(
-    works: Sequence[Work],
-    grad: Callable[[int], torch.Tensor],
-    missing: Sequence[int],
-    skip: Callable[[int], torch.Tensor] | None,
-) -> set[int]:
-    """Returns the places of matrices whose gradients make a first projection."""
-    if not missing:
-        return set()
-    # bools on the device; all ranks of a matrix get the same ones
-    says = [
-        says_something(grad(index), works[index].parts, None if skip is None else skip(index))
-        for index in missing
-    ]
-    pairs = zip(missing, torch.stack(says).tolist(), strict=True)  # the host waits here
-    return {index for index, is_able in pairs if is_able}
-
-
-def _is_due(work: Work, gap: int, count: int) -> bool:
-    """Checks that it is a parameter's turn, in the step that comes after so many of its group."""
-    return bool(count % gap == (work.place.number % gap if work.how.stagger else 0))
 
 
 def _make(work: Work, grad: torch.Tensor, seed: int) -> None:
@@ -302,7 +289,9 @@ def scaled(grad: torch.Tensor) -> torch.Tensor:
     The power is from 2**-125 to 2**125. So no loss scale shows, and no square overflows. fp16 has
     not all these powers.
     """
-    factor = _power_of_two_below(_amax(grad)).to(grad.dtype)
+    amax = _amax(grad)
+    power = (torch.frexp(amax).mantissa / amax).nan_to_num(1.0).clamp(2.0**-125, 2.0**125)
+    factor = power.to(grad.dtype)
     # reads 16 bytes at a time, as a tensor's product with a number on the device does not: 4096 x
     # 11008 in bf16 took that 103 us, with an fp32 factor 159
     scaled_grad: torch.Tensor = torch._foreach_mul([grad], factor)[0]
@@ -433,11 +422,6 @@ def square(matrix: torch.Tensor, dim: int = 1) -> torch.Tensor:
     norms = torch.linalg.vector_norm(matrix, dim=dim, dtype=_wide(matrix))
     whole: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return whole.square()
-
-
-def _power_of_two_below(amax: torch.Tensor) -> torch.Tensor:
-    exact = torch.frexp(amax).mantissa / amax
-    return exact.nan_to_num(1.0).clamp(2.0**-125, 2.0**125)
 
 
 def _error(rows: int) -> float:

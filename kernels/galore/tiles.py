@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy
-import torch
 
 from megaopt.kernels.galore.products import BF16, IEEE
 from megaopt.kernels.galore.rule import LowRank
@@ -75,15 +71,6 @@ class WholeTile:
     """Bytes of the rank at a time, by blocks; None: all of it, by strips."""
     at_once: int = 1
     """Programs of a processor."""
-
-    def divides(self, shape: Sequence[int]) -> bool:
-        """Checks that a matrix is of whole tiles."""
-        return shape[0] % self.rows == 0 and shape[1] % self.columns == 0
-
-    def counts(self, shapes: Sequence[torch.Size]) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Returns the numbers of tiles of each matrix, one below another and one beside another."""
-        heights, widths = numpy.array(shapes).T
-        return heights // self.rows, widths // self.columns
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.galore import kernel
 from megaopt.kernels.galore.products import BF16, IEEE, TF32, Product
-from megaopt.kernels.galore.rule import LEFT, PROJECTION, RIGHT, SLAB, LowRank, projected
+from megaopt.kernels.galore.rule import LEFT, RIGHT, SLAB, LowRank, projected
 from megaopt.kernels.galore.tiles import (
     BARRIERS,
     PARTS,
@@ -29,17 +29,18 @@ from megaopt.kernels.galore.tiles import (
     padded,
     part_of,
 )
+from megaopt.kernels.matrix.exchange import ALIGNED
 from megaopt.kernels.matrix.plan import (
     FLOAT32,
     apply_formats,
     inner_formats,
 )
-from megaopt.kernels.matrix.shared import ALIGNED
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
+from megaopt.kernels.rules.matrix import PROJECTION
 from megaopt.kernels.step.launch import TritonPlan
 
 BY_SHAPE = "by shape"
@@ -81,11 +82,6 @@ class How:
     kernel: str
     """The kernel, one of LAUNCHED, or BY_SHAPE."""
     tiles: ProjectionTiles
-
-    def by_shape(self, tiles: int) -> str:
-        """Returns the faster kernel of a launch of so many tiles of projected gradients."""
-        few = self.turns or self.low_rank.side == RIGHT or tiles < FUSED_ON_LEFT
-        return "fused" if few and is_fused(self.formats.moments) else "grouped"
 
     @property
     def grouped(self) -> bool:
@@ -199,55 +195,43 @@ class How:
         return -(-terms // SLAB)
 
 
-@dataclass(frozen=True)
 class WholeLaunch:
-    """The last launch over matrices of whole tiles."""
+    """The last launch over matrices of whole tiles, by strips or by blocks."""
 
-    name: str
-    """The kernel's name."""
-    chunks: Chunks
-    """Strips, or tiles."""
-    programs: int
-    numbers: tuple[int, ...]
-    """The kernel's last arguments."""
-    options: dict[str, object]
+    def __init__(
+        self, tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
+    ) -> None:
+        # int64 [matrices], tiles one below another and one beside another
+        heights, widths = (numpy.array(shapes) // (tile.rows, tile.columns)).T
+        # the programs that have room on the card at a time
+        most = tile.at_once * processors(device)
+        self._options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+        self._options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._numbers: tuple[int, ...] = ()
+        if tile.inner is not None:
+            # by blocks each tile is one piece of work
+            self._name, tiles = "back_blocks_kernel", heights * widths
+            self._options["INNER"] = tile.inner // operand_bytes(low_rank)
+        else:
+            # rounds of strips, times what the longest strip takes
+            def time(down: int) -> float:
+                strips = int((-(-heights // down) * widths).sum())
+                return -(-strips // most) * (down + TURN)
+
+            # of a few lengths that which takes the least time, where no program is done early
+            down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
+            self._name, tiles = "back_strips_kernel", -(-heights // down) * widths
+            self._options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
+            self._numbers = (down,)
+        self._chunks = Chunks(tiles.tolist(), ONE_TILE, device)
+        self._programs = min(self._chunks.count, most)
 
     def __call__(self, arguments: tuple[Any, ...], options: dict[str, object]) -> None:
         """Launches it; arguments, options: those that it has in common with back_project_kernel."""
         set_allocator(scratch)  # for descriptors
-        (table, *rest), all_options = arguments, {**options, **self.options}
-        everything = (table, self.chunks.table, *rest, *self.numbers)
-        call(getattr(kernel, self.name), self.programs, everything, all_options)
-
-
-def whole_launch(
-    tile: WholeTile, shapes: Sequence[torch.Size], low_rank: LowRank, device: torch.device
-) -> WholeLaunch:
-    """Makes the launch by strips, or by blocks."""
-    # most: the programs that have room on the card at a time
-    (heights, widths), most = tile.counts(shapes), tile.at_once * processors(device)
-    options: dict[str, object] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    options |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    # by blocks each tile is one piece of work
-    if tile.inner is not None:
-        options["INNER"] = tile.inner // operand_bytes(low_rank)
-        tiles = Chunks((heights * widths).tolist(), ONE_TILE, device)
-        return WholeLaunch("back_blocks_kernel", tiles, min(tiles.count, most), (), options)
-
-    # int64 [matrices], how many strips each is cut into
-    def strips(down: int) -> numpy.ndarray:
-        counts: numpy.ndarray = -(-heights // down) * widths
-        return counts
-
-    # rounds of strips, times what the longest strip takes
-    def time(down: int) -> float:
-        return -(-int(strips(down).sum()) // most) * (down + TURN)
-
-    # of a few lengths that which takes the least time, where no program is done early
-    down = min((-(-int(heights.max()) // parts) for parts in PARTS), key=time)
-    chunks = Chunks(strips(down).tolist(), ONE_TILE, device)
-    options |= {"RANKS": padded(low_rank.rank), "STAGES": tile.stages}
-    return WholeLaunch("back_strips_kernel", chunks, min(chunks.count, most), (down,), options)
+        (table, *rest), all_options = arguments, {**options, **self._options}
+        everything = (table, self._chunks.table, *rest, *self._numbers)
+        call(getattr(kernel, self._name), self._programs, everything, all_options)
 
 
 class Products:
@@ -285,7 +269,10 @@ class Products:
         tiles = [outer * -(-rank // part_of(first.ranks, rank)) for outer in outers]
         backs = [-(-rows // last.rows) * -(-columns // last.width) for rows, columns in shapes]
         if how.kernel == BY_SHAPE:
-            how = replace(how, kernel=how.by_shape(sum(tiles)))
+            # fused, where that is the faster kernel of a launch of so many tiles
+            few = how.turns or how.low_rank.side == RIGHT or sum(tiles) < FUSED_ON_LEFT
+            fused = few and is_fused(how.formats.moments)
+            how = replace(how, kernel="fused" if fused else "grouped")
         self.how, self._apart = how, self._slabs > 1 and sum(tiles) < FEW
         # with few tiles of many slabs each slab has a program, so that all processors have work
         if self._apart:
@@ -298,10 +285,9 @@ class Products:
 
         # the last launch goes by descriptors where all matrices are of whole tiles
         tile = how.whole_tile(device, apply)
-        is_whole = tile is not None and all(tile.divides(shape) for shape in shapes)
-        self._whole = (
-            whole_launch(tile, shapes, how.low_rank, device) if tile and is_whole else None
-        )
+        self._whole = None
+        if tile and all(m % tile.rows == 0 and n % tile.columns == 0 for m, n in shapes):
+            self._whole = WholeLaunch(tile, shapes, how.low_rank, device)
 
         # tiles of the projections, and how many numbers each copy takes
         projection_shapes = [how.low_rank.projection_shape(shape) for shape in shapes]
@@ -313,15 +299,10 @@ class Products:
         # int64 [ROW_COUNT, matrices]; addresses come with each step
         self._table, self._rows = DeviceTable(device), _rows(shapes, groups, places)
 
-    @property
-    def rounded_numel(self) -> int:
+        self.rounded_numel = (2 if how.turns else 1) * sum(self._copies) * how.tiles.ahead
         """Numbers of `how.projection` that `round` makes."""
-        return (2 if self.how.turns else 1) * sum(self._copies) * self.how.tiles.ahead
-
-    @property
-    def slabs_numel(self) -> int:
+        self.slabs_numel = self.numel * self._slabs * self._apart
         """fp32 numbers of slabs, which are added up behind the launch; 0 where it does this."""
-        return self.numel * self._slabs * self._apart
 
     def addresses(self, whole: torch.Tensor) -> numpy.ndarray:
         """Returns the addresses of projected gradients or directions in a workspace of `numel`."""
@@ -497,39 +478,27 @@ class ProjectionWave:
         products.look(addresses, addresses[PROJECTION], direction)
         if how.tiles.ahead:
             products.round(rounded)
-        self._look_low(addresses, low, direction)
+        # Adam's step takes a projected gradient as gradient, a direction as weight
+        plan = self._direction
+        low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
+        for slot, row in plan.addresses.items():
+            row[:] = {**addresses, **low_addresses}[slot]
+        plan.stale = True
         # one launch over all matrices, which may also take Adam's step; or torch, one by one
         if how.grouped:
-            step = (self._direction, scalars, controls) if how.fused else ()
+            step = (plan, scalars, controls) if how.fused else ()
             products.project(low, slabs if slabs.numel() else low, *step)
         else:
-            self._project_by_torch(low, grads, projections)
+            # where each projected gradient begins, in numbers
+            firsts = (products.addresses(low) - low.data_ptr()) // low.element_size()
+            for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
+                grad = how.formats.grad.decode_reference(grad)
+                low_grad = projected(grad, projection, how.low_rank.side)
+                low[first : first + low_grad.numel()] = low_grad.view(-1)
         # reads the projected gradients, writes directions
         if not how.fused:
-            self._direction.step(scalars, controls)
+            plan.step(scalars, controls)
         products.project_back(scalars, controls)
-
-    def _project_by_torch(
-        self, low: torch.Tensor, grads: Sequence[torch.Tensor], projections: Sequence[torch.Tensor]
-    ) -> None:
-        # where each projected gradient begins, in numbers
-        firsts = (self._products.addresses(low) - low.data_ptr()) // low.element_size()
-        for first, grad, projection in zip(firsts.tolist(), grads, projections, strict=True):
-            grad = self.how.formats.grad.decode_reference(grad)
-            low_grad = projected(grad, projection, self.how.low_rank.side)
-            low[first : first + low_grad.numel()] = low_grad.view(-1)
-
-    def _look_low(
-        self, addresses: Mapping[str, Any], low: torch.Tensor, direction: torch.Tensor
-    ) -> None:
-        """Tells Adam's step where things lie; the direction goes where the weight is."""
-        plan, products = self._direction, self._products
-        # Adam's step takes a projected gradient as gradient, a direction as weight
-        low_addresses = {"grad": products.addresses(low), "weight": products.addresses(direction)}
-        everything = {**addresses, **low_addresses}
-        for slot, row in plan.addresses.items():
-            row[:] = everything[slot]
-        plan.stale = True
 
 
 def areas_of(sizes: Sequence[int], begin: int = 0) -> tuple[list[slice], int]:

@@ -12,27 +12,12 @@ import torch
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.formats import NONE
 from megaopt.kernels.matrix.plan import FLOAT32
-from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.muon import keep, keep_reference
 
 
 def master_formats(formats: Formats) -> Formats:
     """Returns the formats of a step of the fp32 masters, in the weights' place."""
     return replace(formats, weight=FLOAT32, master=NONE, cast=None)
-
-
-def cast_formats(formats: Formats) -> Formats:
-    """Returns the formats of a pass that stores masters as they are, and codes of them."""
-    return replace(
-        formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, rounds_grad=False,
-        matrix=None,
-    )  # fmt: skip
-
-
-def keeping(rule: Rule) -> Rule:
-    """Returns a rule with an elementwise rule's row, whose step leaves the parameter as it is."""
-    updates = {"update": keep, "update_reference": keep_reference}
-    return replace(rule, name=f"{rule.name}_keep", reads_param=True, **updates)
 
 
 class CastMatrixPlan:
@@ -51,7 +36,17 @@ class CastMatrixPlan:
         self.formats, self.stale = formats, True
         self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
         self._matrices = matrices
-        self._casts = make(cast_formats(formats), keeping(formats.matrix.rule.apply))
+        # the codes' pass stores masters as they are, by a rule that leaves them so
+        rule, updates = (
+            formats.matrix.rule.apply,
+            {"update": keep, "update_reference": keep_reference},
+        )
+        keeping = replace(rule, name=f"{rule.name}_keep", reads_param=True, **updates)
+        cast_formats = replace(
+            formats, grad=FLOAT32, moments=(), moment_names=(), maximize=False, rounds_grad=False,
+            matrix=None,
+        )  # fmt: skip
+        self._casts = make(cast_formats, keeping)
         self.accumulate = matrices.accumulate
         self.cast, self.move_scales = self._casts.cast, self._casts.move_scales
 

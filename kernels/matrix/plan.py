@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy
@@ -14,16 +12,13 @@ import torch
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.norm.reference import accumulate_reference
-from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place, in_order
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import SAME, Matrix, Transform, Work
+from megaopt.kernels.rules.matrix import SAME, Matrix, Work
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import (
     skips_of,
     step_tensor,
-    step_with_words,
-    words_of,
 )
 from megaopt.kernels.subnormals import check_subnormals
 
@@ -80,7 +75,7 @@ class MatrixPlan:
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
         launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches),
             or other steps of its own.
-        making: how matrices are made that ranks share (megaopt.kernels.matrix.shared), of a rule
+        making: how matrices are made that ranks share (megaopt.kernels.matrix.exchange), of a rule
             that brings whole ones together; None: by its transform.
     """
 
@@ -154,40 +149,36 @@ class MatrixPlan:
         # all matrices at once, or as another library steps them, or with other ranks
         if self._launches is not None:
             self._launches.step(self._buffers, self.works, scalars, controls)
-        else:
-            # one by one: the host waits for the controls, and passes over groups that are left out
-            left_out = skips_of(controls, len(scalars))
-            for index, group in enumerate(self.groups):
-                if self._buffers["weight"][index].numel() and not left_out[group]:
-                    row = None if controls is None else controls[group]
-                    self._step_matrix(index, scalars[group], row)
-        self._buffers = {}  # gradients may go
+            self._buffers = {}  # gradients may go
+            return
+        # one by one: the host waits for the controls, and passes over groups that are left out
+        left_out, rule = skips_of(controls, len(scalars)), self.matrix.rule
+        for index, (group, work) in enumerate(zip(self.groups, self.works, strict=True)):
+            if left_out[group] or not self._buffers["weight"][index].numel():
+                continue
+            # fp32, of the parameter's shape; low: what the moments are of
+            taken = self._buffers["grad"][index]
+            low = grad = self.formats.grad.decode_reference(taken)
+            if rule.before is not SAME:
+                low = taken = rule.before.run(grad, work).contiguous()
 
-    def _step_matrix(self, index: int, scalars: Any, controls: torch.Tensor | None) -> None:
-        rule, work = self.matrix.rule, self.works[index]
-        # fp32, of the parameter's shape
-        grad = self.formats.grad.decode_reference(self.grad(index))
-        # what the moments are of: smaller where `before` projects
-        low = self._through(rule.before, grad, work)
+            # a gradient stays as it is; what `before` made may be written over
+            direction = torch.empty_like(low) if low is grad else low
+            tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
+            place = self.matrix.low_place(work.place, grad.shape)
+            # moments are stepped by the controls: unscaled, clipped
+            row = None if controls is None else controls[group]
+            self._step(tensors, self._inner, rule.inner, scalars[group], row, place)
 
-        # a gradient stays as it is; what `before` made may be written over
-        direction = torch.empty_like(low) if low is grad else low
-        taken = self._buffers["grad"][index] if rule.before is SAME else low
-        # moments are stepped by the controls: unscaled, clipped
-        tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
-        place = self.matrix.low_place(work.place, grad.shape)
-        self._step(tensors, self._inner, rule.inner, scalars, controls, place)
-
-        # fp32, of the parameter's shape again
-        update = self._through(rule.after, direction, work)
-        check_update(self.matrix, update, direction.dtype, grad.shape)
-        # the weight is stepped without controls: an update is no gradient
-        tensors = self._tensors(self._apply, index, grad=update)
-        self._step(tensors, self._apply, rule.apply, scalars, None, work.place)
-
-    def _through(self, transform: Transform, matrix: torch.Tensor, work: Work) -> torch.Tensor:
-        """Returns what a transform makes of a matrix."""
-        return matrix if transform is SAME else transform.run(matrix, work).contiguous()
+            # fp32, of the parameter's shape again
+            update = direction
+            if rule.after is not SAME:
+                update = rule.after.run(direction, work).contiguous()
+            check_update(self.matrix, update, direction.dtype, grad.shape)
+            # the weight is stepped without controls: an update is no gradient
+            tensors = self._tensors(self._apply, index, grad=update)
+            self._step(tensors, self._apply, rule.apply, scalars[group], None, work.place)
+        self._buffers = {}
 
     def _tensors(
         self, formats: Formats, index: int, **replacements: torch.Tensor
@@ -274,8 +265,14 @@ class PartLaunch:
         for slot, row in plan.addresses.items():
             now = part_addresses.get(slot)
             if now is None:
-                # int64 [parts]: where the parameter's tensor begins, and bytes before the part
-                now = addresses[slot][self._params] + _bytes(plan.formats, slot, self._firsts)
+                # int64 [parts], bytes of the tensor before the part's numbers
+                form = plan.formats.by_slot.get(slot)
+                if form is not None:  # packed: numbers in one element of the tensor
+                    offsets = self._firsts * plan.formats.dtype(slot).itemsize // form.packed
+                else:  # a scale: of each block a byte, or of the whole tensor
+                    block = plan.formats.by_slot[slot.removesuffix("_scale")].block
+                    offsets = self._firsts // block if block else 0 * self._firsts
+                now = addresses[slot][self._params] + offsets
             # stale: the table on the device differs, and is uploaded with the next step
             plan.stale = plan.stale or not numpy.array_equal(now, row)
             row[:] = now
@@ -283,71 +280,3 @@ class PartLaunch:
     def step(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
         """Launches it; arguments as of TritonPlan.step."""
         self._plan.step(scalars, controls)
-
-
-def _bytes(formats: Formats, slot: str, firsts: numpy.ndarray) -> numpy.ndarray:
-    """Returns how many bytes of a slot's tensor lie before these numbers of the parameter."""
-    form = formats.by_slot.get(slot)
-    if form is None:  # a scale: of each block a byte, or of the whole tensor
-        block = formats.by_slot[slot.removesuffix("_scale")].block
-        return firsts // block if block else 0 * firsts
-    # packed: numbers in one element of the tensor
-    return firsts * formats.dtype(slot).itemsize // form.packed
-
-
-LIMIT = 64
-"""Combinations of formats in one process; beyond torch's own limit, 8, it compiles no more."""
-COMPILERS = ("g++", "clang++", "c++")
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """Returns the reason why torch.compile does not work on the device; None where it does."""
-    from torch._dynamo.eval_frame import is_dynamo_supported  # half a second
-
-    if not is_dynamo_supported():
-        return "torch.compile does not support this Python"
-    if device.type == "cpu":
-        has_compiler = any(map(shutil.which, COMPILERS))
-        return (
-            None if has_compiler else f"torch.compile needs a C++ compiler ({', '.join(COMPILERS)})"
-        )
-    if INTERPRETED:
-        return "TRITON_INTERPRET=1 is set: torch.compile's kernels are Triton's"
-    from torch.utils._triton import has_triton
-
-    return None if has_triton() else "torch.compile needs Triton and a GPU that it works on"
-
-
-class CompiledStep:
-    """`step_tensor`, compiled once for each rule and formats, for tensors of any shape."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, Formats], Any] = {}
-
-    def __call__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        formats: Formats,
-        rule: Rule,
-        scalars: tuple[float, ...],
-        controls: torch.Tensor | None = None,
-        place: Place = Place(0),  # noqa: B008 a tuple
-    ) -> None:
-        """Steps as megaopt.kernels.step.reference.step_tensor, by rules without lanes."""
-        weight = tensors["weight"]
-        # a random word for each number, made outside of what is compiled
-        words = words_of(weight, rule, scalars, place, formats.draws)
-        # as a tensor: a step with other numbers is not another program
-        row = torch.as_tensor(scalars[: rule.row_length], device=weight.device).unbind()
-        # flat, as torch.compile takes a Parameter's shape as fixed; a tensor in two slots is one
-        flat = {id(tensor): tensor.detach().view(-1) for tensor in tensors.values()}
-        flat_tensors = {slot: flat[id(tensor)] for slot, tensor in tensors.items()}
-        key = (rule.name, formats)
-        if key not in self._known:
-            # dynamic: sizes are not fixed, so that one program steps tensors of all shapes
-            function = partial(step_with_words, formats=formats, rule=rule)
-            self._known[key] = torch.compile(function, dynamic=True)
-        with torch._dynamo.config.patch(recompile_limit=LIMIT):
-            self._known[key](
-                flat_tensors, row=row, controls=controls, first=place.first, words=words
-            )

@@ -13,516 +13,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy
 import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.table import DeviceTable, addresses_of
-from megaopt.kernels.formats import GRADS, NONE
-from megaopt.kernels.matrix.plan import FLOAT32, apply_formats, check_update, inner_formats
+from megaopt.kernels.chunks.table import DeviceTable
+from megaopt.kernels.formats import NONE
+from megaopt.kernels.matrix import bucket as buckets
+from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, TorchBucket, state_tensors
+from megaopt.kernels.matrix.exchange import ALIGNED, NEUTRAL, NOTHING_NEW, WHOLLY
 from megaopt.kernels.matrix.tiles import TiledProducts, room_of
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import SAME, Matrix, Work
+from megaopt.kernels.rules.matrix import SAME, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
-
-Tensors = list[torch.Tensor]
-NEUTRAL = (1.0, 1.0, 1.0, 0.0, 0.0)
-"""Controls that leave an update as it is."""
-ALIGNED = 256
-"""Pieces of a step's memory begin at multiples of so many bytes."""
-WHOLLY: Any = ...
-"""The rows of a parameter that is one matrix: of a kept tensor all of it."""
-
-
-# --- what ranks do for one another
-
-
-class ParameterMatrix(NamedTuple):
-    """A matrix of a parameter."""
-
-    param: int
-    """The parameter's place in the batch."""
-    rows: Any
-    """Its rows among those of all matrices of the parameter, a slice; WHOLLY: it is the only one.
-    """
-    shape: tuple[int, ...]
-
-
-class MatrixPart(NamedTuple):
-    """Numbers of a matrix that this rank has; of one there may be several."""
-
-    piece: int
-    """The matrix's place in its bucket."""
-    first: int
-    """Its first number in the rank's part of the parameter, where its numbers follow each other."""
-    numel: int
-
-
-class MatrixBox(NamedTuple):
-    """Rows of numbers of a matrix, and where they lie in a message, one behind another."""
-
-    matrix: int
-    """Its place in `Bucket.indices`."""
-    first: int
-    """The count of the matrix's numbers before its first."""
-    rows: int
-    columns: int
-    stride: int
-    """The distance between the beginnings of rows in the matrix."""
-    place: int
-    """The count of the message's numbers before its first."""
-
-
-class Local(NamedTuple):
-    """A matrix of which no other rank has any part."""
-
-    piece: ParameterMatrix
-    runs: list[tuple[int, int]]
-    """Its numbers in this rank's tensor: where those that follow each other begin, how many."""
-
-
-class Bucket(Protocol):
-    """Matrices that are on their way together."""
-
-    pieces: Sequence[ParameterMatrix]
-    parts: Sequence[MatrixPart]
-    """The parts, in the order in which they are sent; none is empty."""
-    returned: Sequence[int]
-    """The places at which parts begin among those that come back."""
-    indices: Sequence[int]
-    """The places of the matrices that this rank makes."""
-    unpacked: Sequence[MatrixBox]
-    """The boxes of the matrices `indices` in which the numbers lie that come to this rank."""
-    packed: Sequence[MatrixBox]
-    """The boxes in which those lie that it sends back."""
-    owner: int | None
-    """The rank to which the parts of the only matrix go, where all ranks make it together."""
-
-
-class Exchange(Protocol):
-    """The ranks that hold the parts of a batch of matrices; all call the same in the same order.
-
-    `near` has numbers of parts and `far` those of whole matrices, both as bytes, uint8.
-    """
-
-    buckets: Sequence[Any]
-    """The buckets, each a Bucket."""
-    lows: Sequence[Any]
-    """The buckets of what `before` makes of each one's matrices: the same where that is SAME."""
-    owned: Sequence[Sequence[ParameterMatrix]]
-    """The matrices that each rank makes, in the order of the buckets."""
-    rank: int
-    """This rank's place among them."""
-    ranks: int
-    """The number of ranks."""
-    local: Sequence[Local]
-    """Matrices in no bucket, which this rank makes: it alone has them."""
-    most: tuple[int, int]
-    """The most numbers of `near` and of `far` that a bucket takes."""
-    keeps_order: bool
-    """Messages to owners come behind those that went back before: all are of NCCL's stream."""
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Adds up in place over the ranks that hold the other parts of the same matrices."""
-
-    def there(self, bucket: Any, near: torch.Tensor, far: torch.Tensor, size: int) -> Any:
-        """Sends parts in `near` to their matrices' owners; returns what waits, or None.
-
-        size: bytes of a number.
-        """
-
-    def back(self, bucket: Any, far: torch.Tensor, near: torch.Tensor, size: int) -> Any:
-        """Sends each rank its parts; returns what waits, or None."""
-
-    def hand_out(self, whole: torch.Tensor, owner: int) -> None:
-        """Gives all ranks the owner's tensor, in place."""
-
-    def spread(
-        self, tensors: Tensors, lengths: Sequence[int], memory: torch.Tensor
-    ) -> torch.Tensor:
-        """Puts together what all ranks have, of so many numbers each, one behind another.
-
-        memory: of `tiles.room_of` numbers; nothing else is taken.
-        """
-
-
-# --- how a rule makes updates
-
-
-class UpdateMaker:
-    """The way in which updates are made: by the rule's transform, of fp32.
-
-    A rule may have a way of its own.
-    """
-
-    direction = sent = FLOAT32
-    """The formats of directions, and of what ranks send one another."""
-    plans: Any = None
-    """The maker of elementwise plans, as a backend is one; None: the backend."""
-    shares_work = False
-    """Ranks may make a matrix together: there are `room`, `together` and `finish`."""
-    launches: Any = None
-    """The class that steps a bucket by launches, as TorchBucket by torch's operations: MuonBucket;
-    where the rule has a `before`, it is also given the low bucket and places: GaLoreBucket."""
-    alone: Any = None
-    """Makes the launches of matrices that one rank alone has; None: they are in buckets, too."""
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
-
-    def sums(self, pieces: Sequence[ParameterMatrix], device: torch.device) -> torch.Tensor | None:
-        """New memory for what is added up over the ranks of each matrix; None where nothing is."""
-        return None
-
-    def measure(self, directions: Tensors, parts: Sequence[MatrixPart], sums: torch.Tensor) -> None:
-        """Adds what is known of this rank's parts of directions to the sums."""
-
-    def send(
-        self, directions: Tensors, parts: Sequence[MatrixPart], notes: Any, out: Tensors
-    ) -> None:
-        """Makes what is sent of directions; `out` are these themselves where formats are alike."""
-
-    def notes(self, sums: Any, pieces: Sequence[ParameterMatrix]) -> Any:
-        """Returns what `send` and `make` must know of the matrices, by the sums over all ranks."""
-
-    def make(
-        self,
-        wholes: Tensors,
-        pieces: Sequence[ParameterMatrix],
-        indices: Sequence[int],
-        notes: Any,
-        states: Any,
-    ) -> Tensors:
-        """Makes the updates of matrices.
-
-        pieces: of the bucket. indices: the matrices' places there, and in the notes. states: what
-        states keep for each, which may be written.
-        """
-        updates = []
-        for whole, index, state in zip(wholes, indices, states, strict=True):
-            update = self.matrix.rule.after.run(whole, Work(self.matrix.how, Place(0), state))
-            check_update(self.matrix, update, whole.dtype, pieces[index].shape)
-            updates.append(update)
-        return updates
-
-
-class Renewal(NamedTuple):
-    """A step in which what states keep is made anew."""
-
-    turns: Sequence[int]
-    """Parameters by their places in the batch, the same on all ranks."""
-    renew: Callable[[Sequence[int], Callable[[int], torch.Tensor]], None]
-    """Makes it anew for some of them, of the gradient of the one at an index of these."""
-
-
-NOTHING_NEW = Renewal((), lambda params, grad: None)
-
-
-# --- the steps
-
-
-class PartSteps:
-    """Elementwise steps of this rank's parts in a bucket; the arguments as SharedSteps has them.
-
-    places: of each parameter's tensors that are cut into the parts.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        formats: Formats,
-        rule: Rule,
-        groups: Sequence[int],
-        places: Sequence[Place],
-        backend: Any,
-        device: torch.device,
-    ) -> None:
-        self._parts, self._formats = bucket.parts, formats
-        # of each part, in the order of `bucket.parts`: its parameter, and the count of its numbers
-        self._params = [bucket.pieces[part.piece].param for part in bucket.parts]
-        self._numels = [part.numel for part in bucket.parts]
-        # random bits go by the parameter's numbers, whichever rank has them
-        pairs = zip(self._params, bucket.parts, strict=True)
-        spots = [places[param].after(part.first, part.numel) for param, part in pairs]
-        # the rows of scalars and controls, by the parameters' groups
-        rows = [groups[param] for param in self._params]
-        self._plan = backend.plan(formats, rule, self._numels, rows, device, None, spots)
-
-    def views(self, memory: torch.Tensor, firsts: Sequence[int] | None = None) -> Tensors:
-        """Returns each part in memory; firsts: where they begin; None: one behind another."""
-        if firsts is None:
-            return list(torch.split(memory[: sum(self._numels)], self._numels))
-        return [memory[a : a + n] for a, n in zip(firsts, self._numels, strict=True)]
-
-    def step(self, buffers: Buffers, scalars: Any, controls: Any, **replacements: Tensors) -> None:
-        """Steps the parts of parameters' tensors; replacements: in the place of these, by slot."""
-        # each slot's tensors are views of the parameters' own, unless they are replaced
-        cut_tensors = {
-            s: self.cut(s, buffers[s]) for s in self._formats.slots if s not in replacements
-        }
-        self._plan.look({**cut_tensors, **replacements})
-        self._plan.step(scalars, controls)
-
-    def cut(self, slot: str, tensors: Tensors) -> Tensors:
-        """Returns the parts of parameters' tensors, flat."""
-        # unit: the parameter's numbers to one number of the tensor
-        form, unit = self._formats.by_slot.get(slot), 1
-        if form is None:  # scales of blocks
-            unit = self._formats.by_slot[slot.removesuffix("_scale")].block
-        elif form.packed:
-            unit = form.packed
-
-        # a part begins and ends at whole blocks and whole packed numbers
-        return [
-            tensors[param].detach().view(-1)[part.first // unit : (part.first + part.numel) // unit]
-            for param, part in zip(self._params, self._parts, strict=True)
-        ]
-
-
-class BucketMemory(NamedTuple):
-    """The memory that a bucket takes on its way; all uint8."""
-
-    whole: torch.Tensor
-    """The memory in which the others lie."""
-
-    near: torch.Tensor
-    """Parts that go to owners."""
-    back: torch.Tensor
-    """Parts that come from them."""
-    far: torch.Tensor
-    """Numbers of whole matrices, at the owner."""
-    wide: torch.Tensor
-    """Directions that are not made where they are sent from."""
-    room: torch.Tensor
-    """The memory that a bucket's launches take while updates are made."""
-
-
-@dataclass
-class SharedStepRun:
-    """One step."""
-
-    buffers: Buffers
-    works: Sequence[Work]
-    scalars: Any
-    controls: torch.Tensor | None
-    left_out: torch.Tensor | None
-    """The controls of an update."""
-    renewal: Renewal
-    has_moved: bool = True
-    """Tensors, or the step's memory, lie elsewhere than in the step before."""
-
-    @cached_property
-    def addresses(self) -> dict[str, numpy.ndarray]:
-        """int64 [parameters] for each slot, and for all that states keep: where tensors begin."""
-        tensors = dict(self.buffers)
-        for name in self.works[0].kept if self.works else ():
-            tensors[name] = [work.kept[name] for work in self.works]
-        return addresses_of(tensors)
-
-
-class TorchBucket:
-    """Steps a bucket: its elementwise part by a backend's plans, updates by torch's operations.
-
-    Args:
-        bucket: of the matrices.
-        low: that of what `before` makes of them; the same where that is SAME.
-        formats: of every buffer; `matrix` is set.
-        making: how updates are made.
-        groups: for each parameter its row of scalars.
-        places: of each rank's part in its parameter.
-        low_places: of its moments.
-        plans: makes plans, as a backend does.
-        device: of all.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        low: Bucket,
-        formats: Formats,
-        making: Any,
-        groups: Sequence[int],
-        places: Sequence[Place],
-        low_places: Sequence[Place],
-        plans: Any,
-        device: torch.device,
-    ) -> None:
-        assert formats.matrix is not None
-
-        self._bucket, self._low, self._making, self._device = bucket, low, making, device
-        self._groups, self._grad, rule = groups, formats.grad, formats.matrix.rule
-        self._grad_dtype = formats.dtype("grad")
-        self._before = rule.before
-        # the moments are of the low bucket, and so are the directions
-        inner, apply = inner_formats(formats, making.direction), apply_formats
-        self.inner = PartSteps(low, inner, rule.inner, groups, low_places, plans, device)
-        # updates come back in the dtype that ranks send, in the place of gradients
-        update = apply(formats, GRADS[making.sent.dtype])
-        self.apply = PartSteps(bucket, update, rule.apply, groups, places, plans, device)
-
-        self.room = 0
-        """Bytes that launches take while updates are made."""
-        self.sums: torch.Tensor | None = None
-        """The sums that ranks add up between `direct` and `send`."""
-        # of one step: what one phase makes and a later one reads
-        self._notes: Any = None
-        self._directions: Tensors = []
-        self._out: Tensors = []
-
-    def lie(self, begins: dict[str, int]) -> None:
-        """Hears where BucketMemory's pieces begin in a step's memory: no launch must know it."""
-
-    def ready(self) -> None:
-        """Takes the memory of what is added up."""
-        self.sums = self._making.sums(self._low.pieces, self._device)
-
-    def send_grads(self, run: SharedStepRun, memory: BucketMemory) -> None:
-        """Leaves this rank's parts of gradients in `near`, where `before` makes others of them."""
-        # one part behind another, as the exchange sends them
-        into = self.apply.views(memory.near.view(self._grad_dtype))
-        if into:
-            torch._foreach_copy_(into, self.apply.cut("grad", run.buffers["grad"]))
-
-    def renew(self, run: SharedStepRun, memory: BucketMemory) -> Tensors:
-        """Makes anew what is kept, of the whole gradients in `far`, and returns these."""
-        # the gradients leave `far` here: what is made of them may be written over it
-        grads = unpacked(self._bucket, memory.far.view(self._grad_dtype))
-        renewed(self._bucket, run.renewal, grads)
-        return grads
-
-    def project(self, run: SharedStepRun, memory: BucketMemory) -> None:
-        """Makes what `before` makes of gradients, and leaves its parts in `far`."""
-        # fp32 [rows, columns] of each matrix that this rank makes
-        grads = map(self._grad.decode_reference, self.renew(run, memory))
-        pairs = zip(grads, params_of(self._bucket), strict=True)
-        # the smaller matrices of which the moments are
-        lows = [self._before.run(grad, run.works[param]) for grad, param in pairs]
-        pack(self._low, lows, memory.far.view(self._making.sent.dtype))
-
-    def direct(self, run: SharedStepRun, memory: BucketMemory) -> None:
-        """Steps moments, and makes directions."""
-        # without `before` directions are made of parameters' own gradients, and sent from `near`
-        making, sent = self._making, memory.near
-        grads: dict[str, Any] = {}
-        if self._before is not SAME:
-            # `near` has what the owners made of gradients: directions go elsewhere
-            near = memory.near.view(making.sent.dtype)
-            sent, grads = memory.wide, {"grad": self.inner.views(near, self._low.returned)}
-
-        # where formats are alike directions are made in the place from which they are sent
-        self._out = self.inner.views(sent.view(making.sent.dtype))
-        self._directions = self._out
-        if making.direction.dtype is not making.sent.dtype:
-            self._directions = self.inner.views(memory.wide.view(making.direction.dtype))
-
-        # the inner rule writes directions where other rules write weights
-        numbers = (run.buffers, run.scalars, run.controls)
-        self.inner.step(*numbers, weight=self._directions, **grads)
-        # this rank's share of the sums: SharedSteps adds up what all ranks have
-        if self.sums is not None:
-            making.measure(self._directions, self._low.parts, self.sums)
-
-    def send(self, memory: BucketMemory) -> None:
-        """Makes what is sent of the directions, by the sums over all ranks."""
-        # of all matrices of the bucket: the sums of other owners' matrices are here, too
-        self._notes = self._making.notes(self.sums, self._low.pieces)
-        self._making.send(self._directions, self._low.parts, self._notes, self._out)
-
-    @property
-    def notes(self) -> Any:
-        """The notes of the matrices; None where this rank failed to make them."""
-        return self._notes
-
-    def make(self, run: SharedStepRun, memory: BucketMemory, update: torch.Tensor | None) -> None:
-        """Makes updates, and leaves their parts in `far`; what states keep is stepped.
-
-        But for groups that are left out. update: of the matrix that ranks have made together.
-        """
-        # the matrices of this rank, and views of what their states keep
-        bucket, making = self._bucket, self._making
-        pieces = [bucket.pieces[index] for index in bucket.indices]
-        states = [_kept(run.works, piece) for piece in pieces]
-
-        # the host does not know which groups are left out: a copy of all is kept
-        before: list[dict[str, torch.Tensor]] = []
-        if run.controls is not None:
-            before = [{name: tensor.clone() for name, tensor in state.items()} for state in states]
-
-        updates: Tensors
-        far = memory.far.view(making.sent.dtype)
-        if update is None:
-            wholes = unpacked(self._low, far)
-            # each owner makes its own matrices
-            updates = making.make(wholes, bucket.pieces, bucket.indices, self._notes, states)
-        else:
-            # all ranks have the update, and its owner alone steps what is kept
-            updates = making.finish([update], states) if pieces else []
-
-        # groups that are left out get their copy again; without controls the loop is empty
-        for piece, state, old in zip(pieces, states, before, strict=False):
-            assert run.controls is not None
-            is_left_out = run.controls[self._groups[piece.param], SKIP] != 0
-            for name, tensor in state.items():
-                tensor.copy_(torch.where(is_left_out, old[name], tensor))
-
-        # the directions have been copied out of `far`: updates take their place
-        pack(bucket, updates, far)
-
-    def finish(self, run: SharedStepRun, memory: BucketMemory) -> None:
-        """Steps weights and masters by the updates' parts that have come back."""
-        # parts come ordered by owner, which need not be the order in which they are stepped
-        back = memory.back.view(self._making.sent.dtype)
-        parts = self.apply.views(back, self._bucket.returned)
-        self.apply.step(run.buffers, run.scalars, run.left_out, grad=parts)
-        self._notes, self.sums, self._directions, self._out = None, None, [], []
-
-
-def unpacked(bucket: Bucket, far: torch.Tensor) -> Tensors:
-    """Makes the matrices `bucket.indices` of the parts that have come."""
-    # whole matrices [rows, columns], new memory beside the message
-    matrices = [far.new_empty(bucket.pieces[index].shape) for index in bucket.indices]
-    pairs = _boxes_beside_parts(bucket.unpacked, matrices, far)
-    if pairs:
-        torch._foreach_copy_([box for box, _ in pairs], [part for _, part in pairs])
-    return matrices
-
-
-def renewed(bucket: Bucket, renewal: Renewal, grads: Sequence[torch.Tensor]) -> None:
-    """Makes anew what is kept of the matrices `bucket.indices` whose turn it is."""
-    # all ranks know all turns, and each renews what it owns
-    grads_by_param = dict(zip(params_of(bucket), grads, strict=True))
-    turns = [param for param in renewal.turns if param in grads_by_param]
-    renewal.renew(turns, lambda index: grads_by_param[turns[index]])
-
-
-def params_of(bucket: Bucket) -> list[int]:
-    """Returns the parameters of the matrices `bucket.indices`."""
-    return [bucket.pieces[index].param for index in bucket.indices]
-
-
-def pack(bucket: Bucket, updates: Tensors, far: torch.Tensor) -> None:
-    """Writes the parts of the updates of `bucket.indices`."""
-    # every rank's part of each matrix, one rank's parts behind another's
-    pairs = _boxes_beside_parts(bucket.packed, [update.contiguous() for update in updates], far)
-    if pairs:
-        torch._foreach_copy_([part for _, part in pairs], [box for box, _ in pairs])
-
-
-def _boxes_beside_parts(
-    boxes: Sequence[MatrixBox], matrices: Tensors, far: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns views of the boxes in matrices, each beside that of its numbers in a message."""
-    pairs = []
-    for index, first, rows, columns, stride, place in boxes:
-        # both views are [rows, columns]: in the matrix rows are `stride` apart, in the message not
-        box = matrices[index].view(-1)[first:].as_strided((rows, columns), (stride, 1))
-        pairs.append((box, far[place : place + rows * columns].view(rows, columns)))
-    return pairs
 
 
 @dataclass
@@ -607,9 +114,15 @@ class SharedSteps:
         self.renewal = NOTHING_NEW
         """The renewal that the next step makes."""
         # for each rank the count of numbers that states keep for the matrices it owns
-        self._lengths = [
-            sum(_kept_numel(state_shapes, piece) for piece in pieces) for pieces in exchange.owned
-        ]
+        self._lengths = [0 for _ in exchange.owned]
+        for rank, pieces in enumerate(exchange.owned):
+            for piece in pieces:
+                shapes = state_shapes[piece.param].values()
+                if piece.rows is not WHOLLY:
+                    # a matrix of several in a parameter has its rows of each tensor
+                    count = piece.rows.stop - piece.rows.start
+                    shapes = [(count, *shape[1:]) for shape in shapes]
+                self._lengths[rank] += sum(map(math.prod, shapes))
 
         # memory of one step: from `ready` to the end of `_go`
         self._memory: list[BucketMemory] = []
@@ -632,26 +145,6 @@ class SharedSteps:
             self._measured = self._measure(numels=[grad.numel() for grad in buffers["grad"]])
         self._measured.look({slot: buffers[slot] for slot in ("grad", "weight")})
         self._measured.accumulate(bins)
-
-    @property
-    def _phases(self) -> list[tuple[int, Callable[[int, SharedStepRun], None]]]:
-        """The phases of a turn, each for the bucket that began so many turns before.
-
-        All buckets are on their way at once: while the products of one are made, the directions of
-        the next one go to owners, and the updates of the last one come from them. What a rank must
-        know of the sums over all is asked for while no long message is in front of it.
-        """
-        if self._is_projected:
-            # gradients go there, low ones come back, directions go there, updates come back
-            return [
-                *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
-                *((3, self._make), (3, self._return), (4, self._finish)),
-            ]
-        # updates of the bucket two turns before leave ahead of this one's directions
-        return [
-            *((0, self._direct), (2, self._return), (0, self._leave)),
-            *((1, self._make), (2, self._finish)),
-        ]
 
     def _placed(self, steps: Sequence[Any]) -> tuple[list[int], list[dict[str, int]]]:
         """Returns the bytes of each area of a step's memory, and each bucket's areas of its pieces.
@@ -756,6 +249,21 @@ class SharedSteps:
         if self._making.launches is not None and not isinstance(scalars, torch.Tensor):
             scalars = self._try(self._rows.update, numpy.array(scalars, dtype=numpy.float32))
 
+        # The phases of a turn, each for the bucket that began so many turns before. All buckets are
+        # on their way at once: while the products of one are made, the directions of the next one
+        # go to owners, and the updates of the last one come from them. What a rank must know of the
+        # sums over all is asked for while no long message is in front of it.
+        phases = [
+            # updates of the bucket two turns before leave ahead of this one's directions
+            *((0, self._direct), (2, self._return), (0, self._leave)),
+            *((1, self._make), (2, self._finish)),
+        ]
+        if self._is_projected:
+            # gradients go there, low ones come back, directions go there, updates come back
+            phases = [
+                *((0, self._send), (1, self._project), (2, self._direct), (2, self._leave)),
+                *((3, self._make), (3, self._return), (4, self._finish)),
+            ]
         run = SharedStepRun(buffers, works, scalars, controls, left_out, self.renewal)
         if self._making.launches is not None and self._memory:
             # launches keep their tables as long as all tensors and the memory lie where they did
@@ -763,10 +271,10 @@ class SharedSteps:
             lies: list[Any] = [row.tobytes() for row in run.addresses.values()]
             lies.append(self._memory[0].whole.data_ptr())
             run.has_moved = lies != before
-            self._go(self._phases, run)
+            self._go(phases, run)
             self._lay = lies  # not after an error
         else:
-            self._go(self._phases, run)
+            self._go(phases, run)
 
     def renew(self, buffers: Buffers, works: Sequence[Work]) -> None:
         """Makes anew what is kept, as `renewal` says, of these gradients, and steps nothing."""
@@ -863,29 +371,25 @@ class SharedSteps:
         way, memory = self._ways[turn], self._memory[turn]
         # the owner waits for the parts of all ranks
         way.arrive()
-        # a bucket of one matrix that all ranks make: its tiles go round here
-        update = None if way.bucket.owner is None else self._made_together(way, memory)
+        update: torch.Tensor | None = None
+        owner = way.bucket.owner
+        if owner is not None:
+            # a bucket of one matrix whose tiles all ranks make, before any second moment; room: the
+            # iteration's memory; spare: what tiles are exchanged in
+            exchange, (room, spare) = self._exchange, self._rooms.pop(0)
+            # one rank has put the direction together, [rows, columns]
+            if owner == exchange.rank:
+                far = memory.far.view(self._making.sent.dtype)
+                self._try(lambda: room.first[0].copy_(buckets.unpacked(way.bucket, far)[0]))
+            # all get it whole, and each makes its tiles of every product
+            exchange.hand_out(room.first[0], owner)
+            tiles = TiledProducts(exchange, spare, self._error)
+            try:
+                update = self._making.together(room, way.steps.notes, tiles)
+            finally:
+                # this rank's, of before or of its tiles
+                self._error = tiles.error
         self._try(way.steps.make, run, memory, update)
-
-    def _made_together(self, way: BucketSteps, memory: BucketMemory) -> torch.Tensor:
-        """Makes the update of a matrix whose tiles all ranks make, before any second moment."""
-        # room: the iteration's memory; spare: what tiles are exchanged in
-        exchange, owner, (room, spare) = self._exchange, way.bucket.owner, self._rooms.pop(0)
-        assert owner is not None
-        # one rank has put the direction together, [rows, columns]
-        if owner == exchange.rank:
-            far = memory.far.view(self._making.sent.dtype)
-            self._try(lambda: room.first[0].copy_(unpacked(way.bucket, far)[0]))
-        # all get it whole, and each makes its tiles of every product
-        exchange.hand_out(room.first[0], owner)
-
-        tiles = TiledProducts(exchange, spare, self._error)
-        try:
-            update: torch.Tensor = self._making.together(room, way.steps.notes, tiles)
-        finally:
-            # this rank's, of before or of its tiles
-            self._error = tiles.error
-        return update
 
     def _return(self, turn: int, run: SharedStepRun) -> None:
         """Updates go back, into what the directions of the next bucket have left."""
@@ -907,52 +411,31 @@ class SharedSteps:
 
     def _tell(self, run: SharedStepRun) -> None:
         """Every rank gets what the owners have made of what states keep."""
-        if self._before.renew is None:
-            # every step changes what is kept: all of it goes, in one message
-            return self._spread(run.works)
-        # the owner of each parameter's matrix
-        owners = {p.param: i for i, pieces in enumerate(self._exchange.owned) for p in pieces}
-        # the same parameters in the same order on all ranks
-        for param in run.renewal.turns:
-            work = run.works[param]
-            for tensor in work.kept.values():
-                self._exchange.hand_out(tensor, owners[param])
-            # None: this rank does not know whether the owner has made it, and looks it up later
-            work.is_made = work.is_made or None
+        works, exchange = run.works, self._exchange
+        if self._before.renew is not None:
+            # the owner of each parameter's matrix
+            owners = {p.param: i for i, pieces in enumerate(exchange.owned) for p in pieces}
+            # the same parameters in the same order on all ranks
+            for param in run.renewal.turns:
+                work = works[param]
+                for tensor in work.kept.values():
+                    exchange.hand_out(tensor, owners[param])
+                # None: this rank does not know whether the owner has made it, and looks it up later
+                work.is_made = work.is_made or None
+            return
 
-    def _spread(self, works: Sequence[Work]) -> None:
-        """Gives all ranks what owners have stepped, in one message."""
-        # None: no state keeps anything
+        # every step changes what is kept: all of it goes, in one message; None: there is nothing
         memory, self._spread_room = self._spread_room, None
         if memory is None:
             return
         # for each rank what is kept for the matrices that it owns, as views of this rank's states
-        states = [
-            [_kept(works, piece) for piece in rank_pieces] for rank_pieces in self._exchange.owned
-        ]
         tensors = [
-            [tensor for state in rank_states for tensor in state.values()] for rank_states in states
+            [tensor for piece in pieces for tensor in state_tensors(works, piece).values()]
+            for pieces in exchange.owned
         ]
-
-        # fp32: first those of rank 0's matrices, then rank 1's
-        numbers = self._exchange.spread(tensors[self._exchange.rank], self._lengths, memory)
+        # fp32: first those of rank 0's matrices, then rank 1's; this rank's come back as they were
+        numbers = exchange.spread(tensors[exchange.rank], self._lengths, memory)
         flat = [tensor for rank_tensors in tensors for tensor in rank_tensors]
-        for tensor, part in zip(
-            flat, torch.split(numbers, [tensor.numel() for tensor in flat]), strict=True
-        ):
-            # this rank's own come back as they were sent
+        parts = torch.split(numbers, [tensor.numel() for tensor in flat])
+        for tensor, part in zip(flat, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def _kept(works: Sequence[Work], piece: ParameterMatrix) -> dict[str, torch.Tensor]:
-    """Returns what a state keeps for a matrix; of several in a parameter its rows."""
-    return {name: tensor[piece.rows] for name, tensor in works[piece.param].kept.items()}
-
-
-def _kept_numel(state_shapes: Sequence[dict[str, tuple[int, ...]]], piece: ParameterMatrix) -> int:
-    """Counts the numbers that a state keeps for a matrix."""
-    shapes = state_shapes[piece.param].values()
-    if piece.rows is WHOLLY:
-        return sum(map(math.prod, shapes))
-    # a matrix of several in a parameter has its rows of each tensor
-    return sum((piece.rows.stop - piece.rows.start) * math.prod(shape[1:]) for shape in shapes)

@@ -36,7 +36,7 @@ class TiledProducts:
     """Makes products in the place of newton_schulz.Immediate, of lists of one matrix.
 
     Args:
-        exchange: the ranks that make it: shared.Exchange.
+        exchange: the ranks that make it: exchange.Exchange.
         memory: of `numel` numbers, in which results go to the others.
         error: of this rank's, before: it makes nothing, and goes on with the others.
     """
@@ -71,7 +71,9 @@ class TiledProducts:
 
         # what is added is cut as the result is; numbers and factors go as they are
         begin, end = ends[self._rank], ends[self._rank + 1]
-        part_options = {name: _given(value, is_tall, begin, end) for name, value in options.items()}
+        part_options = dict(options)
+        if "add" in options:
+            part_options["add"] = [_part(options["add"][0], is_tall, begin, end)]
         part = _part(whole, is_tall, begin, end)
 
         # this rank's part into its place in the result, then all parts to all ranks
@@ -92,22 +94,19 @@ class TiledProducts:
         begin, end = ends[self._rank], ends[self._rank + 1]
 
         def make() -> None:
+            rows, part_options = first[begin:end], dict(options)
             # left of the diagonal's square: a plain product, in which no number is on the diagonal
-            rows = first[begin:end]
             if begin and end > begin:
-                part_options = {
-                    name: value for name, value in options.items() if name != "diagonal"
-                }
-                if "add" in part_options:
-                    # what is added is cut as the result is
-                    part_options["add"] = [part_options["add"][0][begin:end, :begin]]
+                part_options.pop("diagonal", None)
+                if "add" in options:  # what is added is cut as the result is
+                    part_options["add"] = [options["add"][0][begin:end, :begin]]
                 products([rows], [second[:, :begin]], [target[begin:end, :begin]], **part_options)
 
             # the diagonal's square: symmetric by itself
             if end > begin:
                 part_options = dict(options)
-                if "add" in part_options:
-                    part_options["add"] = [part_options["add"][0][begin:end, begin:end]]
+                if "add" in options:
+                    part_options["add"] = [options["add"][0][begin:end, begin:end]]
                 square = target[begin:end, begin:end]
                 symmetric_products([rows], [square], right=[second[:, begin:end]], **part_options)
 
@@ -140,10 +139,3 @@ class TiledProducts:
 
 def _part(matrix: torch.Tensor, of_rows: bool, begin: int, end: int) -> torch.Tensor:
     return matrix[begin:end] if of_rows else matrix[:, begin:end]
-
-
-def _given(value: Any, of_rows: bool, begin: int, end: int) -> Any:
-    """Returns a number as it is, and the part of a list's matrix."""
-    if not isinstance(value, list):
-        return value
-    return [_part(value[0], of_rows, begin, end)]

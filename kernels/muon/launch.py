@@ -7,30 +7,22 @@ their norms, the products of `newton_schulz.iterated`, and the last updates all 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
-from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.calling import Replayed, compiling_together
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.chunks.table import DeviceTable, addresses_of, stream_of
 from megaopt.kernels.formats import NONE
-from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
-from megaopt.kernels.matrix.shared import NEUTRAL, WHOLLY, Local
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
-from megaopt.kernels.muon.orthogonal import OWN
-from megaopt.kernels.muon.peers import PeerMaking, PeerSteps
-from megaopt.kernels.muon.ranks import MuonBucket
-from megaopt.kernels.muon.rule import MuonMaking
-from megaopt.kernels.muon.wave import MatrixGroup, MuonWave, parts_of, waves
-from megaopt.kernels.place import Place, in_order
-from megaopt.kernels.rules.matrix import Work
+from megaopt.kernels.matrix.exchange import NEUTRAL, WHOLLY, Local
+from megaopt.kernels.muon.layout import MatrixGroup, waves
+from megaopt.kernels.muon.wave import MuonWave
+from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Work
 from megaopt.kernels.step.controls import COUNT, SKIP
 from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import step_tensor
 
 ROOM = 2**29
 """Bytes of the workspace at most, or as many as the largest parameter needs.
@@ -38,44 +30,6 @@ ROOM = 2**29
 A wave is to keep a GPU busy for longer than its 20 launches take: 57 matrices of 768 x 2048, for
 which this is enough, have 9 rounds of tiles for 132 processors in each of their Gram products.
 """
-
-
-def muon_plan(
-    backend: str,
-    formats: Formats,
-    shapes: Sequence[torch.Size],
-    groups: Sequence[int],
-    places: Sequence[Place] | None,
-    device: torch.device,
-    room: int = ROOM,
-) -> MatrixPlan:
-    """Makes the plan of parameters that MUON steps: in launches where the backend is "triton".
-
-    Contracts "torch" and "eo" are torch's operations on every backend. Where several matrices share
-    a scale, and their rows do not follow each other or their forms differ, all are stepped one by
-    one.
-
-    Arguments as Options.matrix_plan has them. room: of the workspace, in bytes.
-    """
-    assert formats.matrix is not None
-    how, places = formats.matrix.how, places or in_order(len(shapes))
-    is_launched = backend == BACKENDS["triton"].name
-    # launches: what steps whole batches, if anything does; making: the same among ranks
-    launches: Any = None
-    making: Any = MuonMaking(formats.matrix)
-    if how.contract != OWN:
-        # other libraries' steps are torch's operations on every backend
-        launches, making = PeerSteps(formats, groups), PeerMaking(formats.matrix)
-    elif is_launched and (parts := parts_of(formats, shapes)) is not None:
-        # all matrices in waves, on a GPU or interpreted
-        launches = MuonLaunches(formats, parts, shapes, groups, places, device, room)
-        if not formats.scaled:
-            # ranks that share matrices launch buckets, and waves of those that one rank alone has
-            making.launches, making.alone = MuonBucket, partial(local_launches, formats)
-
-    # without launches of whole batches matrices go one by one, by torch and this step
-    step = LaunchedStep() if is_launched else step_tensor
-    return MatrixPlan(formats, groups, places, step, launches, making)
 
 
 def local_launches(
@@ -96,7 +50,7 @@ def local_launches(
 
 
 class MuonLaunches:
-    """The launches of a batch; arguments as of `muon_plan`."""
+    """The launches of a batch; room: of the workspace, in bytes."""
 
     many_calls = False
 

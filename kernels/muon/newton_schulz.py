@@ -93,21 +93,19 @@ class Immediate:
         symmetric_products(left, out, **options)
 
 
-def is_tall(matrix: torch.Tensor) -> bool:
-    """Checks that a matrix stands for the transposed one, which has no more rows than columns."""
-    return matrix.shape[0] > matrix.shape[1]
-
-
 def ordered(squares: Matrices, matrices: Matrices) -> tuple[Matrices, Matrices]:
     """Returns left and right factors of S X."""
-    # X S of a tall matrix is S X of the transposed one
-    pairs = [(x, s) if is_tall(x) else (s, x) for s, x in zip(squares, matrices, strict=True)]
+    # a tall matrix stands for the transposed one: X S is S X of that
+    pairs = [
+        (x, s) if x.shape[0] > x.shape[1] else (s, x)
+        for s, x in zip(squares, matrices, strict=True)
+    ]
     return [left for left, _ in pairs], [right for _, right in pairs]
 
 
 def gram_sides(matrices: Matrices) -> Matrices:
     """Returns each X, or its transposed one, so that X X^T is the smaller product."""
-    return [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
+    return [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
 
 
 def iterated(
@@ -117,15 +115,11 @@ def iterated(
 
     make: Immediate(), or what notes products.
     """
-    return (_in_gram_form if is_gram else _in_standard_form)(room, scales, how, make)
-
-
-def _in_standard_form(
-    room: Workspace, scales: MatrixScales, how: Orthogonal, make: Any
-) -> Matrices:
-    """Makes A = X X^T, B = b A + c A A, X' = a X + B X in each step."""
+    if is_gram:
+        return _in_gram_form(room, scales, how, make)
+    # in standard form A = X X^T, B = b A + c A A, X' = a X + B X in each step
     # now and target: [m, n]; gram and power: [short, short]
-    (now, target, (gram, power)), last = room, how.steps - 1
+    (now, target, (gram, power)), last = room, len(how.coefficients) - 1
     for step, (a, b, c) in enumerate(how.coefficients):
         # A = X X^T; X is divided by its norm from the first product on, not before
         make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
@@ -153,7 +147,8 @@ def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: 
     # now and target: [m, n]; gram has R, poly W, whole Q, and spare nothing
     now, target, (gram, poly, spare, whole) = room
     # restarts behind the last step never come
-    starts = {0, *(restart for restart in how.restarts if 0 < restart < how.steps)}
+    steps = len(how.coefficients)
+    starts = {0, *(restart for restart in how.restarts if 0 < restart < steps)}
     for step, (a, b, c) in enumerate(how.coefficients):
         # where Q begins R is made of X, at a restart of X times the Q that has come together
         if step in starts:
@@ -173,7 +168,7 @@ def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: 
             make.symmetric(whole, spare, right=poly)
             factor, spare = spare, whole
         # R' = W R W, unless the next step makes R anew or there is none
-        if step + 1 < how.steps and step + 1 not in starts:
+        if step + 1 < steps and step + 1 not in starts:
             make.symmetric(gram, spare, right=poly)
             make.symmetric(poly, gram, right=spare)
         # the matrix of the new Q is `whole` from here on; those left over are overwritten

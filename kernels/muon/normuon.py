@@ -11,8 +11,6 @@ import torch
 
 from megaopt.kernels.rules.adam_ieee import canonical_reference
 
-SECOND_MOMENT = "variance_neuron"
-"""dion's name of what a state keeps, fp32 [rows]."""
 BETA2 = 0.95
 """dion's muon_beta2."""
 EPS = 1e-8

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from megaopt.kernels.muon.normuon import BETA2, SECOND_MOMENT
-from megaopt.kernels.rules.matrix import Cut, Shape
+from megaopt.kernels.muon.normuon import BETA2
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Cut, Shape
 
 # --- the polynomials
 
@@ -78,13 +77,28 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
     if type(steps) is not int or not 1 <= steps <= MOST_STEPS:
         raise ValueError(f"ns_steps must be a whole number from 1 to {MOST_STEPS}, got {steps!r}")
     if isinstance(coefficients, str):
-        return _named(coefficients, steps)
+        triples = COEFFICIENTS.get(coefficients, ())
+        if not triples:
+            names = ", ".join(map(repr, COEFFICIENTS))
+            raise ValueError(
+                f"ns_coefficients must be numbers or one of {names}, got {coefficients!r}"
+            )
+        # "cubic5" is made for its five steps alone
+        if coefficients == "cubic5" and steps != len(triples):
+            raise ValueError(
+                f"ns_steps must be {len(triples)} with ns_coefficients='cubic5', got {steps}"
+            )
+        # more steps than the set has: its last triple again, or the whole set from its first on
+        again = triples[-1:] if coefficients in LAST_AGAIN else triples
+        return (*triples[:steps], *islice(cycle(again), max(steps - len(triples), 0)))
+
     # three numbers are one triple for all steps; anything else is a list of triples
-    triples = (
-        (tuple(coefficients),) * steps
-        if _is_triple(coefficients)
-        else tuple(map(_triple, coefficients))
-    )
+    triples = (tuple(coefficients),) * steps if _is_triple(coefficients) else tuple(coefficients)
+    for triple in triples:
+        if not _is_triple(triple):
+            raise ValueError(
+                f"ns_coefficients must be triples of numbers a, b and c, got {triple!r}"
+            )
     if len(triples) < steps:
         raise ValueError(
             f"ns_coefficients must have a triple for each of {steps} steps, got {len(triples)}"
@@ -93,39 +107,14 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
     return tuple((float(a), float(b), float(c)) for a, b, c in triples[:steps])
 
 
-def _named(name: str, steps: int) -> tuple[Triple, ...]:
-    triples = COEFFICIENTS.get(name)
-    if triples is None:
-        names = ", ".join(map(repr, COEFFICIENTS))
-        raise ValueError(f"ns_coefficients must be numbers or one of {names}, got {name!r}")
-    # "cubic5" is made for its five steps alone
-    if name == "cubic5" and steps != len(triples):
-        raise ValueError(
-            f"ns_steps must be {len(triples)} with ns_coefficients='cubic5', got {steps}"
-        )
-
-    # more steps than the set has: its last triple again, or the whole set from its first on
-    more = steps - len(triples)
-    again = triples[-1:] * more if name in LAST_AGAIN else islice(cycle(triples), max(more, 0))
-    return (*triples[:steps], *again)
-
-
 def _is_triple(value: Any) -> bool:
-    is_sequence = isinstance(value, Sequence) and len(value) == 3
-    return is_sequence and all(map(_is_number, value))
-
-
-def _is_number(value: Any) -> bool:
-    """Checks that a value is a finite number of fp32."""
+    """Checks that a value is three finite numbers of fp32."""
     # a bool is an int; NaN fails the comparison
-    is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_real and abs(value) <= torch.finfo(torch.float32).max
-
-
-def _triple(value: Any) -> Sequence[Any]:
-    if not _is_triple(value):
-        raise ValueError(f"ns_coefficients must be triples of numbers a, b and c, got {value!r}")
-    return value  # type: ignore[no-any-return]
+    most = torch.finfo(torch.float32).max
+    return (isinstance(value, Sequence) and len(value) == 3) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) and abs(number) <= most
+        for number in value
+    )
 
 
 # --- how much an update counts
@@ -207,28 +196,47 @@ class Orthogonal:
     def __post_init__(self) -> None:
         """Raises ValueError for what is not one of these, or does not go together."""
         # each choice alone, then what does not go together
-        _one_of("method", self.method, METHODS)
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("second_moment", self.second_moment, (None, NORMUON))
-        _one_of("contract", self.contract, CONTRACTS)
+        adjust, (least, most) = self.adjust, RATIO_RANGE
+        is_named = adjust is None or isinstance(adjust, str)
+        for name, choice, choices in (
+            ("method", self.method, METHODS),
+            ("precision", self.precision, PRECISIONS),
+            ("second_moment", self.second_moment, (None, NORMUON)),
+            ("contract", self.contract, CONTRACTS),
+            ("adjust_lr_fn", adjust if is_named else None, (None, *RATIOS)),
+        ):
+            if choice not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(map(repr, choices))}, got {choice!r}"
+                )
         if self.method == GRAM and self.precision == BF16:
             raise ValueError(
                 "method='gram' must have precision='fp16': with 'bf16' updates are 11 to 33% off"
             )
-
         if not LEAST_EPS <= self.eps <= 1.0:
             raise ValueError(f"eps must be from {LEAST_EPS} to 1, got {self.eps!r}")
-        self._check_adjust()
-        self._check_contract()
+
+        # an update's factor that is a number
+        if adjust is not None and not isinstance(adjust, str):
+            if not 0.0 <= adjust < math.inf:
+                names = ", ".join(map(repr, (None, *RATIOS)))
+                raise ValueError(
+                    f"adjust_lr_fn must be one of {names} or a finite number >= 0, got {adjust!r}"
+                )
+            # a factor far from 1 would take fp16 updates out of its range
+            if self.precision == FP16 and not least <= adjust <= most:
+                raise ValueError(
+                    f"adjust_lr_fn must be from {least} to {most} with precision='fp16', "
+                    f"got {adjust!r}"
+                )
+        if self.contract != OWN:
+            self._check_contract()
 
     def _check_contract(self) -> None:
         """Raises ValueError for what other libraries do not have."""
-        if self.contract == OWN:
-            return
         # beside what both lack "torch" has one triple for all steps, no cuts and two ratios
         of_torch, is_one = self.contract == TORCH, len(set(self.coefficients)) == 1
         ratios = "one of " + ", ".join(map(repr, TORCH_RATIOS))
-
         # by the user's name of each: the value, whether the library has it, what it has
         settings = {
             "method": (self.method, self.method != GRAM, "'auto' or 'standard'"),
@@ -246,30 +254,10 @@ class Orthogonal:
                     f"{name} must be {allowed} with contract={self.contract!r}, got {value!r}"
                 )
 
-    def _check_adjust(self) -> None:
-        adjust, (least, most) = self.adjust, RATIO_RANGE
-        if adjust is None or isinstance(adjust, str):
-            _one_of("adjust_lr_fn", adjust, (None, *RATIOS))
-        elif not 0.0 <= adjust < math.inf:
-            names = ", ".join(map(repr, (None, *RATIOS)))
-            raise ValueError(
-                f"adjust_lr_fn must be one of {names} or a finite number >= 0, got {adjust!r}"
-            )
-        elif self.precision == FP16 and not least <= adjust <= most:
-            # a factor far from 1 would take fp16 updates out of its range
-            raise ValueError(
-                f"adjust_lr_fn must be from {least} to {most} with precision='fp16', got {adjust!r}"
-            )
-
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of all numbers between products."""
         return DTYPES[self.precision]
-
-    @cached_property
-    def steps(self) -> int:
-        """The number of steps."""
-        return len(self.coefficients)
 
     def ratio(self, shape: Shape) -> float:
         """Returns the factor of the update of a matrix [rows, columns]; 1 without columns."""
@@ -279,44 +267,41 @@ class Orthogonal:
             return RATIOS[self.adjust or "original"](rows, columns) if columns else 1.0
         return float(self.adjust)
 
-    def repeats(self, shape: Shape) -> int:
-        """Returns how often `split_sizes` come in each matrix of a whole parameter; 1 without them.
-
-        Raises ValueError as `pieces`.
-        """
-        # rows: of each matrix of a batch
-        _, rows, _ = _batch_of(shape)
-        if self.split_sizes is None:
-            return 1
-        again, rest = divmod(rows, sum(self.split_sizes))
-        if rest or not again:
-            raise ValueError(
-                f"split_sizes must add up to {rows} rows, or to a part of them that comes again, "
-                f"got {list(self.split_sizes)}"
-            )
-        if again > 1 and self.second_moment is not None:
-            raise ValueError(
-                f"split_sizes must add up to {rows} rows with second_moment="
-                f"{self.second_moment!r}, got {list(self.split_sizes)}"
-            )
-        return again
-
     def pieces(self, shape: Shape) -> list[tuple[int, int]]:
         """Returns the shapes of a parameter's matrices, as they lie one behind another in memory.
 
         Two dimensions are a matrix; three a batch of them; more, as of convolutions, one of
         [first, all others]. `split_sizes` cuts each into matrices of so many rows, or so many in
-        each of `repeats` parts. Raises ValueError for fewer dimensions, and for sizes that do not
+        each of several parts. Raises ValueError for fewer dimensions, and for sizes that do not
         add up to the rows or a part of them.
         """
         return [(rows, columns) for (rows, columns), _ in self.cuts(shape)]
 
     def cuts(self, shape: Shape) -> list[Cut]:
-        """Returns the matrices of a parameter, and where their rows lie in it."""
-        # of a batch each matrix is cut alike
-        count, rows, columns = _batch_of(shape)
-        again = self.repeats(shape)
-        sizes = (rows,) if self.split_sizes is None else self.split_sizes
+        """Returns the matrices of a parameter, and where their rows lie in it.
+
+        Raises ValueError as `pieces`.
+        """
+        if len(shape) < 2:
+            raise ValueError(
+                f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
+            )
+        # three dimensions are a batch of matrices, which are cut alike; of others all behind the
+        # first are columns
+        count, rows, columns = shape if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
+        sizes, again = self.split_sizes or (rows,), 1
+        if self.split_sizes is not None:
+            # how often these sizes come in the rows of each matrix
+            again, rest = divmod(rows, sum(sizes))
+            must = f"split_sizes must add up to {rows} rows"
+            if rest or not again:
+                raise ValueError(
+                    f"{must}, or to a part of them that comes again, got {list(sizes)}"
+                )
+            if again > 1 and self.second_moment is not None:
+                raise ValueError(
+                    f"{must} with second_moment={self.second_moment!r}, got {list(sizes)}"
+                )
         all_cuts = []
         for batch in range(count):
             first = batch * rows
@@ -342,25 +327,3 @@ class Orthogonal:
         if self.second_moment is None:
             return {}
         return {SECOND_MOMENT: (sum(rows for rows, _ in self.pieces(shape)),)}
-
-
-def _batch_of(shape: Shape) -> tuple[int, int, int]:
-    """Returns how many matrices a parameter has before they are cut, and their rows and columns."""
-    if len(shape) < 2:
-        raise ValueError(
-            f"a parameter that Muon steps must have two dimensions or more, got {list(shape)}"
-        )
-    if len(shape) == 3:
-        # three dimensions are a batch of matrices
-        count, rows, columns = shape
-        return count, rows, columns
-    # all dimensions behind the first are columns
-    return 1, shape[0], math.prod(shape[1:])
-
-
-def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-# --- the norm, and what it makes of the first matrix

@@ -15,7 +15,7 @@ import torch
 
 from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import MASTERS, WEIGHTS
-from megaopt.kernels.matrix.shared import UpdateMaker
+from megaopt.kernels.matrix.exchange import UpdateMaker
 from megaopt.kernels.muon.orthogonal import EO, TORCH, Orthogonal
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
@@ -49,7 +49,7 @@ def step_as_torch(
         nesterov=bool(nesterov),
         ns_coefficients=how.coefficients[0],
         eps=how.eps,
-        ns_steps=how.steps,
+        ns_steps=len(how.coefficients),
         adjust_lr_fn=how.adjust,  # type: ignore[arg-type]  # __post_init__ knows
         has_complex=False,
     )
@@ -79,21 +79,10 @@ def step_as_eo(
 
 def _update_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
     """Makes of a matrix what Megatron-Core's TensorParallelMuon does."""
-    extra = 1.0
-    # two factors, multiplied one after the other: each rounds
-    if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
-        scale, extra = math.sqrt(max(direction.shape)), 0.2
-    else:
-        scale = how.ratio(direction.shape)
-    return _orthogonal_as_eo(direction, how) * scale * extra
-
-
-def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
-    """Makes a matrix orthogonal as Emerging-Optimizers' newton_schulz does."""
-    # [short, long]
+    # Emerging-Optimizers' newton_schulz: [short, long], divided by its norm in fp32, then rounded
+    # to bf16 once
     is_tall = direction.shape[0] > direction.shape[1]
     matrix = direction.mT if is_tall else direction
-    # divided by its norm in fp32, then rounded to bf16 once
     matrix = torch.nn.functional.normalize(matrix, p=2, dim=(-2, -1), eps=how.eps)  # type: ignore[arg-type]
     matrix = matrix.bfloat16()
     for a, b, c in how.coefficients:
@@ -104,7 +93,12 @@ def _orthogonal_as_eo(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
             gram, b = torch.addmm(gram, gram, gram, alpha=c, beta=b), 1.0
         # a X + B X
         matrix = torch.addmm(matrix, gram, matrix, alpha=b, beta=a)
-    return matrix.float().mT if is_tall else matrix.float()
+    update = matrix.float().mT if is_tall else matrix.float()
+
+    # two factors, multiplied one after the other: each rounds
+    if how.adjust == "match_rms_adamw":  # its extra_scale_factor, beside "spectral"
+        return update * math.sqrt(max(direction.shape)) * 0.2
+    return update * how.ratio(direction.shape)
 
 
 class PeerSteps:
@@ -117,9 +111,25 @@ class PeerSteps:
         self._formats, self._groups, self._how = formats, groups, formats.matrix.how
         # the rule of the row of numbers, and of how gradients are unscaled
         self._rule = formats.matrix.rule.inner
+        contract, (moment,) = self._how.contract, formats.moments
+        self._step: Peer = step_as_torch if contract == TORCH else step_as_eo
 
-        _check(formats)
-        self._step: Peer = step_as_torch if self._how.contract == TORCH else step_as_eo
+        # formats that these libraries do not have; master: the format of what is stepped
+        master = formats.master if formats.master.present else formats.weight
+        if formats.cast or master not in (MASTERS["float32"], *WEIGHTS.values()):
+            raise ValueError(
+                f"contract {contract!r} must have fp32 masters or none, got {formats.master.name}"
+            )
+        # the momentum is in the dtype of what is stepped
+        if moment.name != master.name:
+            raise ValueError(
+                f"contract {contract!r} must have momentum_buffer_dtype {master.dtype}, that of "
+                f"the parameter, got {moment.name}"
+            )
+        if contract == EO and master.dtype != torch.float32:
+            raise ValueError(
+                f"contract 'eo' must have fp32 parameters or masters, got {master.dtype}"
+            )
 
     def accumulate(self, buffers: Buffers, bins: torch.Tensor) -> None:
         """Adds the squares of the whole gradients to the bins of megaopt.kernels.norm."""
@@ -137,24 +147,22 @@ class PeerSteps:
             )
         # the host waits for the controls
         left_out = skips_of(controls, len(scalars))
+        formats, length = self._formats, self._rule.row_length
         for index, group in enumerate(self._groups):
             # empty parameters have no step
-            if not left_out[group] and buffers["weight"][index].numel():
-                tensors = {slot: matrices[index] for slot, matrices in buffers.items()}
-                row = None if controls is None else controls[group]
-                self._step_one(tensors, scalars[group], row)
-
-    def _step_one(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        # the master is stepped if there is one, else the weight
-        formats, param = self._formats, tensors.get("master", tensors["weight"]).detach()
-        grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
-        # behind those of others in the row
-        rule_numbers = numbers[: self._rule.row_length][-COUNT:]
-        self._step(param, grad, tensors["momentum_buffer"], rule_numbers, self._how)
-
-        # the weight is the master, rounded
-        if "master" in tensors:
-            tensors["weight"].detach().copy_(formats.weight.encode_reference(param))
+            if left_out[group] or not buffers["weight"][index].numel():
+                continue
+            tensors = {slot: matrices[index] for slot, matrices in buffers.items()}
+            # the master is stepped if there is one, else the weight
+            param = tensors.get("master", tensors["weight"]).detach()
+            row = None if controls is None else controls[group]
+            grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
+            # behind those of others in the row
+            numbers = scalars[group][:length][-COUNT:]
+            self._step(param, grad, tensors["momentum_buffer"], numbers, self._how)
+            # the weight is the master, rounded
+            if "master" in tensors:
+                tensors["weight"].detach().copy_(formats.weight.encode_reference(param))
 
 
 def _gradient(stored: torch.Tensor, row: Any, formats: Formats, rule: Rule) -> torch.Tensor:
@@ -177,6 +185,13 @@ class PeerPlan:
         self.formats, self._rule, self._groups = formats, rule, groups
         self._buffers: Buffers = {}
 
+    @classmethod
+    def plan(
+        cls, formats: Formats, rule: Rule, numels: Any, groups: Sequence[int], *_: Any
+    ) -> PeerPlan:
+        """Makes the plan of some tensors, as kernels.backends do."""
+        return cls(formats, rule, groups)
+
     def look(self, buffers: Buffers) -> None:
         """Notes the buffers for the step."""
         self._buffers = buffers
@@ -191,49 +206,33 @@ class PeerPlan:
         # the host waits for the controls
         left_out = skips_of(controls, len(scalars))
         for index, group in enumerate(self._groups):
-            if not left_out[group]:
-                # parts [numbers] of one parameter; several may have one group
-                tensors = {slot: parts[index] for slot, parts in self._buffers.items()}
-                numbers = scalars[group][: self._rule.row_length][-COUNT:]
+            if left_out[group]:
+                continue
+            # parts [numbers] of one parameter; several may have one group
+            tensors = {slot: parts[index] for slot, parts in self._buffers.items()}
+            momentum, nesterov, weight_decay, lr = scalars[group][: self._rule.row_length][-COUNT:]
+            if self._rule.moments:
+                # before messages: the momentum is stepped, and the direction goes where it is sent
+                # from; fp32 [numbers of the part], as what is elementwise needs no whole matrix
                 row = None if controls is None else controls[group]
-                # before messages momenta are stepped, behind them weights by updates
-                (self._direct if self._rule.moments else self._update)(tensors, numbers, row)
-
-    def _direct(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        # fp32 [numbers of the part]: what is elementwise needs no whole matrix
-        grad, buffer = (
-            _gradient(tensors["grad"], row, self.formats, self._rule),
-            tensors["momentum_buffer"],
-        )
-        momentum, nesterov, _, _ = numbers
-        buffer.lerp_(grad, 1 - momentum)
-        # the direction goes where it is sent from
-        tensors["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
-
-    def _update(self, tensors: dict[str, torch.Tensor], numbers: Any, row: Any) -> None:
-        # as step_as_eo: decay, then the update, which is in the gradient's place
-        param, (_, _, weight_decay, lr) = tensors.get("master", tensors["weight"]), numbers
-        if weight_decay:
-            param.add_(param, alpha=-weight_decay * lr)
-        param.add_(tensors["grad"], alpha=-lr)
-        if "master" in tensors:
-            tensors["weight"].copy_(self.formats.weight.encode_reference(param))
-
-
-class PeerPlans:
-    """The maker of PeerPlan, as kernels.backends are of plans."""
-
-    def plan(
-        self, formats: Formats, rule: Rule, numels: Any, groups: Sequence[int], *_: Any
-    ) -> PeerPlan:
-        """Makes the plan of some tensors."""
-        return PeerPlan(formats, rule, groups)
+                grad = _gradient(tensors["grad"], row, self.formats, self._rule)
+                buffer = tensors["momentum_buffer"]
+                buffer.lerp_(grad, 1 - momentum)
+                tensors["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)
+                continue
+            # behind them, as step_as_eo: decay, then the update, which is in the gradient's place
+            param = tensors.get("master", tensors["weight"])
+            if weight_decay:
+                param.add_(param, alpha=-weight_decay * lr)
+            param.add_(tensors["grad"], alpha=-lr)
+            if "master" in tensors:
+                tensors["weight"].copy_(self.formats.weight.encode_reference(param))
 
 
 class PeerMaking(UpdateMaker):
     """The steps of ranks that share matrices, as in Emerging-Optimizers' "duplicated" mode."""
 
-    plans = PeerPlans()
+    plans = PeerPlan
 
     def make(
         self,
@@ -246,24 +245,3 @@ class PeerMaking(UpdateMaker):
         """Makes the updates of whole matrices."""
         # an owner has whole matrices [rows, columns], whose updates have the bits of one process
         return [_update_as_eo(whole, self.matrix.how) for whole in wholes]
-
-
-def _check(formats: Formats) -> None:
-    """Raises ValueError for formats that these libraries do not have."""
-    assert formats.matrix is not None
-    # master: the format of what is stepped
-    contract, (moment,) = formats.matrix.how.contract, formats.moments
-    master = formats.master if formats.master.present else formats.weight
-    if formats.cast or master not in (MASTERS["float32"], *WEIGHTS.values()):
-        raise ValueError(
-            f"contract {contract!r} must have fp32 masters or none, got {formats.master.name}"
-        )
-
-    # the momentum is in the dtype of what is stepped
-    if moment.name != master.name:
-        raise ValueError(
-            f"contract {contract!r} must have momentum_buffer_dtype {master.dtype}, that of the "
-            f"parameter, got {moment.name}"
-        )
-    if contract == EO and master.dtype != torch.float32:
-        raise ValueError(f"contract 'eo' must have fp32 parameters or masters, got {master.dtype}")

@@ -23,42 +23,27 @@ import numpy
 import torch
 
 from megaopt.kernels.calling import Replayed, compiling_together
-from megaopt.kernels.chunks import rows as table_rows
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.chunks.table import OWN as GEOMETRY
-from megaopt.kernels.chunks.table import Chunks, DeviceTable, stream_of, to_device
+from megaopt.kernels.chunks.table import stream_of, to_device
 from megaopt.kernels.formats import GRADS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
-from megaopt.kernels.matrix.shared import (
-    WHOLLY,
-    Bucket,
-    BucketMemory,
-    MatrixBox,
-    ParameterMatrix,
-    SharedStepRun,
-)
+from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, part_numbers
+from megaopt.kernels.matrix.exchange import WHOLLY, Bucket, MatrixBox, ParameterMatrix
+from megaopt.kernels.muon.layout import Area, MatrixGroup, waves
 from megaopt.kernels.muon.newton_schulz import MatrixScales
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.muon.orthogonal import FP16
-from megaopt.kernels.muon.wave import (
-    Area,
-    Iteration,
-    MatrixGroup,
-    PartLaunches,
-    cast,
-    scales_by_norms,
-    waves,
-)
+from megaopt.kernels.muon.wave import DirectionTable, Iteration, PartLaunches, cast, scales_by_norms
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
+from megaopt.kernels.rules.matrix import SECOND_MOMENT
 
 WITHOUT_END = 2**62
 """Bytes of which one wave has room for all matrices of a bucket."""
 
 
 class MuonBucket:
-    """Steps a bucket by launches, as shared.TorchBucket does by torch's operations.
+    """Steps a bucket by launches, as bucket.TorchBucket does by torch's operations.
 
     Args:
         bucket: its matrices.
@@ -80,10 +65,7 @@ class MuonBucket:
         how = self._how = formats.matrix.how
 
         self._bucket, self._device = bucket, device
-        # of each part its numbers, its parameter, and the count of that one's numbers before it
-        numels = [part.numel for part in bucket.parts]
-        params = [bucket.pieces[part.piece].param for part in bucket.parts]
-        firsts = [part.first for part in bucket.parts]
+        params, firsts, numels = part_numbers(bucket)
         # in fp16 directions are fp32 until their norms are known, in bf16 what is sent at once
         self._is_scaled = how.precision == FP16
         wide = torch.float32 if self._is_scaled else how.dtype
@@ -170,7 +152,7 @@ class MuonBucket:
                 unpack.copy(memory.whole)
                 if self._norms is None:
                     # bf16: the norms of the whole matrices, made here
-                    iteration.norms.step(memory.room)
+                    iteration.scale(memory.room)
                 else:
                     # fp16: the factors that `send` cast by, fp32 [5, this rank's matrices]
                     scales = iteration.layout.scales.of(memory.room)
@@ -241,14 +223,10 @@ class PartNorms:
 
     def __init__(self, bucket: Bucket, how: Any, device: torch.device) -> None:
         self._how = how
-        # the launches read a table as a step's, int64 [10, parts]: GRAD, WEIGHT, NUMEL and ALIGNED
         numels = [part.numel for part in bucket.parts]
-        self._chunks, self._table = Chunks(numels, GEOMETRY, device), DeviceTable(device)
-        self._rows = numpy.zeros((int(table_rows.ALIGNED) + 1, len(numels)), dtype=numpy.int64)
-        self._rows[int(table_rows.NUMEL)] = numels
+        self._table = DirectionTable(numels, device)
         # parts lie one behind another, as fp32 and as what is sent
         self._firsts = numpy.cumsum([0, *numels])[:-1]
-        self._offsets = numpy.zeros((2, len(numels)), dtype=numpy.int64)
         # int64 [parts]: the matrix that each is a part of
         self._matrices = to_device(numpy.array([part.piece for part in bucket.parts], int), device)
         # with second moments the ratio comes behind these
@@ -268,20 +246,21 @@ class PartNorms:
 
     def lie(self, begins: dict[str, int]) -> None:
         """Hears where the directions begin in a step's memory, and where they are sent from."""
-        self._offsets[0] = begins["wide"] + self._firsts * torch.float32.itemsize
-        self._offsets[1] = begins["near"] + self._firsts * self._how.dtype.itemsize
+        wide = begins["wide"] + self._firsts * torch.float32.itemsize
+        near = begins["near"] + self._firsts * self._how.dtype.itemsize
+        self._table.lie(wide, near)
 
     def measure(self, memory: torch.Tensor) -> None:
         """Puts the squares of this rank's directions in a step's memory into `sums`."""
         # a rank without parts sends zeros
         self.sums.zero_()
-        if not self._chunks.count:
+        if not self._table.chunks.count:
             return
 
-        table = self._on_device(memory)
+        table = self._table.update(memory)
         bins = self._part_bins.zero_()
         # int64 [parts, BANKS, ROWS, 2] -> [parts, ROWS, 2] -> one row for each matrix
-        NormPlan(GRADS["float32"]).accumulate(table, self._chunks, bins)
+        NormPlan(GRADS["float32"]).accumulate(table, self._table.chunks, bins)
         self.sums.index_add_(0, self._matrices, bins.sum(1))
 
     def cast(self, memory: torch.Tensor) -> None:
@@ -290,15 +269,7 @@ class PartNorms:
         self._bins[:, 0] = self.sums
         # fp32 [5, matrices], alike on all ranks
         scales_by_norms(self._bins, self._ratios, self.scales, self._how.eps, True)
-        if self._chunks.count:
+        if self._table.chunks.count:
             # fp32 [5, parts]: each part goes by its whole matrix's power of two
             by_part = self.scales.index_select(1, self._matrices)
-            cast(self._on_device(memory), self._chunks, by_part, self._how.dtype)
-
-    def _on_device(self, memory: torch.Tensor) -> torch.Tensor:
-        # int64 [2, parts], addresses: directions, and where their casts go
-        places = memory.data_ptr() + self._offsets
-        self._rows[[int(table_rows.GRAD), int(table_rows.WEIGHT)]] = places
-        # 1 where both begin at a multiple of 16 bytes
-        self._rows[int(table_rows.ALIGNED)] = numpy.bitwise_or.reduce(places) & 15 == 0
-        return self._table.update(self._rows)
+            cast(self._table.update(memory), self._table.chunks, by_part, self._how.dtype)

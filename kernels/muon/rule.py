@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import WEIGHTS
-from megaopt.kernels.matrix.shared import MatrixPart, ParameterMatrix, UpdateMaker
+from megaopt.kernels.matrix.exchange import MatrixPart, ParameterMatrix, UpdateMaker
 from megaopt.kernels.muon import newton_schulz
 from megaopt.kernels.muon.newton_schulz import (
     Immediate,
@@ -20,12 +20,13 @@ from megaopt.kernels.muon.newton_schulz import (
     room_of,
     scales_reference,
 )
-from megaopt.kernels.muon.normuon import SECOND_MOMENT, normalized
+from megaopt.kernels.muon.normuon import normalized
 from megaopt.kernels.muon.orthogonal import FP16, Orthogonal
 from megaopt.kernels.norm.bins import ROWS
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.rules.matrix import (
     SAME,
+    SECOND_MOMENT,
     WHOLE,
     Matrix,
     MatrixRule,

@@ -6,7 +6,8 @@ reciprocals that the host rounds once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -256,29 +257,24 @@ def direction_reference(
     return (exp_avg * correction1) / denominator
 
 
-def reference(decoupled: bool) -> Callable[..., tuple[torch.Tensor, Moments]]:
-    """The twin of an update: with decoupled weight decay, or with L2 decay."""
+def updated_reference(
+    param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars, decoupled: bool
+) -> tuple[torch.Tensor, Moments]:
+    """One update of fp32 tensors of one shape; the arguments stay as they are.
 
-    def update(
-        param: torch.Tensor, moments: Moments, grad: torch.Tensor, scalars: Scalars
-    ) -> tuple[torch.Tensor, Moments]:
-        """One update of fp32 tensors of one shape; the arguments stay as they are.
-
-        AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) or Adam (Kingma & Ba 2015,
-        arXiv:1412.6980). With a third moment AMSGrad (Reddi et al. 2018, arXiv:1904.09237): the
-        largest exp_avg_sq so far takes its place in the root.
-        """
-        weight_decay, lr = scalars[7:]
-        grad = grad if decoupled else grad + param * weight_decay
-        exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
-        after: Moments = (exp_avg, exp_avg_sq)
-        if len(moments) > len(after):
-            after = (*after, torch.maximum(moments[2], exp_avg_sq))  # NaN where one is
-        direction = direction_reference(exp_avg, after[-1], scalars)
-        direction = direction + param * weight_decay if decoupled else direction
-        return param - direction * lr, after
-
-    return update
+    With decoupled weight decay AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), with L2 decay
+    Adam (Kingma & Ba 2015, arXiv:1412.6980). With a third moment AMSGrad (Reddi et al. 2018,
+    arXiv:1904.09237): the largest exp_avg_sq so far takes its place in the root.
+    """
+    weight_decay, lr = scalars[7:]
+    grad = grad if decoupled else grad + param * weight_decay
+    exp_avg, exp_avg_sq = averages_reference(moments, grad, scalars)
+    after: Moments = (exp_avg, exp_avg_sq)
+    if len(moments) > len(after):
+        after = (*after, torch.maximum(moments[2], exp_avg_sq))  # NaN where one is
+    direction = direction_reference(exp_avg, after[-1], scalars)
+    direction = direction + param * weight_decay if decoupled else direction
+    return param - direction * lr, after
 
 
 def rule(name: str, decoupled: bool) -> Rule:
@@ -290,7 +286,8 @@ def rule(name: str, decoupled: bool) -> Rule:
     def update(param, moments, grad, scalars):  # noqa: ANN202
         return updated(param, moments, grad, scalars, DECOUPLED, AMSGRAD)
 
-    arguments = (scalars, 9, hyper, prepare, update, reference(decoupled))
+    twin = partial(updated_reference, decoupled=decoupled)
+    arguments = (scalars, 9, hyper, prepare, update, twin)
     return Rule(name, "ieee", moments, *arguments, moments_use_param=not decoupled)
 
 

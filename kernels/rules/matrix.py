@@ -24,6 +24,11 @@ from megaopt.kernels.rules.base import ZEROS, Rule
 
 Shape = Sequence[int]
 
+PROJECTION, CAPTURED_ENERGY = "projection", "captured_energy"
+"""The names of what a state has for GaLore beside the moments; zeros until the first step."""
+SECOND_MOMENT = "variance_neuron"
+"""dion's name of what a state has for NorMuon, fp32 [rows]."""
+
 NOBODY, ROWS, WHOLE = "nobody", "rows", "whole"
 """When a matrix whose parts are on several ranks must come together: never; where what states keep
 is made anew of it, as `Parts` says; or in each step, for both transforms, at one of the ranks

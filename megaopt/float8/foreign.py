@@ -53,14 +53,6 @@ class ForeignWeight:
         """The dtype that the weight has for everybody else."""
         return self.owner.dtype
 
-    def dim(self) -> int:
-        """Returns the number of the weight's dimensions."""
-        return self.owner.dim()
-
-    def numel(self) -> int:
-        """Returns the number of the weight's elements."""
-        return self.owner.numel()
-
     def dequantize(self) -> Tensor:
         """Code * scale_inv in fp32, not rounded to the weight's dtype; a plain tensor."""
         return dequantize_reference(self.data8, self.scale_inv, self.recipe, torch.float32)

@@ -101,9 +101,17 @@ def cast_model(
     untyped_model._apply(_Cast(dtype, fixed))
     # masters get the bits that weights lose
     if optimizer is not None:
-        _make_masters(optimizer, values)
+        owned = owned_of(optimizer)
+        with torch.no_grad():
+            for param in list(values):  # no value outlives its master
+                set_value(optimizer, owned, view_of(param), values.pop(param))
     # a kept module gets 16-bit inputs from its neighbours
-    for module in _outermost(modules) if recast else ():
+    # those that others call, once each: lists and dicts of modules are never called, so that their
+    # members count as outermost
+    called = {name: m for name, m in modules.items() if not isinstance(m, CONTAINERS)}
+    tops = [n for n in called if not any(n != top and _is_in(n, top) for top in called)]
+    outermost = {id(called[name]): called[name] for name in tops} if recast else {}
+    for module in outermost.values():
         compute_in_fp32(module, dtype)
     return model
 
@@ -130,24 +138,19 @@ def _is_cast(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 # --- what is kept
 
 
-def _kept_modules(model: nn.Module, keep: Keep) -> dict[str, nn.Module]:
-    chosen = _chooser(model, keep)
-    # tied modules have several names: each counts
-    named = list(model.named_modules(remove_duplicate=False))
-    tops = [name for name, module in named if chosen(name, module)]
-    return {name: module for name, module in named if any(_is_in(name, top) for top in tops)}
-
-
 def _is_in(name: str, top: str) -> bool:
     return top in ("", name) or name.startswith(f"{top}.")
 
 
-def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
+def _kept_modules(model: nn.Module, keep: Any) -> dict[str, nn.Module]:
+    """The modules that stay, with all modules in them, by name."""
+    # tied modules have several names: each counts
+    named = list(model.named_modules(remove_duplicate=False))
     if isinstance(keep, nn.Module):
         refuse("keep", "a function, or classes and names of modules", keep)
     if callable(keep) and not inspect.isclass(keep):
-        chooser: Callable[[str, nn.Module], bool] = keep
-        return chooser
+        tops = [name for name, module in named if keep(name, module)]
+        return {name: module for name, module in named if any(_is_in(name, top) for top in tops)}
     # one entry or several; classes are callable, too
     is_one = isinstance(keep, str) or inspect.isclass(keep)
     entries = (keep,) if is_one else tuple(keep) if isinstance(keep, Iterable) else (keep,)
@@ -156,17 +159,14 @@ def _chooser(model: nn.Module, keep: Any) -> Callable[[str, nn.Module], bool]:
     if len(classes) + len(patterns) != len(entries):
         refuse("keep", "a function, or classes and names of modules", keep)
     # names in the model without parts of wrappers match as well
-    names = plain_names(name for name, _ in model.named_modules(remove_duplicate=False))
-
-    def fits(name: str, pattern: str) -> bool:
-        return fnmatchcase(name, pattern) or fnmatchcase(names[name], pattern)
-
+    plain = plain_names(name for name, _ in named)
+    tops = [name for name, module in named if isinstance(module, classes)]
     for pattern in patterns:
-        if not any(fits(name, pattern) for name in names):
+        fitting = [n for n, _ in named if fnmatchcase(n, pattern) or fnmatchcase(plain[n], pattern)]
+        if not fitting:
             raise ValueError(f"keep must name modules of the model, got {shown(pattern)}")
-    return lambda name, module: (
-        isinstance(module, classes) or any(fits(name, pattern) for pattern in patterns)
-    )
+        tops += fitting
+    return {name: module for name, module in named if any(_is_in(name, top) for top in tops)}
 
 
 def _tensors_of(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[int, torch.Tensor]:
@@ -202,21 +202,11 @@ def _values(
     # parameters that the cast changes: masters or, without any, the weights of fp32
     cast = [p for p in params if id(p) not in fixed and _is_cast(p, dtype)]
     _check_masters(owned, dtype, cast, optimizer.state)
-    return {param: _value(optimizer, param) for param in cast}
-
-
-def _value(optimizer: FusedOptimizer, param: torch.Tensor) -> torch.Tensor:
-    if optimizer.state.get(param, {}).get(MASTER) is None:
-        return param.detach()
-    return optimizer.get_unscaled_state(param, MASTER)
-
-
-@torch.no_grad()
-def _make_masters(optimizer: FusedOptimizer, values: dict[torch.Tensor, torch.Tensor]) -> None:
-    """Gives masters, and weights as their casts, the values, of which none outlives its master."""
-    owned = owned_of(optimizer)
-    for param in list(values):
-        set_value(optimizer, owned, view_of(param), values.pop(param))
+    has_master = {p: optimizer.state.get(p, {}).get(MASTER) is not None for p in cast}
+    return {
+        param: optimizer.get_unscaled_state(param, MASTER) if has_master[param] else param.detach()
+        for param in cast
+    }
 
 
 def _check_masters(
@@ -249,14 +239,6 @@ def _check_masters(
 
 
 # --- kept modules among others
-
-
-def _outermost(modules: Mapping[str, nn.Module]) -> list[nn.Module]:
-    """Returns the modules that others call, once each."""
-    # lists and dicts of modules are never called, so their members count as outermost
-    called = {name: m for name, m in modules.items() if not isinstance(m, CONTAINERS)}
-    tops = [n for n in called if not any(n != top and _is_in(n, top) for top in called)]
-    return list({id(called[name]): called[name] for name in tops}.values())
 
 
 def compute_in_fp32(module: nn.Module, dtype: torch.dtype | None) -> None:

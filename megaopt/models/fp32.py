@@ -148,23 +148,41 @@ def set_fp32_model_state_dict(
     owned, model_dict = owned_of(optimizer), model.state_dict(keep_vars=True)
     # names, then values, then everything that is not the optimizer's: nothing has changed so far
     places = _places(model, model_dict, owned)
-    state_dict = _renamed(state_dict, model_dict)
-    if strict:
-        _check_names(model_dict, state_dict)
-
-    values = _values_by_place(owned, optimizer.state, places, state_dict)
+    state_dict = _renamed(state_dict, model_dict, strict)
+    owned.external_masters()
+    # by place the first name and its value; further names have to have the same bits
+    named_values: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, place in places.items():
+        if name not in state_dict:
+            continue
+        value = state_dict[name]
+        _check_value(name, value, owned, place, optimizer.state)
+        first, first_value = named_values.setdefault(place, (name, value))
+        if value is first_value:
+            continue
+        bits = [local_of(v).float().view(torch.int32) for v in (first_value, value)]
+        if not torch.equal(bits[0], bits[1].to(bits[0].device)):
+            raise ValueError(
+                f"state_dict[{name!r}] must be state_dict[{first!r}], as these names are tied, got "
+                "another"
+            )
     rest = {name: v for name, v in state_dict.items() if name in model_dict and name not in places}
     for name, value in rest.items():
         _check_like(name, value, model_dict[name])
 
     # buffers, and parameters of others
     model.load_state_dict(rest, strict=False)
-    for place, value in values.items():
+    for place, (_, value) in named_values.items():
         set_value(optimizer, owned, owned.views[place], value)
 
 
-def _renamed(state_dict: Mapping[str, Any], model_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The values by the model's own names, which differ from those given by parts of wrappers."""
+def _renamed(
+    state_dict: Mapping[str, Any], model_dict: Mapping[str, Any], strict: bool
+) -> dict[str, Any]:
+    """The values by the model's own names, which differ from those given by parts of wrappers.
+
+    strict: raises ValueError where names are missing, or others are there.
+    """
     # names without parts of wrappers, of what is given and of the model
     plain = plain_names(name for name in state_dict if isinstance(name, str))
     names = {name: model_name for model_name, name in plain_names(model_dict).items()}
@@ -174,64 +192,33 @@ def _renamed(state_dict: Mapping[str, Any], model_dict: Mapping[str, Any]) -> di
         # a name that the model has counts for itself; others go to names that nobody gave
         meant = names.get(plain.get(name, name))
         new_dict[meant if name not in model_dict and meant in free else name] = value
-    return new_dict
-
-
-def _check_names(model_dict: Mapping[str, Any], state_dict: Mapping[str, Any]) -> None:
     # tied names are one tensor: one of them is enough
     tensors = {name: id(v) for name, v in model_dict.items() if isinstance(v, torch.Tensor)}
-    tensor_ids = {tensor for name, tensor in tensors.items() if name in state_dict}
-    missing = [
-        name
-        for name in model_dict
-        if name not in state_dict and tensors.get(name) not in tensor_ids
-    ]
-    unexpected = [name for name in state_dict if name not in model_dict]
-    if missing or unexpected:
+    tensor_ids = {tensor for name, tensor in tensors.items() if name in new_dict}
+    missing = [n for n in model_dict if n not in new_dict and tensors.get(n) not in tensor_ids]
+    unexpected = [name for name in new_dict if name not in model_dict]
+    if strict and (missing or unexpected):
         lacks = f"lacks {listed(missing)}" if missing else ""
         has = f"has {listed(unexpected)}" if unexpected else ""
         raise ValueError(
             "state_dict must have the names of model.state_dict(), got one that "
             f"{' and '.join(filter(None, (lacks, has)))}; strict=False takes what fits"
         )
+    return new_dict
 
 
-def _values_by_place(
-    owned: Owned,
-    state: Mapping[Any, State],
-    places: Mapping[str, int],
-    state_dict: Mapping[str, Any],
-) -> dict[int, torch.Tensor]:
-    """The value of each of the optimizer's weights; checked, and what it goes into."""
-    owned.external_masters()
-    # by place the first name and its value; further names have to have the same bits
-    named_values: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, place in places.items():
-        if name not in state_dict:
-            continue
-        value = state_dict[name]
-        _check_value(name, value, owned, place)
-        _check_target(owned, state, place)
-        first, first_value = named_values.setdefault(place, (name, value))
-        if not _same_bits(first_value, value):
-            raise ValueError(
-                f"state_dict[{name!r}] must be state_dict[{first!r}], as these names are tied, got "
-                "another"
-            )
-    return {place: value for place, (_, value) in named_values.items()}
-
-
-def _check_value(name: str, value: Any, owned: Owned, place: int) -> None:
+def _check_value(
+    name: str, value: Any, owned: Owned, place: int, state: Mapping[Any, State]
+) -> None:
+    """Raises ValueError for what is no fp32 value of a weight, or cannot go into it."""
     where, view = f"state_dict[{name!r}]", owned.views[place]
     shape = tuple(view.param.shape)
     fits = is_dense(value) and not value.is_meta and value.dtype in EXACT
     if not fits or tuple(value.shape) != shape:
         refuse(where, f"{', '.join(map(str, EXACT))} of shape {shape}", value)
     check_sharding(value, view.param, where)
-
-
-def _check_target(owned: Owned, state: Mapping[Any, State], place: int) -> None:
-    view, label = owned.views[place], owned.labels[place]
+    # what it goes into
+    label = owned.labels[place]
     owned.check_param(view.param, label)
     check_master(state.get(view.param, {}), owned.formats(view).master, view, label)
     if view.weight is None:
@@ -246,13 +233,6 @@ def _check_like(name: str, value: Any, model_value: Any) -> None:
     if not is_dense(value) or value.shape != model_value.shape:
         refuse(f"state_dict[{name!r}]", f"a tensor of shape {tuple(model_value.shape)}", value)
     check_sharding(value, model_value, f"state_dict[{name!r}]")
-
-
-def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left is right:
-        return True
-    left, right = local_of(left).float(), local_of(right).float()
-    return torch.equal(left.view(torch.int32), right.to(left.device).view(torch.int32))
 
 
 def set_value(

@@ -10,7 +10,7 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,12 @@ from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
+from megaopt.step.collect import NO_GRADIENTS
 from megaopt.step.request import Asked
-from megaopt.step.stepper import NO_GRADIENTS, Stepper
+from megaopt.step.stepper import Stepper
 
 WHILE = "while gradients are released"
+FSDP1 = "FullyShardedDataParallel"
 RELEASED: weakref.WeakKeyDictionary[FusedOptimizer, GradientRelease] = weakref.WeakKeyDictionary()
 """The releases of optimizers that release gradients; an optimizer's copy does not."""
 
@@ -88,7 +90,12 @@ def release_gradients(
                 "once a step, for all such weights"
             )
     # memory of all weights and states at once: steps of one parameter do not compare them
-    _check_together(owned, optimizer)
+    owned.check_places()
+    written: list[NamedTensor] = []
+    for view, label in zip(owned.views, owned.labels, strict=True):
+        param_state = optimizer.state.get(view.param, {})
+        written += written_tensors(view, param_state, owned.state_names(view), label)
+    check_memory(written)
     return GradientRelease(chosen, optimizer)
 
 
@@ -174,21 +181,16 @@ class GradientRelease:
             )
 
         # a group of this parameter alone, with the state that the optimizer has for it
-        with self._beside(optimizer, param):
+        # steps of states in host memory, where the bus takes its time, go to a side stream
+        homes = optimizer.stepper.homes
+        is_beside = param.device.type == "cuda" and homes.of(param) is not None
+        with self._side.after(local_of(param.grad)) if is_beside else nullcontext():
             stepper, group = self._own(optimizer, param, spot)
             stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
         # the step has written the weight: it is no external write; the gradient's memory is free
         optimizer.stepper.writes.versions.note(param, optimizer.state)
         self._counts[param] = count
         param.grad = None
-
-    def _beside(
-        self, optimizer: FusedOptimizer, param: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """Puts steps of states in host memory, where the bus takes its time, on a side stream."""
-        if param.device.type != "cuda" or optimizer.stepper.homes.of(param) is None:
-            return nullcontext()
-        return self._side.after(local_of(param.grad))
 
     def _spot(self, optimizer: FusedOptimizer, param: torch.Tensor) -> _Spot:
         """The place of the parameter now; a load makes new groups."""
@@ -197,8 +199,10 @@ class GradientRelease:
         numbers = given_numbers(now[0]) if optimizer.options.draws else []
         numbers.append(len(now[1]) if isinstance(now[1], list) else None)
         is_known = all(map(operator.is_, now, self._known)) and numbers == self._numbers
-        if is_known and spot is not None and _is_at(now[0], spot, param):
-            return spot
+        if is_known and spot is not None and spot.group < len(now[0]):
+            group_params = now[0][spot.group]["params"]
+            if spot.place < len(group_params) and group_params[spot.place] is param:
+                return spot
 
         # looked up again for all parameters; steppers of old groups go
         owned = optimizer._owned
@@ -275,7 +279,7 @@ def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
     owned.external_masters()
     masters: Any = owned.masters if owned.has_external_masters else ()
     places = places_of(masters, owned.views, owned.options) or []
-    entries = {place: entry for entry, place in enumerate(places)} if masters else {}
+    entries = {place: entry for entry, place in enumerate(places)}
     # index: the place among all parameters, in group order
     spots, index = {}, 0
     for number, group in enumerate(owned.groups):
@@ -287,11 +291,6 @@ def _spots(owned: Owned) -> dict[torch.Tensor, _Spot]:
     return spots
 
 
-def _is_at(groups: list[dict[str, Any]], spot: _Spot, param: torch.Tensor) -> bool:
-    params = groups[spot.group]["params"] if spot.group < len(groups) else ()
-    return spot.place < len(params) and params[spot.place] is param
-
-
 # --- what is refused
 
 
@@ -299,7 +298,15 @@ def _chosen(chosen: Any, optimizer: FusedOptimizer) -> list[torch.Tensor]:
     """The parameters that are meant, once each; frozen ones have no gradients."""
     owned = owned_of(optimizer)
     if isinstance(chosen, nn.Module):
-        _check_wrappers(chosen)
+        # where nobody has imported FSDP1 there is none
+        sharding = sys.modules.get("torch.distributed.fsdp")
+        kinds = (DistributedDataParallel, *filter(None, [getattr(sharding, FSDP1, None)]))
+        for module in chosen.modules():
+            if isinstance(module, kinds):
+                raise ValueError(
+                    f"model must not be wrapped in {type(module).__name__} {WHILE}: its gradients "
+                    "are those of one rank when they are accumulated; FSDP2's fully_shard works"
+                )
         mine = set(owned.params)
         params: list[torch.Tensor] = [param for param in chosen.parameters() if param in mine]
     elif isinstance(chosen, torch.Tensor) or not isinstance(chosen, Iterable):
@@ -317,21 +324,6 @@ def _chosen(chosen: Any, optimizer: FusedOptimizer) -> list[torch.Tensor]:
     return trainable_params
 
 
-def _check_wrappers(model: nn.Module) -> None:
-    # where nobody has imported it there is none
-    sharding = sys.modules.get("torch.distributed.fsdp")
-    kinds = (DistributedDataParallel, *filter(None, [getattr(sharding, FSDP1, None)]))
-    for module in model.modules():
-        if isinstance(module, kinds):
-            raise ValueError(
-                f"model must not be wrapped in {type(module).__name__} {WHILE}: its gradients are "
-                "those of one rank when they are accumulated; FSDP2's fully_shard works"
-            )
-
-
-FSDP1 = "FullyShardedDataParallel"
-
-
 def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
     if is_new and optimizer in RELEASED:
         raise ValueError(
@@ -347,15 +339,6 @@ def _check_options(optimizer: FusedOptimizer, is_new: bool = True) -> None:
     ):
         if value != allowed:
             raise ValueError(f"{name} must be {allowed!r} {WHILE}, got {value!r}: {reason}")
-
-
-def _check_together(owned: Owned, optimizer: FusedOptimizer) -> None:
-    owned.check_places()
-    written: list[NamedTensor] = []
-    for view, label in zip(owned.views, owned.labels, strict=True):
-        param_state = optimizer.state.get(view.param, {})
-        written += written_tensors(view, param_state, owned.state_names(view), label)
-    check_memory(written)
 
 
 class SideStream:
@@ -383,7 +366,13 @@ class SideStream:
         finally:
             # the allocator keeps the gradient's memory until the side stream is past this point
             grad.record_stream(side)
-            self._await()
+            # once a backward pass: autograd calls join at its end
+            if not self._is_awaited:
+                self._is_awaited = True
+                try:
+                    torch.autograd.Variable._execution_engine.queue_callback(self.join)
+                except RuntimeError:  # no backward pass is going on
+                    self.join()
 
     def join(self) -> None:
         """Makes the current streams wait for what was stepped on the side."""
@@ -391,14 +380,3 @@ class SideStream:
         # the current stream of each device waits for the side stream, not the host
         for device, side in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(side)
-
-    def _await(self) -> None:
-        if self._is_awaited:
-            return
-        # once a backward pass: autograd calls join at its end
-        self._is_awaited = True
-        try:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self.join)
-        except RuntimeError:  # no backward pass is going on
-            self.join()

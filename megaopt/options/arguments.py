@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ from megaopt.options.choices import MasterWeights
 from megaopt.options.options import FLAGS, OF_OPTIMIZERS, Options
 
 Kind = TypeVar("Kind", bound=Options)
-Class = TypeVar("Class", bound=type)
 
 USUAL = (
     "rank update_proj_gap scale proj_type dtype weight_rounding nonfinite capturable seed backend"
@@ -83,47 +82,42 @@ def options_of(
     return numbers, options, masters
 
 
-def takes(kind: type[Options], *shared: type) -> Callable[[Class], Class]:
+def show_options(optimizer: type, kind: type[Options], *shared: type) -> None:
     """Shows each of an optimizer's **options in its class's signature and docstring, by theme.
 
     kind: the class of its options. shared: SharedOptions, and what is based on it.
     """
-
-    def show(optimizer: Class) -> Class:
-        # the signature without **options, which is its last parameter
-        init: Any = vars(optimizer)["__init__"]
-        signature = inspect.signature(init)
-        *parameters, _ = signature.parameters.values()
-        defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}
-        for name, annotation in shared[-1].__annotations__.items():
-            # forward references as text, as the annotations of others are
-            text = getattr(annotation, "__forward_arg__", annotation)
-            parameters.append(
-                inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=text
-                )
+    # the signature without **options, which is its last parameter
+    init: Any = vars(optimizer)["__init__"]
+    signature = inspect.signature(init)
+    *parameters, _ = signature.parameters.values()
+    defaults = {**OF_OPTIMIZERS, **{field.name: field.default for field in fields(kind)}}
+    for name, annotation in shared[-1].__annotations__.items():
+        # forward references as text, as the annotations of others are
+        text = getattr(annotation, "__forward_arg__", annotation)
+        parameters.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=text
             )
-        init.__signature__ = signature.replace(parameters=parameters)
-        # what the constructor takes beside self and params
-        kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
-        if optimizer.__doc__:
-            # the class's argument docs and those of the shared options, by name
-            first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
-            docs = [first, *(inspect.cleandoc(options.__doc__ or "") for options in shared)]
-            entries = "\n".join(doc.partition("Args:\n")[2] for doc in docs)
-            texts = {
-                entry.partition(":")[0]: entry.rstrip()
-                for entry in re.split(r"^    (?=\w+: )", entries, flags=re.MULTILINE)
-            }
-            # ten come first, then the rest by theme
-            positional = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
-            usual = [*positional, *(name for name in USUAL.split() if name in texts)][:10]
-            shown_doc = first.partition("\n\nArgs:\n")[0]
-            for title, names in {"Args:": " ".join(usual), **THEMES}.items():
-                section = [texts.pop(name) for name in names.split() if name in texts]
-                if section:
-                    shown_doc = "\n    ".join([f"{shown_doc}\n\n{title}", *section])
-            optimizer.__doc__ = shown_doc + raises + errors
-        return optimizer
-
-    return show
+        )
+    init.__signature__ = signature.replace(parameters=parameters)
+    # what the constructor takes beside self and params
+    kind.ARGUMENTS = tuple(parameter.name for parameter in parameters[2:])
+    if optimizer.__doc__:
+        # the class's argument docs and those of the shared options, by name
+        first, raises, errors = inspect.cleandoc(optimizer.__doc__).partition("\n\nRaises:")
+        docs = [first, *(inspect.cleandoc(options.__doc__ or "") for options in shared)]
+        entries = "\n".join(doc.partition("Args:\n")[2] for doc in docs)
+        texts = {
+            entry.partition(":")[0]: entry.rstrip()
+            for entry in re.split(r"^    (?=\w+: )", entries, flags=re.MULTILINE)
+        }
+        # ten come first, then the rest by theme
+        positional = [p.name for p in parameters[1:] if p.kind is p.POSITIONAL_OR_KEYWORD]
+        usual = [*positional, *(name for name in USUAL.split() if name in texts)][:10]
+        shown_doc = first.partition("\n\nArgs:\n")[0]
+        for title, names in {"Args:": " ".join(usual), **THEMES}.items():
+            section = [texts.pop(name) for name in names.split() if name in texts]
+            if section:
+                shown_doc = "\n    ".join([f"{shown_doc}\n\n{title}", *section])
+        optimizer.__doc__ = shown_doc + raises + errors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -60,25 +60,18 @@ def number(name: str, value: Any, allowed: Range) -> float:
 
     A tensor that requires a gradient is refused, as the step gives it none.
     """
-    as_float = _float_of(value)
+    as_float: float | None = None  # None: no real number, or too large for fp64
+    if isinstance(value, torch.Tensor):
+        is_known = is_dense(value) and not value.is_meta and not value.requires_grad
+        if is_known and value.dtype in NUMBERS and value.numel() == 1:
+            as_float = float(value)
+    # Real is slow to ask, and each step asks
+    elif not isinstance(value, bool) and isinstance(value, (float, int, Real)):
+        with suppress(OverflowError, TypeError, ValueError):
+            as_float = float(value)
     if as_float is None or not allowed.holds(as_float):
         refuse(name, allowed.allowed, value)
     return as_float
-
-
-def _float_of(value: Any) -> float | None:
-    """The number; None for what is no real number, or too large for fp64."""
-    if isinstance(value, torch.Tensor):
-        is_known = is_dense(value) and not value.is_meta and not value.requires_grad
-        fits = is_known and value.dtype in NUMBERS and value.numel() == 1
-        return float(value) if fits else None
-    # Real is slow to ask, and each step asks
-    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
-        return None
-    try:
-        return float(value)
-    except (OverflowError, TypeError, ValueError):
-        return None
 
 
 def has_shared_elements(tensor: torch.Tensor) -> bool:

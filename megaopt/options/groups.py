@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from megaopt.options.checks import one_of, refuse, same, shown
-from megaopt.options.options import VARIANTS, Options, check_group, check_group_options
+from megaopt.options.options import MISSING, VARIANTS, Options, check_group
+from megaopt.options.placement import STATE_DEVICE, placement_of
+from megaopt.options.replicas import REPLICAS, checked_replicas
 
 
 class States(defaultdict[torch.Tensor, Any]):
@@ -48,24 +50,6 @@ def entries_of(name: str, values: Any) -> Any:
     return entries
 
 
-def new_group(param_group: Any) -> dict[str, Any]:
-    """A copy of a group to be added, for torch to write into."""
-    if not isinstance(param_group, dict) or "params" not in param_group:
-        raise TypeError(f"param_group must be a dict with 'params', got {shown(param_group)}")
-    return {**param_group, "params": entries_of("params", param_group["params"])}
-
-
-def _check_duplicates(params: list[torch.Tensor], where: str) -> None:
-    """Raises ValueError where a parameter stands in a group twice, which would step it twice."""
-    places: dict[int, int] = {}
-    for place, param in enumerate(params):
-        first = places.setdefault(id(param), place)
-        if first != place:
-            raise ValueError(
-                f"{where}: each parameter must be there once, got one at {first} and {place}"
-            )
-
-
 def check_names(names: Any, count: int, where: str) -> None:
     """Raises ValueError unless they are the names of so many parameters, or None."""
     if names is None:
@@ -75,13 +59,50 @@ def check_names(names: Any, count: int, where: str) -> None:
         refuse(f"{where}: param_names", f"a list of {count} names", names)
 
 
+def taken_from(group: dict[str, Any], options: Options, where: str) -> tuple[Any, Any]:
+    """Takes out of a new group what is no number of a step, and what loads would look for there.
+
+    Returns:
+        The Placement of its states, and who has copies of its parameters; MISSING for what it does
+        not say.
+    """
+    placement = ranks = MISSING
+    if STATE_DEVICE in group:
+        device = group.pop(STATE_DEVICE)
+        if not options.OFFLOADS and device is not None:
+            allowed = "None: this optimizer's states are on the card"
+            refuse(f"{where}: {STATE_DEVICE}", allowed, device)
+        placement = placement_of(device, f"{where}: {STATE_DEVICE}")
+    if REPLICAS in options.TAKEN and REPLICAS in group:
+        ranks = checked_replicas(group.pop(REPLICAS), f"{where}: {REPLICAS}")
+    return placement, ranks
+
+
 def check_new_group(group: dict[str, Any], options: Options, where: str) -> None:
     """Raises ValueError for a group that the optimizer cannot have; its parameters apart."""
-    _check_duplicates(group["params"], where)
+    # a parameter that stands in a group twice would be stepped twice
+    places: dict[int, int] = {}
+    for place, param in enumerate(group["params"]):
+        first = places.setdefault(id(param), place)
+        if first != place:
+            raise ValueError(
+                f"{where}: each parameter must be there once, got one at {first} and {place}"
+            )
     check_names(group.get("param_names"), len(group["params"]), where)
-    check_keys(group, options, where)
+    # keys of torch's groups that ask for another optimizer
+    one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
+    adam_w_mode = getattr(options, "adam_w_mode", None)
+    decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
+    if adam_w_mode is not None and not same(decoupled, adam_w_mode):
+        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {adam_w_mode}", decoupled)
     check_group(group, options, where, lr_is_needed=False)
-    check_group_options(group, options, where)
+    # what is one choice for all groups
+    for name in ("master_weights", "use_decoupled_grad"):
+        if name in group:
+            raise ValueError(
+                f"{where}: {name} must be an argument of the optimizer, not of a group, got "
+                f"{shown(group[name])}"
+            )
 
 
 # --- keys that are not the optimizer's
@@ -116,15 +137,6 @@ SHORT = 3
 """Letters of a short name."""
 
 
-def check_keys(group: Mapping[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError for a key of torch's groups that asks for another optimizer."""
-    one_of(f"{where}: differentiable", group.get("differentiable", False), [False])
-    adam_w_mode = getattr(options, "adam_w_mode", None)
-    decoupled = group.get("decoupled_weight_decay", adam_w_mode)  # of torch's AdamW
-    if adam_w_mode is not None and not same(decoupled, adam_w_mode):
-        refuse(f"{where}: decoupled_weight_decay", f"adam_w_mode, {adam_w_mode}", decoupled)
-
-
 def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str, str]:
     """Finds what to warn of in a new group: a message by each key that may be a mistake.
 
@@ -141,8 +153,13 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
     for name, value in group.items():
         if name in keys or hasattr(options, str(name)):
             continue
-        # idle: values of another optimizer's key that ask for nothing; meant: a key misspelt
-        idle, meant, reason = OF_OTHERS.get(name), _meant(str(name), keys), ""
+        # the optimizer's key that this one may be a misspelling of; None: no such
+        word = str(name)
+        meant = None if word in OTHERS else MISNAMED.get(word)
+        if meant not in keys and word not in OTHERS:
+            meant = next((key for key in keys if _is_slip(word, key)), None)
+        # idle: values of another optimizer's key that ask for nothing
+        idle, reason = OF_OTHERS.get(name), ""
         if idle is None and meant is not None and meant not in group:
             reason = f"did you mean {meant!r}?"
         elif idle is not None and not any(same(value, idle_value) for idle_value in idle):
@@ -153,14 +170,6 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
                 f"groups here have {', '.join(names)}"
             )
     return hints
-
-
-def _meant(name: str, keys: Collection[str]) -> str | None:
-    """Returns the optimizer's key that another key may be a misspelling of; None for no such."""
-    if name in OTHERS:
-        return None
-    meant = MISNAMED.get(name)
-    return meant if meant in keys else next((key for key in keys if _is_slip(name, key)), None)
 
 
 def _is_slip(name: str, key: str) -> bool:

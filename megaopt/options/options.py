@@ -21,7 +21,6 @@ from megaopt.kernels.formats import (
     WEIGHTS,
     Format,
 )
-from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.kernels.step.reference import step_tensor
@@ -48,7 +47,7 @@ from megaopt.options.choices import (
     Rounding,
     StepCounts,
 )
-from megaopt.options.placement import STATE_DEVICE, Placement, StateDevice, placement_of
+from megaopt.options.placement import STATE_DEVICE, StateDevice, placement_of
 
 SQUARED = "_sq_dtype"
 """The ending of the options of moments that are never negative."""
@@ -83,18 +82,6 @@ class Numbers:
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
     """The keys whose value is True or False."""
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """All keys."""
-        return (*self.names_but_step, "step")
-
-    @cached_property
-    def names_but_step(self) -> tuple[str, ...]:
-        """All keys but the step count's."""
-        lr, *rest = self.ranges
-        betas = ("betas",) if self.has_betas else ()
-        return (lr, *betas, *rest, *self.flags)
 
 
 class SharedOptions(TypedDict, total=False):
@@ -286,7 +273,11 @@ class Options:
         for name, choices in choices_of(kind).items():
             one_of(name, getattr(self, name), choices)
         one_of("dtype", self.dtype, (None, torch.float32))
-        one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters())
+        # dtypes, and names of masters that lie beside their weights
+        inner = {form.name for forms in BESIDE_WEIGHTS.values() for form in forms.values()}
+        named = [name for name, form in MASTERS.items() if form.joined and name not in inner]
+        kinds_of_masters = (torch.float32, torch.float16, *named)
+        one_of("master_weight_dtype", self.master_weight_dtype, kinds_of_masters)
         # a dtype, or a format's name; the message lists those that suit the moment
         for name in moments:
             key = getattr(self, name)
@@ -298,11 +289,21 @@ class Options:
                 )
 
         # then what options say together
-        for name in moments:
-            self._check_moment(name)
+        for name in moments if self.contract == "torch" else ():
+            if self._is_scaled(getattr(self, name)):
+                keys = [key for key in MOMENTS.allowed if isinstance(key, torch.dtype)]
+                allowed = [str(key) for key in keys if not self._is_scaled(key)]
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)} with contract='torch', got "
+                    f"{getattr(self, name)}: torch's optimizers keep no scales"
+                )
         check_seed(self.seed)
         placement_of(self.state_device)
-        self._check_draws()
+        if self.contract == "torch" and self.draws:
+            raise ValueError(
+                "contract='torch' must round to nearest, as torch's optimizers do, got "
+                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
+            )
         self._check_blocks()
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
@@ -322,25 +323,9 @@ class Options:
                 f"for the same), got {shown(self.master_weight_dtype)}"
             )
 
-    def _check_moment(self, name: str) -> None:
-        if self.contract == "torch" and self._is_scaled(getattr(self, name)):
-            keys = [key for key in MOMENTS.allowed if isinstance(key, torch.dtype)]
-            allowed = [str(key) for key in keys if not self._is_scaled(key)]
-            raise ValueError(
-                f"{name} must be one of {', '.join(allowed)} with contract='torch', got "
-                f"{getattr(self, name)}: torch's optimizers keep no scales"
-            )
-
     def _is_scaled(self, key: torch.dtype | str) -> bool:
         """Whether moments of this kind have a scale, also under contract torch."""
         return MOMENTS[key].scaled and not (self.contract == "torch" and key == torch.float16)
-
-    def _check_draws(self) -> None:
-        if self.contract == "torch" and self.draws:
-            raise ValueError(
-                "contract='torch' must round to nearest, as torch's optimizers do, got "
-                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
-            )
 
     def _check_blocks(self) -> None:
         """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
@@ -379,14 +364,9 @@ class Options:
             )
 
     @property
-    def placement(self) -> Placement:
-        """The parts of states that are in host memory."""
-        return placement_of(self.state_device)
-
-    @property
     def counts_apart(self) -> bool:
         """Whether each parameter has a step count of its own."""
-        return self.whose_counts == "parameter"
+        return (self.step_counts or self.usual_counts) == "parameter"
 
     @property
     def whose_counts(self) -> str:
@@ -397,12 +377,6 @@ class Options:
     def usual_counts(self) -> str:
         """The step_counts of a contract where nobody asked: torch counts for each parameter."""
         return "parameter" if self.contract == "torch" else "group"
-
-    def makes_state(self, param: torch.Tensor) -> bool:
-        """Whether a step makes the state of a parameter that has no gradient in it."""
-        return self.makes_states == "all" or (
-            self.makes_states == "trainable" and param.requires_grad
-        )
 
     @property
     def _moments(self) -> list[str]:
@@ -426,7 +400,9 @@ class Options:
     @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """The keys that every group has, but the step count's."""
-        return (*self.NUMBERS.names_but_step, *(("seed",) if self.draws else ()))
+        (lr, *rest), numbers = self.NUMBERS.ranges, self.NUMBERS
+        betas = ("betas",) if numbers.has_betas else ()
+        return (lr, *betas, *rest, *numbers.flags, *(("seed",) if self.draws else ()))
 
     @cached_property
     def of_all(self) -> frozenset[str]:
@@ -456,6 +432,8 @@ class Options:
         backend: what steps other parameters of the device. shapes, groups and places are of each
         matrix: its own, its row of scalars, and where it lies in its parameter.
         """
+        from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan  # for matrices alone
+
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
 
@@ -482,7 +460,8 @@ class Options:
         is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
         kahan_mark = {BESIDE: ""} if is_kahan else {}
         drawn = {"seed": self.seed} if self.draws else {}
-        return {"step": 0, **self.marks, FORMATS: self.formats_mark, **drawn, **kahan_mark}
+        marks = {name: getattr(self, name) for name in self.MARKS}
+        return {"step": 0, **marks, FORMATS: self.formats_mark, **drawn, **kahan_mark}
 
     @property
     def marks(self) -> dict[str, Any]:
@@ -547,33 +526,21 @@ class Options:
 @cache
 def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
     """Returns the values of each option whose type is a bool or a Literal, or None beside these."""
-    types = get_type_hints(kind)
-    choices_by_name = {field.name: _choices(types[field.name]) for field in fields(kind)}
-    return {name: choices for name, choices in choices_by_name.items() if choices}
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    if kind is bool:
-        return FLAGS
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    parts = get_args(kind)
-    if len(parts) != 2 or parts[1] is not NoneType or not (choices := _choices(parts[0])):
-        return ()
-    return (None, *choices)
+    types, choices = get_type_hints(kind), dict[str, tuple[Any, ...]]()
+    for name in (field.name for field in fields(kind)):
+        # of X | None both; anything else by itself
+        parts = get_args(types[name])
+        is_optional = len(parts) == 2 and parts[1] is NoneType
+        inner = parts[0] if is_optional else types[name]
+        if inner is bool or get_origin(inner) is Literal:
+            values = FLAGS if inner is bool else get_args(inner)
+            choices[name] = (None, *values) if is_optional else values
+    return choices
 
 
 def _fits(name: str, form: Format) -> bool:
     """Whether a moment of this name may be stored so: some blocks hold no signs, and others do."""
     return not form.block or form.unsigned == name.endswith(SQUARED)
-
-
-def kinds_of_masters() -> list[torch.dtype | str]:
-    """Lists values of master_weight_dtype: dtypes, and names of masters beside their weights."""
-    joined = [name for name, form in MASTERS.items() if form.joined]
-    inner = {form.name for forms in BESIDE_WEIGHTS.values() for form in forms.values()}
-    named = [name for name in joined if name not in inner]
-    return [torch.float32, torch.float16, *named]
 
 
 def check_group(
@@ -587,14 +554,24 @@ def check_group(
     numbers = options.NUMBERS
     check_there(group, (*options.names_but_step, "step"), where)
     check_variant(group, options, where)
-    _check_of_all(group, options, where)
+    for name in filter(options.of_all.__contains__, group):
+        value = getattr(options, name)
+        if not same(group[name], value):
+            raise ValueError(
+                f"{where}: {name} must be {value!r}, the optimizer's own argument, which holds for "
+                f"all groups, got {shown(group[name])}"
+            )
     # a learning rate may follow before the first step
     if group["lr"] is None and not lr_is_needed:
         group = {**group, "lr": 0.0}
     for name, allowed in numbers.ranges.items():
         number(f"{where}: {name}", group[name], allowed)
     if numbers.has_betas:
-        _check_betas(group["betas"], where)
+        betas = group["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            refuse(f"{where}: betas", "two numbers", betas)
+        for index, beta in enumerate(betas):
+            number(f"{where}: betas[{index}]", beta, DECAY)
     for name in numbers.flags:
         one_of(f"{where}: {name}", group[name], FLAGS)
 
@@ -613,17 +590,6 @@ def check_there(group: Mapping[str, Any], names: Iterable[str], where: str) -> N
     missing = [name for name in names if name not in group]
     if missing:
         raise ValueError(f"{where} must have {', '.join(missing)}, got {listed(group)}")
-
-
-def _check_of_all(group: Mapping[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError where a group asks for what is one choice for all groups."""
-    for name in filter(options.of_all.__contains__, group):
-        value = getattr(options, name)
-        if not same(group[name], value):
-            raise ValueError(
-                f"{where}: {name} must be {value!r}, the optimizer's own argument, which holds for "
-                f"all groups, got {shown(group[name])}"
-            )
 
 
 def check_param_numbers(group: Mapping[str, Any], where: str) -> None:
@@ -652,29 +618,12 @@ def check_seed(seed: Any, name: str = "seed") -> None:
         refuse(name, "a whole number from 0 to 2**64 - 1", seed)
 
 
-def _check_betas(betas: Any, where: str) -> None:
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        refuse(f"{where}: betas", "two numbers", betas)
-    for index, beta in enumerate(betas):
-        number(f"{where}: betas[{index}]", beta, DECAY)
-
-
 def check_variant(group: Mapping[str, Any], options: Options, where: str) -> None:
     """Raises ValueError where a group asks for another variant than the optimizer's."""
     for name in VARIANTS:
         value = getattr(options, name, False)
         if group.get(name, value) is not None:
             one_of(f"{where}: {name}", group.get(name, value), (value,))
-
-
-def check_group_options(group: Mapping[str, Any], options: Options, where: str) -> None:
-    """Raises ValueError where a new group asks for what is one choice for all groups."""
-    for name in ("master_weights", "use_decoupled_grad"):
-        if name in group:
-            raise ValueError(
-                f"{where}: {name} must be an argument of the optimizer, not of a group, got "
-                f"{shown(group[name])}"
-            )
 
 
 def check_weight(

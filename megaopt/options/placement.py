@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,32 +50,15 @@ def placement_of(value: Any, where: str = STATE_DEVICE) -> Placement:
     least = parts.pop("at_least", 0)
     are_parts = all(isinstance(part, str) and part in ("moments", "masters") for part in parts)
     is_whole = type(least) is int and least >= 0
-    if not (
-        are_parts
-        and is_whole
-        and all(device is None or _is_cpu(device) for device in parts.values())
-    ):
+    # None, "cpu" or torch.device("cpu", any index)
+    names = [d.type if isinstance(d, torch.device) else d for d in parts.values()]
+    are_cpus = all(d is None or (isinstance(d, str) and d == "cpu") for d in names)
+    if not (are_parts and is_whole and are_cpus):
         refuse(
             where, "None, 'cpu', or a dict of 'moments' and 'masters' with these, and of "
             "'at_least' with a whole number >= 0", value,
         )  # fmt: skip
     return Placement(**{name: device is not None for name, device in parts.items()}, at_least=least)
-
-
-def taken_from(group: dict[str, Any], options: Any, where: str) -> Placement | None:
-    """Takes state_device out of a new group, as loads would look for it there; None without it."""
-    if STATE_DEVICE not in group:
-        return None
-    device = group.pop(STATE_DEVICE)
-    if not options.OFFLOADS and device is not None:
-        refuse(f"{where}: {STATE_DEVICE}", "None: this optimizer's states are on the card", device)
-    return placement_of(device, f"{where}: {STATE_DEVICE}")
-
-
-def _is_cpu(value: object) -> bool:
-    if isinstance(value, torch.device):
-        return value.type == "cpu"
-    return isinstance(value, str) and value == "cpu"
 
 
 @dataclass(frozen=True)
@@ -112,33 +95,16 @@ class Homes:
         self.__init__(state["default"])  # type: ignore[misc]  # as new
         self.groups = state["groups"]
 
-    def put(self, params: Iterable[torch.Tensor], placement: Placement | None) -> None:
-        """Sets where a group's parameters have their states; None: where all others have them."""
-        for param in params:
-            self.groups.pop(param, None)
-            if placement is not None:
-                self.groups[param] = placement
-
-    def placement(self, param: torch.Tensor) -> Placement:
-        """Returns which parts of a parameter's state are asked to be in host memory."""
-        group_placement = self.groups.get(param, self.default)
-        return group_placement if param.numel() >= group_placement.at_least else Placement()
-
     def of(self, param: torch.Tensor) -> Home | None:
         """The home of a parameter's state; None where that is beside the weight."""
         # a device that is not served, as the CPU, keeps the states of its weights
-        placement, device = self.placement(param), param.device
-        if not placement or not self.by.serves(device):
+        placement, device = self.groups.get(param, self.default), param.device
+        is_asked_for = placement.moments or placement.masters
+        if not (is_asked_for and param.numel() >= placement.at_least and self.by.serves(device)):
             return None
         if device not in self._memories:
             self._memories[device] = HostMemory(device, self.by)
         return Home(placement, self._memories[device])
-
-    def why_not(self, param: torch.Tensor) -> str | None:
-        """Says why a parameter's state cannot be where it was asked to be; None where it can."""
-        if not self.placement(param) or not self.by.serves(param.device):
-            return None
-        return self.by.why_not(param.device)
 
     def wait(self) -> None:
         """Waits until no kernel reads or writes states any more; the host may then do so."""

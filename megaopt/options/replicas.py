@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megaopt.options.checks import refuse
-from megaopt.options.options import MISSING, Options
 
 REPLICAS = "replicas"
 """The argument, and the key of a group that says something else than the optimizer."""
@@ -21,21 +20,16 @@ ALLOWED = (
 )
 
 
+@dataclass(eq=False)
 class Replicas:
-    """The ranks that hold copies of an optimizer's parameters.
+    """The ranks that hold copies of an optimizer's parameters."""
 
-    Args:
-        default: a ProcessGroup or DeviceMesh, of parameters whose group says nothing; None: no
-            others are known.
-
-    Raises ValueError for anything else.
-    """
-
-    def __init__(self, default: Any = None) -> None:
-        self.default = _checked(default, REPLICAS)
-        self.groups: dict[torch.Tensor, Any] = {}
-        """The ranks of parameters that have others than `default`."""
-        self._meshes: dict[Any, Any] = {}
+    default: Any = None
+    """A ProcessGroup or DeviceMesh (`checked_replicas`), of parameters whose group says nothing;
+    None: no others are known."""
+    groups: dict[torch.Tensor, Any] = field(default_factory=dict)
+    """The ranks of parameters that have others than `default`."""
+    _meshes: dict[Any, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicas:
         """Copies the parameters; the ranks stay the same, and meet as before."""
@@ -47,13 +41,6 @@ class Replicas:
     def __reduce__(self) -> Any:
         """Pickles replicas without ranks, as a process group belongs to its process."""
         return Replicas, ()
-
-    def put(self, params: Iterable[torch.Tensor], ranks: Any) -> None:
-        """Sets who holds copies of some parameters; MISSING: the ranks of `default`."""
-        for param in params:
-            self.groups.pop(param, None)
-            if ranks is not MISSING:
-                self.groups[param] = ranks
 
     def of(self, param: torch.Tensor) -> Any:
         """A mesh of the ranks that hold copies of a parameter; None where nobody else does."""
@@ -69,14 +56,8 @@ class Replicas:
         return self._meshes[key]
 
 
-def replicas_of(group: dict[str, Any], options: Options, where: str) -> Any:
-    """Takes replicas out of a new group, as loads would look for it there; MISSING without it."""
-    if REPLICAS not in options.TAKEN or REPLICAS not in group:
-        return MISSING
-    return _checked(group.pop(REPLICAS), f"{where}: {REPLICAS}")
-
-
-def _checked(ranks: Any, where: str) -> Any:
+def checked_replicas(ranks: Any, where: str = REPLICAS) -> Any:
+    """The ranks, or None; ValueError for anything else."""
     if ranks is None:
         return None
     is_mesh = isinstance(ranks, DeviceMesh)

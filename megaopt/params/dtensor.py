@@ -48,13 +48,18 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
     if not isinstance(value, torch.Tensor):
         return
     if not same_sharding(value, param):
+        expected, actual = (
+            f"a DTensor of placements {tuple(tensor.placements)} on {tensor.device_mesh}"
+            if is_dtensor(tensor)
+            else f"a plain tensor of shape {tuple(tensor.shape)}"
+            for tensor in (param, value)
+        )
         hint = (
             "; redistribute(placements=...) changes a DTensor's, and distribute_tensor(..., "
             "param.device_mesh, param.placements) splits a whole tensor"
         )
         raise ValueError(
-            f"{where} must be {_sharding(param)}, got {_sharding(value)}"
-            f"{hint if is_dtensor(param) else ''}"
+            f"{where} must be {expected}, got {actual}{hint if is_dtensor(param) else ''}"
         )
     local = local_of(value)
     if is_dtensor(value) and type(local) not in PLAIN:
@@ -62,12 +67,6 @@ def check_sharding(value: Any, param: Any, where: str) -> None:
             f"{where}: the shard of a DTensor must be a plain torch.Tensor, got "
             f"{type(local).__name__}"
         )
-
-
-def _sharding(value: Any) -> str:
-    if not is_dtensor(value):
-        return f"a plain tensor of shape {tuple(value.shape)}"
-    return f"a DTensor of placements {tuple(value.placements)} on {value.device_mesh}"
 
 
 class DTensorView(ParamView):

@@ -32,8 +32,9 @@ class Float8View(ParamView):
         self._is_shard = isinstance(param, Float8Shard)
         start = int(param.start) if self._is_shard else 0
         # scales are of rows, columns or blocks: the step asks where its elements lie in these
-        columns = weight.shape[-1] if weight.dim() else 1
-        self.extent = Extent(weight.numel() // max(columns, 1), columns, start, self._is_shard)
+        columns = weight.shape[-1] if weight.shape else 1
+        rows = weight.shape.numel() // max(columns, 1)
+        self.extent = Extent(rows, columns, start, self._is_shard)
         # codes of the whole weight, flat; of these the elements of this part, a view
         self.codes = weight.data8.view(-1)[start : start + param.numel()]
         # the ranks that share the weight; None where there are no others
@@ -97,7 +98,7 @@ class Float8View(ParamView):
 
     def _check_kind(self, where: str, options: Options, forms: Mapping[str, Format]) -> None:
         """Raises ValueError for parts that lack what a step of codes needs."""
-        count, whole = self.param.numel(), self.weight.numel()
+        count, whole = self.param.numel(), self.weight.shape.numel()
         if self.weight.columnwise and count != whole:
             raise ValueError(
                 f"{where}: a weight with columnwise data must be whole, got {count} of {whole} "
@@ -113,7 +114,7 @@ class Float8View(ParamView):
 
     def check_shared(self, where: str) -> None:
         """Raises ValueError for a part whose other parts no rank is known to hold."""
-        param, whole = self.param, self.weight.numel()
+        param, whole = self.param, self.weight.shape.numel()
         if param.numel() == whole or self.group is not None:
             return
         reason = "its group has no other" if dist.is_initialized() else "there is no process group"

@@ -116,15 +116,6 @@ def text_of(value: Any) -> Any:
     return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
 
 
-def check_masters(marks: Marks, owned: Owned, view: ParamView, where: str) -> None:
-    """Raises ValueError where only one side has masters beside such a weight.
-
-    torch.distributed.checkpoint reads what the optimizer has, and leaves out the rest unsaid.
-    """
-    if owned.options.master_format(view.param.dtype, True, view.code_dtype).present:
-        _check_same(marks, MASTERS_KEPT, owned.wants_masters, where)
-
-
 def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
     """Returns what a group of a state dict says under BESIDE, if anything."""
     if BESIDE not in owned.options.group_keys:
@@ -148,12 +139,8 @@ def _dtype_of(param: torch.Tensor) -> str:
     return str(param.dtype).removeprefix("torch.")
 
 
-def check_sign(marks: Marks, owned: Owned, where: str) -> None:
-    """Raises ValueError for a state of gradients of the other sign."""
-    _check_same(marks, MAXIMIZE, owned.options.maximize, where)
-
-
-def _check_same(marks: Marks, name: str, value: bool, where: str) -> None:
+def check_same(marks: Marks, name: str, value: bool, where: str) -> None:
+    """Raises ValueError where a mark says something else than this optimizer has."""
     if marks.get(name) not in (None, str(value)):
         refuse(f"{where}: {name} of the state dict", f"this optimizer's, {value}", marks[name])
 

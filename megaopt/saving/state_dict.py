@@ -12,9 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.galore.rule import CAPTURED_ENERGY, PROJECTION
-from megaopt.kernels.muon.normuon import SECOND_MOMENT
 from megaopt.kernels.rules import RULES
+from megaopt.kernels.rules.matrix import CAPTURED_ENERGY, PROJECTION, SECOND_MOMENT
 from megaopt.options.checks import (
     COUNT,
     NOT_NEGATIVE,
@@ -42,12 +41,13 @@ from megaopt.params.names import plain_names
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (
     FROZEN,
+    MASTERS_KEPT,
+    MAXIMIZE,
     beside_of,
     check_beside,
     check_count,
     check_formats,
-    check_masters,
-    check_sign,
+    check_same,
     frozen_of,
     in_our_blocks,
     mark_of,
@@ -56,6 +56,7 @@ from megaopt.saving.formats import (
     text_of,
 )
 from megaopt.saving.parse import NOT_MADE, WRITTEN, Key, Saved, taken_apart
+from megaopt.state.masters import has_master
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
@@ -277,7 +278,7 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
 
     # groups first: their numbers decide formats and shapes of states
     for index, group in enumerate(saved.groups):
-        missing = [n for n in TELLING if n in options.NUMBERS.names and n not in group]
+        missing = [n for n in TELLING if n in options.names_but_step and n not in group]
         if missing and "contract" not in group and group["params"]:
             raise ValueError(
                 f"group {index} of the state dict has no {listed(missing)}, and so is another "
@@ -343,7 +344,8 @@ def _states(
         # marks: what the group says of formats, by name; other libraries' groups say nothing
         marks = said_by(saved.groups[group], where) if is_ours else {}
         state, users = _apart(saved.states.get(key, {}), owned, view)
-        check_sign(marks, owned, where)
+        # gradients of the other sign
+        check_same(marks, MAXIMIZE, owned.options.maximize, where)
 
         # no state although the optimizer had made one: a framework has lost it
         if not state and saved.not_made is not None:
@@ -382,8 +384,9 @@ def _states(
 
             # checked copies in the formats of this optimizer, on the parameter's device
             new_state = take(tensors, owned, view, where, not_made)
-            if is_ours and MASTER not in not_made:
-                check_masters(marks, owned, view, where)
+            # torch.distributed.checkpoint leaves out unsaid what the optimizer has not
+            if is_ours and MASTER not in not_made and has_master(view, owned.options):
+                check_same(marks, MASTERS_KEPT, owned.wants_masters, where)
             # DTensors again, and what users keep beside
             states[view.param] = {**view.wrap_state(new_state), **states.get(view.param, {})}
 
@@ -574,11 +577,7 @@ def _copied(value: Any, where: str) -> Any:
 
 
 def _ours(
-    saved: State,
-    owned: Owned,
-    view: ParamView,
-    where: str,
-    not_made: Sequence[str],
+    saved: State, owned: Owned, view: ParamView, where: str, not_made: Sequence[str]
 ) -> State:
     """A copy of a state of ours on the parameter's device, which must be in our formats."""
     formats = owned.formats(view)
@@ -668,11 +667,7 @@ def _kept(saved: State, view: ParamView, where: str, may_lack: Sequence[str]) ->
 
 
 def _foreign(
-    saved: State,
-    owned: Owned,
-    view: ParamView,
-    where: str,
-    not_made: Sequence[str],
+    saved: State, owned: Owned, view: ParamView, where: str, not_made: Sequence[str]
 ) -> State:
     """Another optimizer's state, its values stored in our formats."""
     formats = owned.formats(view)

@@ -18,7 +18,7 @@ from megaopt.options.options import Options
 from megaopt.options.placement import MASTER
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import check_sharding, local_of
-from megaopt.state.memory import NamedTensor, check_memory, check_writable
+from megaopt.state.memory import check_memory, check_writable
 
 
 def check_master_weights(
@@ -57,7 +57,7 @@ def check_master_weights(
         where = f"master_weights[{index}] for {labels[place]}"
         _check_master(master, views[place], where, options)
         if master is not None:
-            entries.append(NamedTensor(where, "the master", local_of(master)))
+            entries.append((f"{where}: the master", local_of(master)))
     check_memory(entries)
 
 
@@ -86,9 +86,12 @@ def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: s
     if formats.cast is not None or formats.master.joined:
         return
     weight = view.local.detach()
-    # neighbours in the order of 16-bit numbers are allowed, and NaN at NaN
+    # as whole numbers in the order of 16-bit numbers neighbours, one apart, are allowed, and NaN at
+    # NaN
     cast = formats.weight.encode_by_hand(local_of(master).to(weight.device))
-    far = (_order(weight) - _order(cast)).abs() > 1
+    bits = [code.view(torch.int16).int() for code in (weight, cast)]
+    orders = [torch.where(number < 0, -(number & 0x7FFF), number) for number in bits]
+    far = (orders[0] - orders[1]).abs() > 1
     count = int((far & ~(weight.isnan() & cast.isnan())).sum())
     if count:
         raise ValueError(
@@ -96,12 +99,6 @@ def check_cast(view: ParamView, master: torch.Tensor, formats: Formats, where: s
             f"from, got one that is another in {count} of {weight.numel()} elements; for weights "
             "that were written since, copy them into it"
         )
-
-
-def _order(code: torch.Tensor) -> torch.Tensor:
-    """Whole numbers in the order of 16-bit numbers, neighbours one apart."""
-    bits = code.view(torch.int16).int()
-    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 def _check_master(

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy
 import torch
 
-
-class NamedTensor(NamedTuple):
-    """A tensor that a step writes, and how messages call it."""
-
-    where: str
-    name: str
-    tensor: torch.Tensor
-
-    def __str__(self) -> str:
-        """The tensor as messages call it."""
-        return f"{self.where}: {self.name}"
+NamedTensor = tuple[str, torch.Tensor]
+"""A tensor that a step writes, behind what messages call it."""
 
 
 def check_writable(tensor: torch.Tensor, where: str) -> None:
@@ -50,22 +40,21 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     """
     # device by device; empty tensors take no memory
     devices: dict[torch.device, list[NamedTensor]] = {}
-    for entry in tensors:
-        check_writable(entry.tensor, str(entry))
-        if entry.tensor.numel():
-            devices.setdefault(entry.tensor.device, []).append(entry)
+    for name, tensor in tensors:
+        check_writable(tensor, name)
+        if tensor.numel():
+            devices.setdefault(tensor.device, []).append((name, tensor))
     for _, entries in sorted(devices.items(), key=lambda item: str(item[0])):
         # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
-        pointers = [entry.tensor.data_ptr() for entry in entries]
-        begins = numpy.array(pointers, dtype=numpy.int64)
-        ends = numpy.array([_end(entry.tensor) for entry in entries], dtype=numpy.int64)
+        begins = numpy.array([t.data_ptr() for _, t in entries], dtype=numpy.int64)
+        ends = numpy.array([_end(tensor) for _, tensor in entries], dtype=numpy.int64)
         order = numpy.argsort(begins, kind="stable")
         reached = numpy.maximum.accumulate(ends[order])
         starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
         for places in numpy.split(order, starts):
             cluster = [entries[place] for place in places]
             # tensors that meet no other, and are contiguous, cannot overlap
-            if len(cluster) > 1 or not cluster[0].tensor.is_contiguous():
+            if len(cluster) > 1 or not cluster[0][1].is_contiguous():
                 _check_elements(cluster)
 
 
@@ -79,30 +68,27 @@ def _end(tensor: torch.Tensor) -> int:
 def _check_elements(entries: Sequence[NamedTensor]) -> None:
     """Marks every element's memory; raises where it is marked already."""
     # a unit is the largest size of which all elements are multiples
-    base = min(entry.tensor.data_ptr() for entry in entries)
-    unit = math.gcd(*(entry.tensor.element_size() for entry in entries))
-    size = (max(_end(entry.tensor) for entry in entries) - base) // unit
+    base = min(tensor.data_ptr() for _, tensor in entries)
+    unit = math.gcd(*(tensor.element_size() for _, tensor in entries))
+    size = (max(_end(tensor) for _, tensor in entries) - base) // unit
     # int64, for each unit of memory the tensor that has it, -1 for none
     owners = numpy.full(size, -1, dtype=numpy.int64)
-    for index, entry in enumerate(entries):
+    for index, (name, tensor) in enumerate(entries):
         # dimension by dimension: the beginnings of all elements, then their units
-        tensor = entry.tensor
-        width, units = (
-            tensor.element_size() // unit,
-            numpy.array([tensor.data_ptr() - base]) // unit,
-        )
+        width = tensor.element_size() // unit
+        units = numpy.array([(tensor.data_ptr() - base) // unit])
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             units = (units[:, None] + numpy.arange(size) * stride * width).reshape(-1)
         units = (units[:, None] + numpy.arange(width)).reshape(-1)
         owner = int(owners[units].max())
         if owner >= 0:
             raise ValueError(
-                f"{entry} must have memory of its own, got memory shared with {entries[owner]}"
+                f"{name} must have memory of its own, got memory shared with {entries[owner][0]}"
             )
         # one tensor has a unit twice
         if len(numpy.unique(units)) != len(units):
             raise ValueError(
-                f"{entry} must have memory of its own for each element, got strides "
+                f"{name} must have memory of its own for each element, got strides "
                 f"{tensor.stride()} of shape {tuple(tensor.shape)}"
             )
         owners[units] = index

@@ -14,7 +14,7 @@ from megaopt.options.checks import COUNT, LAST_STEP, NOT_NEGATIVE, is_dense, num
 from megaopt.options.options import MISSING, Options, check_there
 from megaopt.state.memory import check_writable
 
-FIXED = (float, int, bool, str, type(None))
+FIXED = {float, int, bool, str, type(None)}
 """Types whose objects keep their value."""
 Row = tuple[float, ...]
 
@@ -44,61 +44,46 @@ class GroupScalars:
         check: raises ValueError for a number that the step cannot use.
         """
         # [] before the first check, and where a group has values that can be edited
-        seen = self._seen
-        if self.options.capturable or len(seen) != len(groups):
-            return self._checked(groups, check)
-        is_given = self._is_given
-        for group, size, values in zip(groups, self._sizes, seen, strict=True):
-            if len(group) != size:
-                return self._checked(groups, check)
+        seen, is_given = self._seen, self._is_given
+        is_known = not self.options.capturable and len(seen) == len(groups)
+        for group, size, values in zip(groups, self._sizes, seen, strict=True) if is_known else ():
             # an int goes up at each step: it is checked by itself
             step = group.get("step")
-            if type(step) is not int or not 0 <= step <= LAST_STEP:
-                return self._checked(groups, check)
-            # without a line of Python for each of some 20 names, which takes 1 us
-            if not all(map(operator.is_, map(group.get, self._names, repeat(MISSING)), values)):
-                return self._checked(groups, check)
+            if (
+                len(group) != size
+                or type(step) is not int
+                or not 0 <= step <= LAST_STEP
+                # without a line of Python for each of some 20 names, which takes 1 us
+                or not all(map(operator.is_, map(group.get, self._names, repeat(MISSING)), values))
+            ):
+                is_known = False
+                break
             is_given = is_given or "param_numbers" in group
-        if is_given and given_numbers(groups) != self._given:
-            return self._checked(groups, check)
+        if is_known and not (is_given and given_numbers(groups) != self._given):
+            return self.made(groups)
+        # only what was checked is remembered
+        check()
+        if self.options.capturable:
+            return None
+        # the very objects: floats, ints and strings keep their value as long as they are the same,
+        # and so does a tuple of these
+        seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
+        entries = [value for values in seen for value in values if value is not MISSING]
+        kinds = {type(e) for v in entries for e in (v if type(v) is tuple else (v,))}
+        self._given = given_numbers(groups)
+        self._is_given = any(numbers is not None for numbers in self._given)
+        self._seen, self._sizes = (seen if kinds <= FIXED else []), [*map(len, groups)]
         return self.made(groups)
 
     def made(self, groups: Iterable[Mapping[str, Any]]) -> list[Row]:
         """The scalars of groups for the update after their last one."""
         return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
 
-    def _checked(
-        self, groups: Sequence[Mapping[str, Any]], check: Callable[[], None]
-    ) -> list[Row] | None:
-        """The same after a check; keeps the objects that were checked, if none can change."""
-        # only what was checked is remembered
-        check()
-        if self.options.capturable:
-            return None
-        # the very objects: floats, ints and strings keep their value as long as they are the same
-        seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
-        is_fixed = all(_is_fixed(value) for values in seen for value in values)
-        self._given = given_numbers(groups)
-        self._is_given = any(numbers is not None for numbers in self._given)
-        self._seen, self._sizes = (seen if is_fixed else []), [*map(len, groups)]
-        return self.made(groups)
-
-
-def _is_fixed(value: Any) -> bool:
-    if type(value) is tuple:
-        return all(map(_is_fixed, value))
-    return value is MISSING or type(value) in FIXED
-
 
 def given_numbers(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Returns each group's param_numbers, or None, in lists that no group can edit."""
     lists = [group.get("param_numbers") for group in groups]
     return [list(numbers) if isinstance(numbers, (list, tuple)) else numbers for numbers in lists]
-
-
-def chosen(groups: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[Any]:
-    """Returns groups' values of the keys that choose how matrices are stepped."""
-    return [[group.get(name) for name in names] for group in groups] if names else []
 
 
 # --- on the device

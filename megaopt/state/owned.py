@@ -255,7 +255,7 @@ class Owned:
         # kinds of parameters that these options cannot step
         for view, label in zip(self.views, self.labels, strict=True):
             if not view.is_idle:
-                self.check_kind(view, label)
+                view.check(label, self.options, self.moments(view), self.wants_masters)
         if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
             raise ValueError(
                 "store_param_remainders=True needs torch.bfloat16 weights; none of the "
@@ -401,10 +401,6 @@ class Owned:
         self.check_one_device()
         return [on_device(group, self.device, f"group {i}") for i, group in enumerate(groups)]
 
-    def check_kind(self, view: ParamView, label: str) -> None:
-        """Raises ValueError for a parameter whose kind nothing steps."""
-        view.check(label, self.options, self.moments(view), self.wants_masters)
-
     def check_steppable(self, places: Iterable[int]) -> None:
         """Raises ValueError for a parameter, by its place, that can have no state."""
         for place in places:
@@ -415,7 +411,7 @@ class Owned:
                     "after the model has its memory (to_empty() makes new parameters)"
                 )
             if view.is_strange:
-                self.check_kind(view, label)
+                view.check(label, self.options, self.moments(view), self.wants_masters)
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
@@ -424,9 +420,10 @@ class Owned:
             view = self.view(param)
         if view.is_idle:
             return
-        self.check_kind(view, label)
+        view.check(label, self.options, self.moments(view), self.wants_masters)
         # host memory that a kernel can read, where states are to be there
-        reason = self.homes.why_not(param)
+        home = view.home
+        reason = None if home is None else home.memory.by.why_not(param.device)
         if reason is not None:
             raise RuntimeError(
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "

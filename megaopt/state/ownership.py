@@ -77,7 +77,8 @@ class Versions:
             param: compared[param] for param in params if param in compared
         }
         """The master that each weight was compared with last."""
-        self._unmatched = set() if before is None else before._all_unmatched(params, state or {})
+        states: States = {} if state is None else state
+        self._unmatched = set() if before is None else before._all_unmatched(params, states)
         """Parameters that have to be compared with their masters, whatever was written."""
 
     def _all_unmatched(self, params: Iterable[torch.Tensor], state: States) -> set[torch.Tensor]:

@@ -80,10 +80,7 @@ def formats_of(
 
 
 def complete(
-    state: State,
-    view: ParamView,
-    formats: Formats,
-    external: torch.Tensor | None,
+    state: State, view: ParamView, formats: Formats, external: torch.Tensor | None
 ) -> None:
     """Adds to `state` what is missing: moments, and the master, external or made here.
 
@@ -232,7 +229,7 @@ def written_tensors(
         **{f"state {name!r}": local_of(state[name]) for name in names if name in state},
     }
     pairs = tensors.items()
-    return [NamedTensor(where, name, t) for name, t in pairs if isinstance(t, torch.Tensor)]
+    return [(f"{where}: {name}", t) for name, t in pairs if isinstance(t, torch.Tensor)]
 
 
 def shape_of(slot: str, formats: Formats, view: ParamView) -> tuple[int, ...]:

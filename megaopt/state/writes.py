@@ -34,10 +34,7 @@ class ExternalWrites:
         """Ids of parameters whose masters were made here: until a step is counted, they follow."""
 
     def reset(
-        self,
-        params: Iterable[torch.Tensor],
-        state: Mapping[Any, Any],
-        written: Iterable[int] = (),
+        self, params: Iterable[torch.Tensor], state: Mapping[Any, Any], written: Iterable[int] = ()
     ) -> None:
         """Notes that weights and masters are as they should be, but for those at `written`."""
         param_list = list(params)
@@ -45,10 +42,6 @@ class ExternalWrites:
         self.versions.match(param_list, state)
         for place in written:
             self.versions.forget(param_list[place])
-
-    def watch(self, owned: Owned, places: list[int], state: Mapping[Any, Any]) -> None:
-        """Watches, from now on, the parameters at these places, which steps write."""
-        self.versions = Versions(owned.params, places, self.versions, state)
 
     def take_over(self, owned: Owned, state: Mapping[Any, Any], places: list[int]) -> None:
         """Gives masters the values that others wrote into the weights at these places.

@@ -1,12 +1,13 @@
-"""Batches, each of a source of tensors and a plan: a step works on them while they fit."""
+"""Batches, each of tensors and a plan that steps them: a step works on them while they fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -14,18 +15,24 @@ import torch
 from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.native import is_worth_building, same_objects
-from megaopt.options.placement import STEP
+from megaopt.options.placement import MASTER, STEP
+from megaopt.params.dtensor import local_of
 from megaopt.params.view import whole_shape_of
-from megaopt.state.numbers import chosen, given_numbers
+from megaopt.state.numbers import given_numbers
 from megaopt.state.ownership import Versions
+from megaopt.state.tensors import state_name
 from megaopt.state.watch import Grads, Guards, Seen, Shards, Watch
 from megaopt.step.counts import StepRows
 from megaopt.step.float8 import Float8
-from megaopt.step.matrix import Matrices
-from megaopt.step.ranks.meeting import Meeting
-from megaopt.step.source import FormatGroup
 
+if TYPE_CHECKING:
+    from megaopt.step.matrix import Matrices
+    from megaopt.step.ranks.meeting import Meeting
+
+Copies = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, each with a copy of what was in it."""
 MISSING = "no such attribute"
 
 
@@ -64,32 +71,19 @@ class Marks:
         return [*map(self._read, self._attributes)] == self._marks
 
 
-class Undo:
-    """Copies of what a step of many calls is about to write: it is whole, or it never was."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies tensors before they are written."""
-        self._copies += [(tensor, tensor.detach().clone()) for tensor in tensors]
-
-    def restore(self) -> None:
-        """Writes the copies back, which takes no memory."""
-        for tensor, before in self._copies:
-            tensor.detach().copy_(before)
-        self._copies = []
-
-    def forget(self) -> None:
-        """Lets the copies go."""
-        self._copies = []
-
-
 @dataclass
 class Batch:
     """The parameters of one device and one combination of formats, and how they are stepped."""
 
-    source: FormatGroup
+    formats: Formats
+    positions: list[int]
+    """Places among all the optimizer's parameters."""
+    params: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    sharded: bool
+    """Some parameters are DTensors: their shards are stepped."""
+    staged: bool
+    """Some tensors are not contiguous."""
     plan: Plan
     float8: Float8 | None = None
     """The fp8 weights, where weights are codes; None for others."""
@@ -97,43 +91,65 @@ class Batch:
     """The matrices, where a rule steps whole ones; None for other rules."""
     apart: list[str] = field(default_factory=list)
     """Slots whose tensors are in host memory, while the weights are on a card."""
-    undo: Undo = field(default_factory=Undo)
-    """Copies of what the step on its way writes, as it was before."""
+    undo: Copies = field(default_factory=list)
+    """Copies of what a step of many calls is about to write: it is whole, or it never was."""
     _copies: Buffers = field(default_factory=dict)
     _written_grads: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the step stores unscaled."""
     _host_addresses: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        source = self.source
-        self.formats: Formats = source.formats
-        self.device = source.params[0].device
+        self.device = self.params[0].device
+        self.names = {slot: state_name(slot) for slot in self.formats.state_slots}
+        self.copies = self.staged or self.float8 is not None
+        """The step is given copies of tensors that are not contiguous, and copies results back."""
         # where tensors are stepped as they are, the watch writes their addresses into the plan's
         # table
-        plain = not (source.staged or self.float8 is not None)
-        rows = self.plan.addresses if plain else {}
-        self.addresses = [rows[slot] for slot in source.formats.slots] if rows else []
+        rows = {} if self.copies else self.plan.addresses
+        self.addresses = [rows[slot] for slot in self.formats.slots] if rows else []
         """The plan's rows of addresses, by slot; empty where it is given tensors instead."""
-        self.copies = source.staged or self.float8 is not None
-        """The step is given copies of tensors that are not contiguous, and copies results back."""
 
-    @property
-    def positions(self) -> list[int]:
-        """Places of the parameters among all."""
-        return self.source.positions
+    def tensors(self, slot: str) -> list[torch.Tensor]:
+        """Returns the tensors of a slot's results, weights or states; of DTensors the shards."""
+        name = self.names.get(slot)
+        tensors = self.params if name is None else [state[name] for state in self.states]
+        return list(map(local_of, tensors)) if self.sharded else tensors
 
     def guards(self) -> Guards:
-        """The facts that the watch compares; fp8 weights' parameters have no memory to look at."""
-        # parameters in fp8 have no memory of their own: Float8 looks at that of their codes
-        if self.float8 is not None:
-            return self.float8.guards(self.source.guards())
-        shape = (len(self.formats.slots), len(self.source.params))
-        return self.source.guards(self.addresses or [*numpy.zeros(shape, dtype=numpy.int64)])
+        """The facts that must stay as they are now, when the batch is made, for the watch."""
+        formats, shapes = self.formats, [local_of(param).shape for param in self.params]
+        # int64, a row for each slot, in which the watch notes addresses; parameters in fp8 have no
+        # memory of their own: Float8 looks at that of their codes
+        rows = self.addresses
+        if not rows and self.float8 is None:
+            rows = [*numpy.zeros((len(formats.slots), len(shapes)), dtype=numpy.int64)]
+        # in the order of slots: gradients and weights, then what states have
+        devices, scales = [self.device] * 2, list[list[torch.Size] | None]([None, None])
+        for slot, name in self.names.items():
+            tensors = self.tensors(slot)
+            devices.append(tensors[0].device)
+            # shapes of scales, packed codes and matrix moments; None: the parameters'
+            of_matrix = formats.matrix is not None and name != MASTER
+            form = formats.by_slot.get(slot)
+            has_shapes = of_matrix or form is None or form.packed > 1
+            scales.append([tensor.shape for tensor in tensors] if has_shapes else None)
+        guards = Guards(
+            positions=self.positions,
+            names=list(self.names.values()),
+            dtypes=[formats.dtype(slot) for slot in formats.slots],
+            scales=scales,
+            shapes=shapes,
+            devices=devices,
+            contiguous=not self.staged,
+            addresses=rows,
+            sharded=self.sharded,
+        )
+        return guards if self.float8 is None else self.float8.guards(guards)
 
     def host_memory_moved(self) -> bool:
         """Returns whether a state in host memory has moved: it may not be pinned there."""
         # addresses by slot and parameter; none before the first look
-        now = [[tensor.data_ptr() for tensor in self.source.tensors(slot)] for slot in self.apart]
+        now = [[tensor.data_ptr() for tensor in self.tensors(slot)] for slot in self.apart]
         before, self._host_addresses = self._host_addresses, now
         return before not in ([], now)
 
@@ -147,17 +163,23 @@ class Batch:
             shards: what the watch saw of DTensors.
             writes_grads: the step stores gradients unscaled.
         """
-        # by slot, one tensor a parameter: of DTensors the shards
-        buffers = self.source.buffers(grads, shards)
+        # by slot, one tensor a parameter: of DTensors the shards, which the watch has taken out
+        if shards is not None:
+            buffers = dict(zip(("grad", "weight", *self.names), shards, strict=True))
+        # plain tensors, looked up anew, as states may be edited between steps
+        else:
+            buffers = {
+                "grad": [grads[position] for position in self.positions],  # type: ignore[misc]
+                "weight": self.params,
+                **{slot: [s[name] for s in self.states] for slot, name in self.names.items()},
+            }
         if self.float8 is not None:
             buffers["weight"] = self.float8.codes
         # an error may come between two calls: all that they write is copied before
         if self.plan.many_calls:
-            self.undo.keep(
-                t for slot in buffers if slot != "grad" or writes_grads for t in buffers[slot]
-            )
-            if self.float8 is not None:
-                self.undo.keep(self.float8.written_beside())
+            written = [buffers[slot] for slot in buffers if slot != "grad" or writes_grads]
+            of_codes = () if self.float8 is None else self.float8.written_beside()
+            self.undo += [(t, t.detach().clone()) for t in chain(*written, of_codes)]
         # contiguous copies; torch's plans get tensors of host memory on the weights' device
         if self.copies:
             self._written_grads = buffers["grad"] if writes_grads else []
@@ -171,7 +193,7 @@ class Batch:
         self.plan.look(buffers)
         # what states keep for matrix rules may be written as well
         if self.matrices is not None:
-            self.undo.keep(self.matrices.begin())
+            self.undo += [(t, t.detach().clone()) for t in self.matrices.begin()]
 
     def copy_results(self) -> None:
         """Copies the results back to staged tensors after a step."""
@@ -184,19 +206,19 @@ class Batch:
             copies["master"] = copies["weight_remainder"]
         weight_slots = () if self.float8 else ("weight",)
         for slot in (*weight_slots, *self.formats.state_slots):
-            copy_back(self.source.tensors(slot), copies[slot])
+            copy_back(self.tensors(slot), copies[slot])
 
     def abandon(self) -> None:
         """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
         self._copies, self._written_grads = {}, []
-        self.undo.forget()
+        self.undo.clear()
 
     def take_back(self) -> None:
         """Puts everything back as it was before a step that failed; no `copy_results` follows."""
         # first the names that the step has added to states, then the elements
         if self.matrices is not None:
             self.matrices.take_back()
-        self.undo.restore()
+        put_back(self.undo)
         self.abandon()
 
     def why_not_captured(self) -> str | None:
@@ -239,8 +261,9 @@ class Batches:
         # the caller's list, and what was in it
         self._masters, self._entries = masters, None if masters is None else list(masters)
         self.counts = StepRows() if counts is None else counts
-        self.counted = self.counts.counted
-        """The counts that go up with a step of the host, beside those of the groups."""
+        self.counted = [*self.counts.apart, *self.counts.with_group]
+        """The counts that go up with a step of the host, beside those of the groups: each behind
+        the number of its group."""
         # in the groups' order: places everywhere count in this list
         params = tuple(param for group in param_groups for param in group["params"])
         self.quantized = [batch for batch in batches if batch.float8 is not None]
@@ -249,17 +272,20 @@ class Batches:
         """Batches whose plans get tensors in every step."""
         self.digests: list[Any] = []
         """Digests of each batch where they are recorded: megaopt.step.digests.BatchDigests."""
-        self.undo = Undo()
+        self.undo: Copies = []
         """Copies of the counts on the device, as they were before the step on its way."""
         # the very tensors of parameters' own counts: one that is replaced means other rows
-        states = (entry for batch in batches for entry in batch.source.states)
+        states = (entry for batch in batches for entry in batch.states)
         self._with_counts = [entry for entry in states if STEP in entry]
         self._own_counts = [entry[STEP] for entry in self._with_counts]
         self._matrix_keys = matrix_keys
         # what chose how each parameter is stepped, to be compared before each step
-        self._chosen = deepcopy(chosen(param_groups, matrix_keys))  # a group can edit its lists
-        matrices = [param for param in params if len(whole_shape_of(param)) > 1]
-        self._marks = Marks(matrices, matrix_marks) if matrix_marks else None
+        choices = [[group.get(name) for name in matrix_keys] for group in param_groups]
+        self._chosen = deepcopy(choices) if matrix_keys else []  # a group can edit its lists
+        self._marks: Marks | None = None
+        if matrix_marks:
+            matrices = [param for param in params if len(whole_shape_of(param)) > 1]
+            self._marks = Marks(matrices, matrix_marks)
         self._draws = any(batch.formats.draws for batch in batches)
         self._given = given_numbers(param_groups) if self._draws else []
         self._apart = [batch for batch in batches if batch.apart]
@@ -286,7 +312,8 @@ class Batches:
     ) -> Seen | None:
         """Looks at the tensors of this step; None where they do not fit these batches."""
         # None of any of these: the batches have to be made anew
-        if self._chosen and chosen(param_groups, self._matrix_keys) != self._chosen:
+        names = self._matrix_keys
+        if names and [[group.get(n) for n in names] for group in param_groups] != self._chosen:
             return None
         if self._marks is not None and not self._marks.are_the_same():
             return None
@@ -317,33 +344,23 @@ class Batches:
             return None
         return seen if elsewhere == seen.elsewhere else seen._replace(elsewhere=elsewhere)
 
-    def feed(self, seen: Seen, writes_grads: bool) -> None:
-        """See Batch.feed."""
-        for batch, shards in zip(self.batches, seen.shards, strict=True):
-            if not batch.addresses:
-                batch.feed(seen.grads, shards, writes_grads)
-
-    def keep_counts(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Copies the counts on the device, where the host's calls count."""
-        if any(batch.plan.many_calls for batch in self.fed):
-            self.undo.keep(group["step"] for group in groups)
-
     def abandon(self) -> None:
         """Lets go of all copies where nothing is stepped after all."""
         for batch in self.fed:
             batch.abandon()
-        self.undo.forget()
+        self.undo.clear()
 
     def take_back(self) -> None:
         """Puts back what many calls wrote in a step that failed on its way."""
         for batch in self.fed:
             batch.take_back()
-        self.undo.restore()
+        put_back(self.undo)
 
     def forget(self) -> None:
         """Lets the copies go once a step is whole: nothing is taken back any more."""
-        for undo in (self.undo, *(batch.undo for batch in self.fed)):
-            undo.forget()
+        self.undo.clear()
+        for batch in self.fed:
+            batch.undo.clear()
 
 
 def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
@@ -351,3 +368,72 @@ def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
     for tensor, copy in zip(tensors, copies, strict=True):
         if copy is not tensor:
             tensor.copy_(copy)
+
+
+def put_back(copies: Copies) -> None:
+    """Writes copies back, which takes no memory, and lets them go."""
+    for tensor, before in copies:
+        tensor.detach().copy_(before)
+    copies.clear()
+
+
+# --- CUDA graphs
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether a graph may capture steps on a device."""
+    return device.type == "cuda"
+
+
+def check_capture(
+    device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
+) -> bool:
+    """Whether a CUDA graph captures; RuntimeError for a step that reads numbers of the host.
+
+    Args:
+        device: the optimizer's.
+        capturable: whether numbers are on the device.
+        backend: names that of a device.
+    """
+    if not is_capturing(device):
+        return False
+    name = backend(device)
+    if name != "triton":
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
+            "backend='triton' can be captured"
+        )
+    if not capturable:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
+            "step's lr and step for ever; pass capturable=True"
+        )
+    return True
+
+
+def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:
+    """Raises RuntimeError for what a step can do only outside a graph.
+
+    Args:
+        device: the optimizer's.
+        last: the batches of the last step.
+        fit: whether this step has the same.
+    """
+    if not is_capturing(device):
+        return
+    if last is None or not fit:
+        raise RuntimeError(
+            "a CUDA graph is being captured, and the parameters, gradients or states are not those "
+            "of the last step (other dtypes, sizes or parameters with gradients, or no step yet): "
+            "take one step like this one before the capture; only the gradients' addresses may "
+            "differ"
+        )
+    if any(batch.staged for batch in last.batches):
+        raise RuntimeError(
+            "a CUDA graph is being captured, and a parameter, gradient or state is not contiguous: "
+            "only contiguous ones are allowed in a capture"
+        )
+    for batch in last.batches:
+        reason = batch.why_not_captured()
+        if reason is not None:
+            raise RuntimeError(f"a CUDA graph is being captured, and {reason}")

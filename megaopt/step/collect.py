@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
-from megaopt.options.placement import REPLACED
+from megaopt.options.placement import MASTER, REPLACED, STEP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions
+from megaopt.state.ownership import Versions, commit
 from megaopt.state.tensors import State, completed_state, state_name, written_tensors
 from megaopt.state.watch import Grads, grads_of
+from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
-from megaopt.step.counts import StepRows, first_count, rows_of
+from megaopt.step.counts import StepRows, new_count, rows_of
 from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
-from megaopt.step.matrix import matrices_of
-from megaopt.step.source import FormatGroup
+from megaopt.step.probing import is_asked_by_torch
+
+NO_GRADIENTS = "no gradients"
+"""The mark among the warnings given: steps without gradients were warned of, or are meant."""
 
 Kind = tuple[torch.device, Formats, bool, Any]
 """The facts that the parameters of a batch share: device, formats, whether copies are stepped, and
@@ -42,13 +45,10 @@ class Collected:
     """Places of parameters by the kind of their batch."""
     states: dict[torch.Tensor, State]
     """The state that each parameter gets, complete."""
+    places: list[int]
+    """The places of all parameters that are stepped."""
     staged: set[int]
-    """Places of parameters of which copies are stepped."""
-
-    @property
-    def places(self) -> list[int]:
-        """The places of all parameters that are stepped, in order."""
-        return sorted(place for places in self.kinds.values() for place in places)
+    """The ones of which copies are stepped."""
 
 
 def collect(
@@ -71,22 +71,44 @@ def collect(
         owned.check_one_device()
     if owned.options.MATRIX_MARKS:
         owned.check_groups()  # with what parameters say now
+    views, labels = owned.views, owned.labels
+    places = [place for place, grad in enumerate(grads) if grad is not None]
     # places with a gradient, or whose state is made without one
-    chosen = [i for i, g in enumerate(grads) if g is not None or _makes_state(owned, i)]
-    is_any = any(grad is not None for grad in grads)
+    kind, chosen = owned.options.makes_states, places
+    if kind in ("all", "trainable"):
+        chosen = [
+            place
+            for place, (view, grad) in enumerate(zip(views, grads, strict=True))
+            if grad is not None
+            or ((kind == "all" or view.param.requires_grad) and not view.is_idle)
+        ]
     # nothing else says that the model has other parameters than those on meta
-    on_meta = [] if is_any else [i for i, view in enumerate(owned.views) if view.local.is_meta]
+    on_meta = [] if places else [i for i, view in enumerate(views) if view.local.is_meta]
     owned.check_steppable([*chosen, *on_meta])
-    # now the gradients themselves, then masters and random bits
-    _check_gradients(owned, grads, check)
+    # a parameter that to_float8 took out of its model is stepped by nobody
+    for view, label in zip(views, labels, strict=True):
+        if REPLACED in vars(view.param):
+            raise RuntimeError(
+                f"{label} must be a weight of the model, got one that to_float8 has replaced, "
+                f"{getattr(view.param, REPLACED)!r}: make the optimizer after to_float8"
+            )
+    if check is not None:
+        check(owned, places)
+    # dtype, shape, device and split of each gradient against its parameter's
+    for view, grad, label in zip(views, grads, labels, strict=True):
+        if grad is not None:
+            view.check_shared(label)
+            check_readable(grad, view.param, label)
+    # then masters and random bits
     external = owned.external_masters()
     owned.check_places()
     # pinned memory for all states that are to be in host memory, in one piece a device
+    collected = Collected({}, {}, places, set())
     with owned.room(state, chosen):
-        collected = _collected(owned, state, grads, external, chosen)
+        _sort(owned, state, grads, external, chosen, collected)
     # everything that the step will write, to be sure that no element is written twice
-    labels = dict(zip(owned.params, zip(owned.views, owned.labels, strict=True), strict=True))
-    written = [(*labels[param], completed) for param, completed in collected.states.items()]
+    named = dict(zip(owned.params, zip(views, labels, strict=True), strict=True))
+    written = [(*named[param], completed) for param, completed in collected.states.items()]
     check_memory(
         [
             tensor
@@ -97,15 +119,15 @@ def collect(
     return collected
 
 
-def _makes_state(owned: Owned, place: int) -> bool:
-    """Whether a step makes the state of a parameter that has no gradient in it."""
-    return owned.options.makes_state(owned.params[place]) and not owned.views[place].is_idle
-
-
-def _collected(
-    owned: Owned, state: Mapping[Any, State], grads: Grads, external: Any, chosen: Sequence[int]
-) -> Collected:
-    collected = Collected({}, {}, set())
+def _sort(
+    owned: Owned,
+    state: Mapping[Any, State],
+    grads: Grads,
+    external: Any,
+    chosen: Sequence[int],
+    collected: Collected,
+) -> None:
+    """Completes the states of the chosen parameters, and sorts those with gradients by kind."""
     # of each parameter: its formats, its state as it will be, and the batch that it goes into
     for place in chosen:
         view, grad = owned.views[place], grads[place]
@@ -115,19 +137,27 @@ def _collected(
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         # old tensors stay, missing ones are made; nothing is taken over yet
         new_state = completed_state(view, old_state, formats, external[place], owned.labels[place])
-        new_state.update(first_count(owned, old_state))
+        if owned.options.counts_apart and STEP not in old_state:
+            new_state[STEP] = new_count(owned)
         collected.states[view.param] = new_state
         # without a gradient there is a state, and no batch
-        if grad is not None:
-            if _is_staged(owned, view, grad, formats, new_state):
-                collected.staged.add(place)
-            # a rank's strides are its own matter: they must not split a batch that ranks meet for
-            meets = view.matrix is not None and view.split is not None
-            staged = place in collected.staged and not meets
-            placement = None if view.home is None else view.home.placement
-            kind = (view.param.device, formats, staged, (view.batch_key, placement))
-            collected.kinds.setdefault(kind, []).append(place)
-    return collected
+        if grad is None:
+            continue
+        # kernels take addresses of contiguous tensors: one gap, and copies of all are stepped. fp8
+        # weights get copies in Float8, and torch computes with tensors of one device
+        device, is_staged = view.param.device, False
+        if formats.cast is None:
+            is_staged = view.home is not None and owned.backend(device) == "reference"
+            stored = [new_state[state_name(slot)] for slot in formats.state_slots]
+            tensors = (view.param, grad, *stored)
+            is_staged = is_staged or not all(local_of(t).is_contiguous() for t in tensors)
+        if is_staged:
+            collected.staged.add(place)
+        # a rank's strides are its own matter: they must not split a batch that ranks meet for
+        meets = view.matrix is not None and view.split is not None
+        placement = None if view.home is None else view.home.placement
+        kind = (device, formats, is_staged and not meets, (view.batch_key, placement))
+        collected.kinds.setdefault(kind, []).append(place)
 
 
 def check_rule(owned: Owned, view: ParamView, state: State, label: str) -> None:
@@ -158,50 +188,71 @@ def completed_states(
             completed[view.param] = completed_state(
                 view, old_state, formats, external[place], label
             )
-            completed[view.param].update(first_count(owned, old_state))
+            if owned.options.counts_apart and STEP not in old_state:
+                completed[view.param][STEP] = new_count(owned)
     return completed
 
 
-def _check_gradients(owned: Owned, grads: Grads, check: Check | None) -> None:
-    # a parameter that to_float8 took out of its model is stepped by nobody
-    for view, label in zip(owned.views, owned.labels, strict=True):
-        if REPLACED in vars(view.param):
-            raise RuntimeError(
-                f"{label} must be a weight of the model, got one that to_float8 has replaced, "
-                f"{getattr(view.param, REPLACED)!r}: make the optimizer after to_float8"
-            )
-    if check is not None:
-        check(owned, [place for place, grad in enumerate(grads) if grad is not None])
-    # dtype, shape, device and split of each gradient against its parameter's
-    for view, grad, label in zip(owned.views, grads, owned.labels, strict=True):
-        if grad is not None:
-            view.check_shared(label)
-            check_readable(grad, view.param, label)
-
-
-def _is_staged(
-    owned: Owned, view: ParamView, grad: torch.Tensor, formats: Formats, state: State
-) -> bool:
-    # fp8 weights get copies in Float8, not here
-    if formats.cast is not None:
-        return False
-    if view.home is not None and owned.backend(view.param.device) == "reference":
-        return True  # torch computes with tensors of one device
-    # kernels take addresses of contiguous tensors: one gap, and copies of all are stepped
-    stored = [state[state_name(slot)] for slot in formats.state_slots]
-    return not all(local_of(tensor).is_contiguous() for tensor in (view.param, grad, *stored))
-
-
-def make_batches(
-    owned: Owned, state: Mapping[Any, State], collected: Collected, versions: Versions
+def new_batches(
+    owned: Owned, state: Any, grads: Grads, check: Check | None, writes: ExternalWrites
 ) -> Batches:
-    """The batches of what was collected; the states are complete."""
+    """Checks everything, completes the states, and makes the batches of a step.
+
+    Args: as for `collect`. writes: notices who else writes the weights.
+    """
+    # checks alone: nothing has changed if one of these raises
+    collected = collect(owned, state, grads, check)
+    if not collected.kinds:
+        _warn_without_gradients(owned, writes.said)
+    writes.warn_without_masters(owned, collected.states)
+    take_over(owned, state, collected.states, writes)  # now that nothing was refused
+    # version counters of the weights that these batches write
+    writes.versions = Versions(owned.params, collected.places, writes.versions, state)
     # which row of scalars each parameter takes, then a batch for each kind
     counts = rows_of(owned, state, collected.places)
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
-    return Batches(batches, owned.groups, state, versions, counts, masters, *choices)
+    return Batches(batches, owned.groups, state, writes.versions, counts, masters, *choices)
+
+
+def _warn_without_gradients(owned: Owned, warnings: set[str]) -> None:
+    """Warns once of a step that moves nothing; torch's question for states is no such step."""
+    if not owned.params or NO_GRADIENTS in warnings or is_asked_by_torch():
+        return
+    warnings.add(NO_GRADIENTS)
+    names = ("grad", "decoupled_grad", "main_grad")
+    elsewhere = [n for n in names if any(getattr(p, n, None) is not None for p in owned.params)]
+    where = (
+        f"there are gradients in .{elsewhere[0]}, which this optimizer does not read "
+        "(use_decoupled_grad=True reads .decoupled_grad, False .grad)"
+        if elsewhere
+        else "the backward pass must come before step(), zero_grad() after it, and the "
+        "optimizer must have the parameters that the model has now: fully_shard and the like "
+        "make new ones, so make the optimizer after them. Where batches are left out on "
+        "purpose, step_counts='parameter' counts only the steps that a parameter took"
+    )
+    warn_caller(
+        f"none of the {len(owned.params)} parameters has a gradient: this step is counted, and "
+        f"moves no weight. Look at this: {where}"
+    )
+
+
+def take_over(
+    owned: Owned, state: Any, completed: Mapping[torch.Tensor, State], writes: ExternalWrites
+) -> None:
+    """Takes over completed states; masters that they lacked were made of their weights."""
+    # who had no master, or had a state without one
+    lacking = [param for param in completed if state.get(param, {}).get(MASTER) is None]
+    if not owned.has_external_masters:
+        params = [param for param in lacking if completed[param].get(MASTER) is not None]
+        # who sets one to None asks for a new one
+        lost = [param for param in params if MASTER not in state.get(param, {})]
+        writes.warn_of_lost_masters(owned, lost)
+    # masters made here follow their weights until a first step is counted
+    writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
+    commit(state, completed)
+    writes.versions.match(lacking, state)
 
 
 def _batch(
@@ -209,47 +260,46 @@ def _batch(
 ) -> Batch:
     # the parameters of one kind, in the groups' order
     (device, formats, *_), places = kind, collected.kinds[kind]
-    staged = not collected.staged.isdisjoint(places)
     views = [owned.views[place] for place in places]
     params, states = [view.param for view in views], [state[view.param] for view in views]
-    source = FormatGroup(formats, places, params, states, any(v.is_sharded for v in views), staged)
-    batch = _batch_of(owned, source, counts, BACKENDS[owned.backend(device)])
-    # slots in host memory, whose addresses are looked at in each step
-    if views[0].home is not None:
-        slots = formats.state_slots
-        batch.apart = [slot for slot in slots if state_name(slot) in views[0].home.placement]
-    return batch
-
-
-def _batch_of(owned: Owned, source: FormatGroup, counts: StepRows, backend: Any) -> Batch:
-    formats, places = source.formats, source.positions
-    views = [owned.views[place] for place in places]
-    if formats.matrix is not None and formats.cast is None:
-        matrices = matrices_of(owned, formats, places, source.states)
-        return Batch(source, matrices.plan, matrices=matrices)
     # of each parameter: elements on this rank, row of scalars, and where random bits begin
     numels = [view.local.numel() for view in views]
-    rows = [counts.row(place, owned.group_numbers[place]) for place in places]
+    rows = [counts.by_place.get(place, owned.group_numbers[place]) for place in places]
     spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
-    arguments: Any = (owned.rule, numels, rows, views[0].param.device)
-    # matrices in fp8: the matrix plan steps masters, the other one casts them
+    backend = BACKENDS[owned.backend(device)]
+    plan_of: Any = partial(backend.plan, numels=numels, groups=rows, device=device, places=spots)
+    # fp8 weights have tensors behind the parameters
+    is_float8 = formats.cast is not None
+    float8 = Float8(formats, places, params, states) if is_float8 else None
+    extents = [view.extent for view in views] if is_float8 else None
+    plan: Any = None
+    matrices: Any = None
     if formats.matrix is not None:
-        matrices = matrices_of(owned, master_formats(formats), places, source.states)
-        extents = [view.extent for view in views]
+        # only optimizers with a rule for matrices load what steps them
+        from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
+        from megaopt.step.matrix import matrices_of
 
-        def make(planned: Formats, rule: Any) -> Any:
-            return backend.plan(planned, rule, *arguments[1:], extents, spots)
-
-        plan: Any = CastMatrixPlan(formats, matrices.plan, make)
-        float8 = Float8(formats, places, source.params, source.states)
-        return Batch(source, plan, float8, matrices)
+        stepped = master_formats(formats) if is_float8 else formats
+        matrices = matrices_of(owned, stepped, places, states)
+        plan = matrices.plan
+        # matrices in fp8: the matrix plan steps masters, the other one casts them
+        if is_float8:
+            plan = CastMatrixPlan(formats, plan, partial(plan_of, extents=extents))
     # plain weights: one plan, and one launch, for all of them
-    if formats.cast is None:
-        return Batch(source, backend.plan(formats, *arguments, None, spots))
+    elif not is_float8:
+        plan = plan_of(formats, owned.rule)
     # fp8 weights: codes are stepped as they are, or through fp32 values
-    planned = plan_formats(formats, views[0], backend.steps_codes)
-    plan = backend.plan(planned, *arguments, [view.extent for view in views], spots)
-    return Batch(source, plan, Float8(formats, places, source.params, source.states))
+    else:
+        planned = plan_formats(formats, views[0], backend.steps_codes)
+        plan = plan_of(planned, owned.rule, extents=extents)
+    staged, sharded = not collected.staged.isdisjoint(places), any(v.is_sharded for v in views)
+    tensors = formats, places, params, states, sharded, staged
+    batch = Batch(*tensors, plan, float8, matrices)
+    # slots in host memory, whose addresses are looked at in each step
+    if views[0].home is not None:
+        placement = views[0].home.placement
+        batch.apart = [slot for slot, name in batch.names.items() if name in placement]
+    return batch
 
 
 def resolve_grads(params: Iterable[torch.Tensor], decoupled: bool) -> bool:

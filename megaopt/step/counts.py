@@ -34,15 +34,6 @@ class StepRows:
     """The count of parameters that take their group's row; none on the device, where it is the
     group's own tensor."""
 
-    def row(self, place: int, group: int) -> int:
-        """The row of a parameter of a group."""
-        return self.by_place.get(place, group)
-
-    @property
-    def counted(self) -> list[tuple[int, Count]]:
-        """The counts that go up with a step of the host, each behind the number of its group."""
-        return [*self.apart, *self.with_group]
-
     def groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A group with a count of its own for each row behind those of the groups."""
         return [{**groups[index], **count} for index, count in self.apart]
@@ -52,6 +43,7 @@ class StepRows:
         return all(groups[index]["step"] == int(count["step"]) for index, count in self.with_group)
 
 
+@dataclass
 class GivenCounts:
     """Step counts in state dicts: they go on with the optimizer's, as the moments there do.
 
@@ -59,9 +51,8 @@ class GivenCounts:
     have moments of now beside a count of then.
     """
 
-    def __init__(self) -> None:
-        self.kept: list[tuple[weakref.ref[Any], int | torch.Tensor]] = []
-        """The number of each that somebody may still have, and whose it is."""
+    remaining: list[tuple[weakref.ref[Any], int | torch.Tensor]] = field(default_factory=list)
+    """The number of each that somebody may still have, and whose it is."""
 
     def new(
         self,
@@ -77,17 +68,17 @@ class GivenCounts:
         with torch.inference_mode(False):  # a load of a checkpoint may write it
             if torch.device(device).type != "cpu":
                 tensor = torch.full(shape, int(count), dtype=torch.int32, device=device)
-                self.kept.append((weakref.ref(tensor), owner))
+                self.remaining.append((weakref.ref(tensor), owner))
                 return tensor
             # weak references to numpy's arrays, as tensors that share memory are other objects
             number = numpy.full(shape, int(count), dtype=numpy.int32)
-            self.kept.append((weakref.ref(number), owner))  # views of the tensor have it, too
+            self.remaining.append((weakref.ref(number), owner))  # views of the tensor have it, too
             return torch.from_numpy(number)
 
     def follow(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
         """Sets all counts that somebody still has to the optimizer's, after a step."""
         # who is gone has let go of its count
-        entries = [(entry, entry[0]()) for entry in self.kept]
+        entries = [(entry, entry[0]()) for entry in self.remaining]
         for (_, owner), number in entries:
             if number is None:
                 continue
@@ -99,7 +90,7 @@ class GivenCounts:
             # in place: tensors in state dicts are views of this memory
             if count is not None:
                 number[...] = int(count)
-        self.kept = [entry for entry, number in entries if number is not None]
+        self.remaining = [entry for entry, number in entries if number is not None]
 
 
 def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
@@ -108,11 +99,6 @@ def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
     shape, device = ((1,), owned.device) if on_device else ((), torch.device("cpu"))
     with torch.inference_mode(False):
         return torch.full(shape, value, dtype=torch.int32, device=device)
-
-
-def first_count(owned: Owned, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The count 0 for a state that lacks one, where parameters have counts of their own."""
-    return {STEP: new_count(owned)} if owned.options.counts_apart and STEP not in state else {}
 
 
 def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> StepRows:

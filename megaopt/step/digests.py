@@ -90,7 +90,7 @@ class BatchDigests:
         # digests are of what is stored, fp8 codes here
         if slot == "weight" and self.batch.float8 is not None:
             return list(self.batch.float8.codes)
-        return self.batch.source.tensors(slot)
+        return self.batch.tensors(slot)
 
     def leave_out(self, grads: Grads) -> None:
         """Makes the digests of a step that the host leaves out."""
@@ -110,7 +110,7 @@ class BatchDigests:
         parts = [] if self._launched is None else [self._launched]
         parts += [self._by_slot[slot][:, None] for slot in slots]
         quantities = [*self._of_launch.values(), *(self.names[slot] for slot in slots)]
-        return StepDigests(self.batch.source.params, tuple(quantities), torch.cat(parts, 1))
+        return StepDigests(self.batch.params, tuple(quantities), torch.cat(parts, 1))
 
 
 def _places(

@@ -67,19 +67,15 @@ def check_grad(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
         )
 
 
-def check_plain(grad: torch.Tensor, where: str) -> None:
-    """Raises ValueError for a gradient without memory of its own: a wrapper of other tensors."""
-    if not is_plain_class(type(grad)):
-        raise ValueError(
-            f"{where}: a gradient must be a plain torch.Tensor (or a DTensor of one), got "
-            f"{type(grad).__name__}"
-        )
-
-
 def check_readable(grad: torch.Tensor, param: torch.Tensor, where: str) -> None:
     """Raises ValueError for a gradient that the step of a parameter cannot read."""
     check_sharding(grad, param, f"{where}: the gradient")
     check_grad(grad, param, where)
-    check_plain(local_of(grad), where)
+    local = local_of(grad)
+    if not is_plain_class(type(local)):  # a wrapper of other tensors has no memory of its own
+        raise ValueError(
+            f"{where}: a gradient must be a plain torch.Tensor (or a DTensor of one), got "
+            f"{type(local).__name__}"
+        )
     if local_of(param) is not param:  # a shard has its own shape
-        check_grad(local_of(grad), local_of(param), where)
+        check_grad(local, local_of(param), where)

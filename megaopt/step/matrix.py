@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.shared import Renewal, SharedSteps, UpdateMaker
+from megaopt.kernels.matrix.exchange import Renewal, UpdateMaker
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import ALONE, SAME, WHOLE, Parts
+from megaopt.kernels.rules.matrix import ALONE, SAME, Parts
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
@@ -22,6 +22,10 @@ from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
 from megaopt.step.ranks.owners import Owners, group_of
 from megaopt.step.ranks.peers import hand_out, reduced
+from megaopt.step.ranks.sharers import is_exchanged
+
+if TYPE_CHECKING:
+    from megaopt.kernels.matrix.shared import SharedSteps
 
 MAGNITUDE = 0x7FFFFFFF
 """The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
@@ -239,15 +243,11 @@ def matrices_of(
         parts = [view.local.shape for view in views]
         local = making.alone(exchange.local, parts, groups, spots, device)
     state_shapes = [view.kept for view in views]
+    from megaopt.kernels.matrix.shared import SharedSteps  # others need nothing of it
+
     shared = SharedSteps(formats, making, *with_ranks, state_shapes, local)
     plan.share(shared)
     return Matrices(*arguments, shared)
-
-
-def is_exchanged(view: ParamView) -> bool:
-    """Whether ranks send each other parts of a matrix in every step."""
-    is_whole = view.matrix is not None and view.matrix.rule.meets == WHOLE
-    return is_whole and view.split is not None
 
 
 def parts_of(view: ParamView, number: int) -> Parts:

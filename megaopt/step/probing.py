@@ -19,7 +19,6 @@ from megaopt.params import ParamView
 from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.watch import grads_of
-from megaopt.step.ranks.peers import reduced
 
 ASKS = "torch.distributed.checkpoint.state_dict"
 """The module of get_optimizer_state_dict, which says nowhere else that it asks."""
@@ -64,8 +63,11 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         decoupled: whether it reads decoupled_grad.
     """
     # lr says on all ranks alike whether they go on to the exchange
-    if not all(_is_number_0(group.get("lr")) for group in owned.groups):
-        return False
+    for lr in [group.get("lr") for group in owned.groups]:
+        # the step refuses by name what is no number
+        is_tensor = isinstance(lr, torch.Tensor) and lr.numel() == 1
+        if not (isinstance(lr, (int, float)) or is_tensor) or float(lr):
+            return False
     if not any(view.is_sharded for view in owned.views):
         return is_asked_by_torch() and _is_asked(owned, state, decoupled)
     # 0 on each rank that sees the question; the largest of all, mesh after mesh
@@ -73,12 +75,6 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     for mesh in _meshes(owned.views):
         flag = _largest(flag, mesh)
     return not bool(flag)
-
-
-def _is_number_0(lr: Any) -> bool:
-    """Returns whether lr is a number, and 0; the step refuses by name what is no number."""
-    is_number = isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.numel() == 1)
-    return is_number and not float(lr)
 
 
 def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
@@ -117,5 +113,7 @@ def _meshes(views: Sequence[ParamView]) -> list[Any]:
 def _largest(numbers: torch.Tensor, mesh: Any) -> torch.Tensor:
     """The largest numbers among all ranks of a mesh, on its device."""
     # one all-reduce for each dimension, on the device that the mesh's backend serves
+    from megaopt.step.ranks.peers import reduced  # ranks that have DTensors alone
+
     groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
     return reduced(numbers.to(mesh.device_type), groups)

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedMuon
 from megaopt.kernels.galore import ranks, rule
-from megaopt.kernels.matrix import boxes, shared
+from megaopt.kernels.matrix import boxes, bucket, shared
 
 # --- what ranks do
 
@@ -96,7 +96,7 @@ def said_of_left_out(options, reason, first, shapes):
 
 GROUPS = {"steps": {"step": 7}, "lr": {"lr": "much"}}
 PLACES = {
-    "exchange": (shared, "unpacked"),
+    "exchange": (bucket, "unpacked"),
     "refresh": (rule, "refreshed"),
     "update": (rule, "projected_back"),
     "launched exchange": (boxes.PartCopies, "copy"),

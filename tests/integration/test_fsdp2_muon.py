@@ -49,7 +49,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedMuon, GaLoreAdamW
-from megaopt.kernels.matrix import boxes, shared, tiles
+from megaopt.kernels.matrix import boxes, bucket, tiles
 from megaopt.kernels.muon import launch, newton_schulz, wave
 from megaopt.kernels.muon import ranks as muon_ranks
 from megaopt.step.ranks import owners
@@ -106,7 +106,7 @@ LAUNCHES = {
 }
 
 
-PLACES = {"exchange": (shared, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+PLACES = {"exchange": (bucket, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
 """Where a step fails."""
 
 

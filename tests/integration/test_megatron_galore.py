@@ -24,7 +24,7 @@ from unfused_torch import BETAS, EPS
 from megaopt import GaLoreAdamW
 from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.kernels.galore import rule
-from megaopt.kernels.matrix import shared
+from megaopt.kernels.matrix import bucket
 from megaopt.params.view import EMBEDDING
 
 # GaLoreAdamW in Megatron's distributed optimizer, and alone on whole weights: what runs leave.
@@ -167,7 +167,7 @@ def alone(case, steps=10, factors=None):
 
 
 PLACES = {
-    "exchange": (shared, "unpacked"),
+    "exchange": (bucket, "unpacked"),
     "refresh": (rule, "refreshed"),
     "update": (rule, "projected_back"),
 }

@@ -7,8 +7,9 @@ from step_cases import copied, hard_values
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import NONE, WEIGHTS
-from megaopt.kernels.muon.launch import ROOM, muon_plan
+from megaopt.kernels.muon.launch import ROOM
 from megaopt.kernels.muon.orthogonal import Orthogonal, coefficients_of
+from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.kernels.rules.muon import MUON_DIRECTION

@@ -6,7 +6,7 @@ from unittest import mock
 from fsdp2_ranks import build, trained
 
 from megaopt import FusedMuon
-from megaopt.kernels.matrix import shared, tiles
+from megaopt.kernels.matrix import bucket, tiles
 from megaopt.kernels.muon import newton_schulz
 from megaopt.step.ranks import owners
 
@@ -54,7 +54,7 @@ def in_small_buckets(room, *arguments, made=placed, **named):
 def by_launches(options, *arguments, made=placed, **named):
     """What `made` returns where no rank steps a bucket by torch's operations, as the twin does."""
     refused = AssertionError("a bucket of torch's operations")
-    with mock.patch.object(shared.TorchBucket, "direct", side_effect=refused):
+    with mock.patch.object(bucket.TorchBucket, "direct", side_effect=refused):
         return made({**options, "backend": "triton"}, *arguments, **named)
 
 

@@ -11,8 +11,8 @@ from torch.nn import Parameter
 from megaopt.commands.bench.sets import TensorSet
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.formats import MASTERS, MOMENTS
-from megaopt.kernels.galore.rule import PROJECTION
 from megaopt.kernels.quantizers import Left
+from megaopt.kernels.rules.matrix import PROJECTION
 
 STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_param")
 SCALED = {f.dtype for table in (MOMENTS, MASTERS) for f in table.values() if f.scaled}

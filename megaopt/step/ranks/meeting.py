@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ from megaopt.step.ranks.answers import (
     tell_raised,
 )
 from megaopt.step.ranks.peers import FOUND_INF, NONFINITE, WORDS, Notice, Peers, digest_of, reduced
+from megaopt.step.ranks.sharers import Sharers, sharers_of
+
+if TYPE_CHECKING:
+    from megaopt.state.owned import Owned
 
 Look = Callable[[torch.device], torch.Tensor]
 """Gives int64 [1] on a device: whether an infinity or NaN is among this rank's gradients."""
@@ -41,16 +45,6 @@ Gathered = list[tuple[dist.ProcessGroup, list[torch.Tensor], torch.Tensor]]
 
 Facts = Callable[..., dict[str, str]]
 """Finds what a rank has, by what an error calls it."""
-
-
-class Sharers(NamedTuple):
-    """Ranks that hold the other parts of some parameters."""
-
-    device: torch.device
-    split: Any
-    """The mesh and its dimensions that split DTensors, or None."""
-    group: Any
-    """The process group of fp8 weights, or None."""
 
 
 class Terms:
@@ -391,12 +385,6 @@ class Meeting:
         self._amax_counts = {group: len(together) for group, _, together in gathered}
 
 
-def sharers_of(views: Iterable[ParamView]) -> list[Sharers]:
-    """Returns whom a rank may meet: those who hold other parts of these parameters; each once."""
-    shared = [view for view in views if view.split is not None or view.group is not None]
-    return [*dict.fromkeys(Sharers(view.param.device, view.split, view.group) for view in shared)]
-
-
 def agreement_of(
     met: Iterable[Sharers], alike: object, got: str = "", facts: Facts = dict
 ) -> Meeting | None:
@@ -420,6 +408,21 @@ def agreement_of(
     peers = [_peers(device, mesh, range(mesh.ndim), digest, [], True) for device, mesh in meshes]
     peers = _in_order(peers)
     return Meeting(peers, [], Terms(peers, got, lambda *_: facts()), None)
+
+
+def facts_of(owned: Owned, clip_norm: Any) -> dict[str, str]:
+    """Returns what ranks compare before a first step, by the names that an error gives."""
+    facts = {
+        "clip_norm": repr(clip_norm),
+        "the number of groups": repr(len(owned.groups)),
+        "the number of parameters": repr(len(owned.params)),
+        **of_groups(owned.groups),
+        **{f"option {name}": repr(value) for name, value in vars(owned.options).items()},
+    }
+    for place, (label, *described) in enumerate(owned.described()):
+        facts[f"the parameter at place {place}"] = label
+        facts[f"how {label} is stepped"] = repr(described)
+    return facts
 
 
 def meeting_of(

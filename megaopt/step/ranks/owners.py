@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaopt.kernels.matrix.shared import WHOLLY, Local, MatrixBox, MatrixPart, ParameterMatrix
+from megaopt.kernels.matrix.exchange import WHOLLY, Local, MatrixBox, MatrixPart, ParameterMatrix
 from megaopt.kernels.rules.matrix import Cut
 from megaopt.step.ranks.peers import SUM, hand_out, reduced
 
@@ -181,7 +181,7 @@ def _is_nccl(group: Any) -> bool:
 
 
 class RankBucket:
-    """Matrices that are on their way together: megaopt.kernels.matrix.shared.Bucket.
+    """Matrices that are on their way together: megaopt.kernels.matrix.exchange.Bucket.
 
     Args:
         matrices: all of them, in one order on all ranks.
@@ -345,7 +345,7 @@ def _offset(box: Box, shape: Sequence[int]) -> int:
 
 
 class Owners:
-    """The ranks of a mesh: megaopt.kernels.matrix.shared.Exchange.
+    """The ranks of a mesh: megaopt.kernels.matrix.exchange.Exchange.
 
     Args:
         views: the parameters of a batch, of one mesh and split.

@@ -10,9 +10,9 @@ from step_cases import PAIRS, assert_same_buffers, copied
 
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, WEIGHTS
 from megaopt.kernels.muon import launch, orthogonal
-from megaopt.kernels.muon.launch import muon_plan
+from megaopt.kernels.muon.layout import Layout, parts_of
 from megaopt.kernels.muon.orthogonal import Orthogonal
-from megaopt.kernels.muon.wave import Layout, parts_of
+from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.place import Place

@@ -9,8 +9,8 @@ from muon_cases import SIMPLE, buffers, how_of
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, WEIGHTS
-from megaopt.kernels.muon.launch import muon_plan
 from megaopt.kernels.muon.orthogonal import coefficients_of
+from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON_PEER
 from megaopt.kernels.rules.matrix import Matrix
 from megaopt.kernels.rules.muon import PEER_DIRECTION

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from megaopt.kernels.matrix.shared import pack, unpacked
+from megaopt.kernels.matrix.bucket import pack, unpacked
 from megaopt.kernels.muon.orthogonal import Orthogonal, coefficients_of
 from megaopt.step.ranks.owners import RankBucket, box_of, matrices_of, rows_of
 

@@ -1,0 +1,180 @@
+"""The ranks on which a stepper depends: whom it meets, and what they agreed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megaopt.kernels.chunks.table import is_capturing
+from megaopt.step.ranks.sharers import Sharers, is_exchanged, sharers_of
+
+if TYPE_CHECKING:
+    from megaopt.state.owned import Owned
+    from megaopt.step.ranks.meeting import Meeting
+    from megaopt.step.stages import StepRun
+
+LONGEST = 1000
+"""Characters of the groups that a message shows."""
+
+
+class RankTies(NamedTuple):
+    """The ranks that this one depends on, and how."""
+
+    exchanges: bool | None
+    """They send each other parts of matrices in every step; None: not known yet."""
+    sharers: list[Sharers]
+    """The ranks that hold other parts of its parameters."""
+
+
+class Ties:
+    """The ties of one stepper, as its batches have them and as all ranks have agreed on them."""
+
+    def __init__(self) -> None:
+        self.has_agreed = False
+        """Ranks that hold parts of matrices have compared what they are going to step."""
+        self.is_shared = False
+        """Other ranks hold parts of the same parameters."""
+        self.meeting: Meeting | None = None
+        """The meeting of the last step."""
+        self.now = self.agreed = RankTies(None, [])
+        """The batches' ties, and those that all ranks agreed on last: other ranks go by these,
+        whatever this rank's groups have become."""
+
+    def reset(self, owned: Owned) -> None:
+        """Takes note that parameters or groups are others."""
+        self.meeting, self.agreed = None, RankTies(None, sharers_of(owned.usual_views))
+
+    def look(self, owned: Owned) -> None:
+        """Finds whether a step meets other ranks at all, and whom, for new batches."""
+        self.is_shared = bool(self.agreed.exchanges or sharers_of(owned.views))
+        exchanges = any(map(is_exchanged, owned.views))
+        self.now = RankTies(exchanges, sharers_of(owned.usual_views))
+
+    # --- before a first step
+
+    def agree(self, owned: Owned, clip_norm: Any, asked_alone: bool) -> None:
+        """Compares with other ranks, before a first step, whom they will meet, and for what.
+
+        Whatever groups say, all ranks come here that hold parts of parameters which a rule for
+        matrices may step. Raises ValueError where they differ, or for what one cannot step, on all
+        of them.
+
+        Args:
+            owned: the optimizer's.
+            clip_norm: the step's.
+            asked_alone: torch asks which states there would be: of plain parameters one rank may
+                ask alone.
+        """
+        # in the order that all ranks have, whatever their groups say now
+        met = self._first_met(owned, asked_alone)
+        # within a capture the host could not read the answer
+        if not met or is_capturing(met[0].device):
+            return
+        from megaopt.step.ranks.meeting import agreement_of, facts_of  # where ranks meet at all
+
+        # what ranks must have alike: numbers of groups, options, each parameter's name, shape,
+        # placement
+        try:
+            owned.check_groups()
+            settings = owned.settings()
+            alike = settings, owned.described(), clip_norm
+        except Exception:
+            # this rank has nothing to compare: the others hear that it raises
+            meeting = agreement_of(met, None)
+            if meeting is not None:
+                meeting.withdraw(False)
+            raise
+        got = f"{len(owned.params)} parameters in groups {settings[0]}"
+        meeting = agreement_of(met, alike, got[:LONGEST], partial(facts_of, owned, clip_norm))
+        # sums of digests over all ranks of each mesh, read by the host at once
+        if meeting is not None:
+            meeting.compare()
+        self.has_agreed = True
+
+    def _first_met(self, owned: Owned, asked_alone: bool) -> list[Sharers]:
+        """Returns whom this rank meets before a first step."""
+        views = owned.usual_views
+        if asked_alone and not any(view.is_sharded for view in views):
+            return []
+        return [*self.agreed.sharers, *sharers_of(views)]
+
+    # --- steps
+
+    def withdraw(
+        self,
+        owned: Owned,
+        state: Mapping[Any, Any],
+        measures: bool,
+        waits: bool,
+        first: bool = False,
+        asked_alone: bool = False,
+    ) -> None:
+        """Meets the ranks in the place of `Meeting.meet`, where they go by what they know.
+
+        Args:
+            owned: the optimizer's.
+            state: the optimizer's.
+            measures: whether the step measures its gradients.
+            waits: whether the host waits to know if there is a step.
+            first: the others wait in `agree`, if this rank meets any there.
+            asked_alone: as for `agree`.
+        """
+        views = owned.shared_views
+        met = self._first_met(owned, asked_alone) if first else []
+        # nobody holds a part
+        if not (met or views or self.agreed.sharers):
+            return
+        from megaopt.step.ranks.meeting import agreement_of, meeting_of
+
+        if met:
+            meeting = agreement_of(met, None)
+            if meeting is not None:
+                meeting.withdraw(False)
+            return
+        # whom others take this rank to meet: by what all agreed on, and by parameters that are new
+        exchanged, sharers = self.agreed
+        new = [view for view in views if exchanged is None or not state.get(view.param)]
+        # ranks that send each other parts of matrices meet in every step, as if gradients were
+        # measured
+        exchanges = bool(exchanged) or any(map(is_exchanged, new))
+        meeting = meeting_of(
+            views,
+            measures=exchanges or measures,
+            last=self.meeting,
+            met=sharers,
+            exchanges=exchanges,
+        )
+        if meeting is not None:
+            meeting.withdraw(waits)
+
+    def meeting_for(self, run: StepRun, needs_norm: bool) -> Meeting | None:
+        """Returns the meeting with ranks that hold other parts of the parameters.
+
+        It is kept from step to step, as CUDA graphs read it.
+
+        Where this rank's parameters have become others, so have those of all ranks, or they wait
+        for it as before: for this once it meets all.
+        """
+        # agreed: what all ranks knew in the last step; now: what this rank's parameters say
+        batches = run.batches
+        exchanged, sharers = self.agreed
+        exchanges = bool(exchanged or self.now.exchanges)
+        measures = exchanges or needs_norm
+        # nothing that all agreed on is missing here: the meeting may be kept
+        is_usual = self.agreed is self.now or (
+            exchanges == self.now.exchanges and {*sharers} <= {*self.now.sharers}
+        )
+        if is_usual and measures in batches.meetings:
+            self.meeting = batches.meetings[measures]
+            return self.meeting
+        from megaopt.step.ranks.meeting import meeting_of
+
+        # a new one: digests of all names and formats, and memory for the messages
+        owned = run.stepper.owned(run.groups)
+        arguments = (owned.views, owned.labels, batches.batches, measures, self.meeting)
+        meeting = meeting_of(*arguments, sharers, exchanges)
+        if is_usual:
+            batches.meetings[measures] = meeting
+        self.meeting = meeting
+        return meeting

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import how_to_ranks
+import how_to
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "docs/how-to/fsdp2.py"
@@ -29,4 +29,4 @@ def test_resumed_on_one_rank_what_two_ranks_saved(on_ranks, tmp_path):
     straight = run(2, tmp_path)
     assert len(straight) == 6
     assert straight[-1] < straight[0]
-    assert on_ranks(1, how_to_ranks.train, str(SCRIPT), str(tmp_path)) == [straight[3:]]
+    assert on_ranks(1, how_to.train, str(SCRIPT), str(tmp_path)) == [straight[3:]]

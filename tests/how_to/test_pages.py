@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import how_to_ranks
+import how_to
 import pytest
 import torch
 from runs import assert_same
@@ -57,8 +57,8 @@ def test_the_code_of_a_page_runs(page, heading, tmp_path, monkeypatch):
 
 def test_the_code_of_muons_page_has_the_bits_of_one_rank_on_two(on_ranks):
     """Means of two equal gradients are exact."""
-    (expected,) = on_ranks(1, how_to_ranks.trained_by, blocks("how-to/muon.md"))
-    for found in on_ranks(2, how_to_ranks.trained_by, blocks("how-to/muon.md")):
+    (expected,) = on_ranks(1, how_to.trained_by, blocks("how-to/muon.md"))
+    for found in on_ranks(2, how_to.trained_by, blocks("how-to/muon.md")):
         assert_same(found, expected)
 
 

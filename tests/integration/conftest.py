@@ -1,10 +1,66 @@
 """Processes in which Megatron-Core runs on the CPU."""
 
+import contextlib
 import functools
 import itertools
+import logging
+import os
+import warnings
 
 import pytest
+import torch
+import torch.distributed as dist
+from megatron_gpt import MADE, megatron
 from ranks import Ranks
+
+from megaopt.commands.regression.megatron import cpu
+
+_place: list[int] = []
+"""This process's number among all of its pool, and how many have met."""
+
+
+def among(world, meeting, function, *arguments):
+    """What a function returns on the first ranks, which meet anew where others had met; else None.
+
+    meeting: a file that is not there yet.
+    """
+    _place[:] = _place or [dist.get_rank(), dist.get_world_size()]
+    rank, met = _place
+    if world != met:
+        megatron("parallel_state").destroy_model_parallel()
+        MADE.clear()
+        dist.destroy_process_group()
+        if rank >= world:
+            dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
+        else:
+            dist.init_process_group("gloo", f"file://{meeting}", world_size=world, rank=rank)
+        _place[1] = world
+    return function(*arguments) if rank < world else None
+
+
+# Megatron-Core on the CPU, in processes of tests that do nothing else.
+
+
+class Stream(cpu.NoStream):
+    """What Megatron makes for several instances of the distributed optimizer."""
+
+    def __init__(self, device=None):
+        self.device = device
+
+
+def prepare():
+    """What a rank does before it meets the others."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    pretend_cuda()
+
+
+def pretend_cuda():
+    """Lets this process run Megatron-Core on the CPU; its own warnings are not ours to heed."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    cpu.pretend_cuda()
+    torch.cuda.Stream = Stream
+    torch.cuda.stream = contextlib.nullcontext
 
 
 @pytest.fixture(scope="session")
@@ -13,8 +69,6 @@ def pools(tmp_path_factory):
 
     The same ones for all tests and numbers: each takes seconds to import Megatron.
     """
-    from megatron_cpu import prepare
-    from megatron_gpt import among
 
     started, counter = {}, itertools.count()
 

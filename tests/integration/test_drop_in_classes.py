@@ -10,7 +10,7 @@ from importlib import import_module
 import pytest
 import torch
 from fake_pinning import FakePinning
-from galore_peer import needs_galore_torch
+from galore_cases import needs_galore_torch
 from runs import BF16, FP16, FP32, assert_same, assert_same_run, parameters, train
 
 from megaopt import FusedAdam, FusedLion, FusedSGD

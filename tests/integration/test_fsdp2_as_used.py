@@ -2,9 +2,53 @@
 
 import fsdp2_uses
 import pytest
-from fsdp2_ranks import assert_same_on_all
-from fsdp2_uses import OPTIMIZERS, USES
+import torch.distributed.checkpoint as dcp
+from fsdp2_ranks import assert_same_on_all, whole
+from fsdp2_uses import OPTIMIZERS, USES, Alone, content_of, load, snapshots, started, stepped
 from runs import BF16, FP32, assert_same
+
+from megaopt import (
+    cast_model,
+    get_fp32_model_state_dict,
+)
+
+# --- what ranks do
+
+
+def cast_beside_one(use, kind, device="cpu", **keep):
+    """Steps of a model that cast_model casts to bf16 before its first forward; its weights' dtypes.
+
+    The process beside it loads the masters, which have the values before the cast.
+    """
+    run = started(use, kind, device)
+    before = {name: whole(param) for name, param in run.model.named_parameters()}
+    cast_model(run.model, BF16, optimizer=run.optimizers[0], **keep)
+    masters = get_fp32_model_state_dict(run.model, run.optimizers[0])
+    assert_same(whole(dict(masters)), before, "masters")
+    alone = Alone(kind, run)
+    alone.optimizers[0].load_state_dict(whole(run.optimizers[0].state_dict()))
+    stepped(run, alone, range(4))
+    return {name: param.dtype for name, param in run.model.named_parameters()}
+
+
+def saved_by(use, kind, folder):
+    """What the optimizer has after two steps, when it is saved."""
+    run = started(use, kind)
+    stepped(run, Alone(kind, run), range(2))
+    dcp.save(content_of(run, None), checkpoint_id=folder)
+    return snapshots(run.optimizers)
+
+
+def loaded_by(use, kind, folder):
+    """What another run has of it; then it steps beside one process that loads its state dict."""
+    run = started(use, kind, seed=1)
+    load(run, folder, None)
+    loaded, alone = snapshots(run.optimizers), Alone(kind, run)
+    for plain, sharded in zip(alone.optimizers, run.optimizers, strict=True):
+        plain.load_state_dict(whole(sharded.state_dict()))
+    stepped(run, alone, range(2, 4))
+    return loaded
+
 
 EXHAUSTIVE = pytest.mark.exhaustive
 
@@ -98,7 +142,7 @@ def test_compiled_models(on_ranks, use, kind):
     ids=["layers", "sequence parallel", "norms apart"],
 )
 def test_models_that_are_cast(on_ranks, use, kind, keep):
-    for dtypes in on_ranks(USES[use].ranks, fsdp2_uses.cast_beside_one, use, kind, **keep):
+    for dtypes in on_ranks(USES[use].ranks, cast_beside_one, use, kind, **keep):
         for name, dtype in dtypes.items():
             assert dtype == (FP32 if "norm" in name and not keep else BF16)
 
@@ -151,6 +195,6 @@ MOVES = {
 @pytest.mark.parametrize(("before", "after", "kind"), [(b, *rest) for b, rest in MOVES.items()])
 def test_what_one_use_saved_another_loads(on_ranks, tmp_path, before, after, kind):
     folder = str(tmp_path / "saved")
-    saved = on_ranks(USES[before].ranks, fsdp2_uses.saved_by, before, kind, folder)
-    loaded = on_ranks(USES[after].ranks, fsdp2_uses.loaded_by, after, kind, folder)
+    saved = on_ranks(USES[before].ranks, saved_by, before, kind, folder)
+    loaded = on_ranks(USES[after].ranks, loaded_by, after, kind, folder)
     assert_same_on_all(loaded, saved[0])

@@ -6,9 +6,77 @@ import fsdp2_blocks
 import fsdp2_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp2_blocks import BLOCKS, SHAPES, trained
-from fsdp2_ranks import assert_same_on_all
-from runs import BF16, MASTER, assert_same
+from fsdp2_ranks import assert_same_on_all, build, give, gradients, mesh_of, said, snapshot, train
+from runs import BF16, MASTER, assert_same, values
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from megaopt import FusedAdam
+
+# --- what ranks do
+
+
+def kinds_of_state(options):
+    """Placements, shape and dtype of each state tensor, beside the parameter's own."""
+    model, optimizer = build(options, shapes=SHAPES)
+    train(model, optimizer, 1)
+    found = []
+    for param in model.parameters():
+        for name, tensor in optimizer.state[param].items():
+            if tensor is not None:
+                alike = isinstance(tensor, DTensor) and tensor.placements == param.placements
+                shards = tuple(tensor.to_local().shape), tuple(param.to_local().shape)
+                own = tuple(param.shape), tuple(tensor.shape), tensor.dtype
+                found.append((name, alike, *own, *shards))
+    return found
+
+
+def mesh_and_placements(placements):
+    if not dist.is_initialized():
+        return None, []
+    if len(placements) == 1:
+        return mesh_of(), placements
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2)), placements
+
+
+def placed(shape, names, options, steps=3):
+    """Steps of one parameter of these placements, such as ("rows", "columns", None)."""
+    kinds = [Replicate() if name is None else Shard(name) for name in names]
+    mesh, placements = mesh_and_placements(kinds)
+
+    def split(whole):
+        if mesh is None:
+            return whole.clone()
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+
+    param = torch.nn.Parameter(split(values(shape, 0).to(BF16)))
+    optimizer = FusedAdam([param], **options)
+    for (grad,) in (gradients(step, [shape], BF16) for step in range(steps)):
+        give([param], [grad])
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def refused(shape, names, options):
+    """What is said of such a parameter, by the constructor and by add_param_group."""
+    kinds = [Replicate() if name is None else Shard(name) for name in names]
+    mesh, placements = mesh_and_placements(kinds)
+    whole = values(shape, 0)
+    param = torch.nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None))
+    other = torch.nn.Parameter(values((3,), 0))
+    optimizer, found = FusedAdam([other], **options), []
+    before = snapshot(optimizer)
+    for action in (
+        lambda: FusedAdam([param], **options),
+        lambda: optimizer.add_param_group({"params": [param]}),
+    ):
+        found.append(said(action))
+    assert_same(snapshot(optimizer), before)
+    assert torch.equal(param.full_tensor(), whole)
+    return found
+
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1}
 BLOCKS64 = {"exp_avg_dtype": "block64_e4m3_nearest", "exp_avg_sq_dtype": "block64_e5m3"}
@@ -62,7 +130,7 @@ def test_clipped_steps_are_whole_steps(on_ranks):
 @pytest.mark.parametrize(("kind", "block", "packed"), [("stochastic", 128, 1), ("4 bits", 32, 2)])
 def test_codes_and_scales_are_sharded_as_their_parameter(on_ranks, kind, block, packed):
     """packed: codes in a byte."""
-    for rank in on_ranks(3, fsdp2_blocks.kinds_of_state, KINDS[kind]):
+    for rank in on_ranks(3, kinds_of_state, KINDS[kind]):
         assert len(rank) == 4 * (len(SHAPES) - 1) + 2
         for name, is_alike, shape, own, dtype, shard, whole in rank:
             assert is_alike
@@ -132,8 +200,8 @@ CUTS["to nearest"] = (
 def test_shards_of_whole_blocks(on_ranks, world, shape, placements, options, backend):
     if backend == "triton" and torch.cuda.is_available():
         pytest.skip("the interpreter is off beside a GPU")
-    found = on_ranks(world, fsdp2_blocks.placed, shape, placements, {**options, "backend": backend})
-    assert_same_on_all(found, fsdp2_blocks.placed(shape, placements, options))
+    found = on_ranks(world, placed, shape, placements, {**options, "backend": backend})
+    assert_same_on_all(found, placed(shape, placements, options))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +222,9 @@ def test_shards_that_cut_blocks_are_refused(on_ranks, world, shape, placements, 
         rf"parameter 0 of group [01]: exp_avg_dtype='{moment}' must find whole blocks of {block} "
         rf"elements in each shard, got placements .*Shard.*of shape {re.escape(str(shape))}"
     )
-    for said in on_ranks(world, fsdp2_blocks.refused, shape, placements, options):
-        assert len(said) == 2
-        for each in said:
+    for messages in on_ranks(world, refused, shape, placements, options):
+        assert len(messages) == 2
+        for each in messages:
             assert re.search(message, each), each
 
 
@@ -173,9 +241,9 @@ def test_shards_that_cut_blocks_are_refused(on_ranks, world, shape, placements, 
 def test_the_whole_shape_decides_which_moments_are_in_blocks(on_ranks, shape, options, has_blocks):
     """Rows that are no whole blocks keep fp32, whole or split over any number of ranks."""
     options = {**HYPER, **options}
-    expected = fsdp2_blocks.placed(shape, (), options)
+    expected = placed(shape, (), options)
     assert ("exp_avg_scale" in expected["states"][0]) == has_blocks
-    found = on_ranks(2, fsdp2_blocks.placed, shape, (0,), options)
+    found = on_ranks(2, placed, shape, (0,), options)
     assert_same_on_all(found, expected)
 
 

@@ -3,10 +3,104 @@
 import re
 
 import fsdp2_blocks
-import fsdp2_formats
 import pytest
+import torch.distributed.checkpoint as dcp
 from fsdp2_blocks import BLOCKS, SHAPES
+from fsdp2_ranks import build, content_of, load, options_of, said, snapshot, train
 from runs import BF16, MASTER, REMAINDERS, assert_same
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+# What ranks do with checkpoints of other formats; without a process group, the whole.
+
+
+def running(options):
+    """A run of other weights, after steps of other gradients than those of a checkpoint."""
+    model, optimizer = build(options, shapes=SHAPES, seed=50)
+    train(model, optimizer, 2, first=7)
+    return model, optimizer
+
+
+def goes_on(options):
+    """What a run comes to that never tried to load."""
+    model, optimizer = running(options)
+    train(model, optimizer, 2, first=9)
+    return snapshot(optimizer)
+
+
+def goes_on_after_a_load(options, folder, flat, partial):
+    """What is said of the checkpoint, and what the run comes to that tried to load it."""
+    model, optimizer = running(options)
+    content, said = content_of(model, optimizer, options_of(flat)), "it loads"
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    try:
+        dcp.load(content, checkpoint_id=folder, planner=planner)
+        set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options_of(flat))
+    except dcp.CheckpointException as error:
+        said = str(error)
+    train(model, optimizer, 2, first=9)
+    return said, snapshot(optimizer)
+
+
+def says_of_frozen(options, folder, flat, at_save, running):
+    """What a rank says of a load where a parameter is frozen that one rank alone has."""
+    model, optimizer = build(options)
+    train(model, optimizer, 2)
+    model.p2.requires_grad_(not at_save)
+    given = options_of(flat)
+    dcp.save(optimizer_of(model, optimizer, given), checkpoint_id=folder)
+    other, target = build(options, seed=50)
+    train(other, target, 3 if running else 0)
+    other.p2.requires_grad_(False)
+    content = optimizer_of(other, target, given)
+    dcp.load(content, checkpoint_id=folder)
+    own = content["optimizer"]
+    return said(lambda: set_optimizer_state_dict(other, target, own, options=given))
+
+
+def always_frozen(options, folder):
+    """What a rank says of a load where a parameter never had a gradient."""
+    runs = [build(options, seed=seed) for seed in (0, 50)]
+    for model, optimizer in runs:
+        model.p2.requires_grad_(False)
+        optimizer.initialize_states()
+    given = options_of(False)
+    dcp.save(optimizer_of(*runs[0], given), checkpoint_id=folder)
+    content = optimizer_of(*runs[1], given)
+    set_model_state_dict(runs[1][0], get_model_state_dict(runs[0][0]))
+    dcp.load(content, checkpoint_id=folder)
+    set_optimizer_state_dict(*runs[1], content["optimizer"], options=given)
+    return "it loads"
+
+
+def optimizer_of(model, optimizer, given):
+    return {"optimizer": get_optimizer_state_dict(model, optimizer, options=given)}
+
+
+def changed(saved, own, folder, flat, steps):
+    """A checkpoint, into an optimizer of its formats, and from that into one of others."""
+    model, optimizer = load(saved, folder, flat, SHAPES)
+    return into(own, model, optimizer, steps)
+
+
+def into(own, model, optimizer, steps):
+    """Steps of a model whose optimizer's state was changed into other formats."""
+    options = {name: value for name, value in own.items() if name != "weights"}
+    other = type(optimizer)(model.parameters(), **options)
+    other.load_state_dict(optimizer.to_torch_state_dict(drop_masters=True))
+    for param in model.parameters():
+        if "master_weights" in options:
+            value = optimizer.get_unscaled_state(param, "master_param")
+            other.set_scaled_state(param, "master_param", value)
+    at_once = snapshot(other)
+    train(model, other, steps, first=2)
+    return at_once, snapshot(other)
+
 
 HYPER = {"lr": 0.01, "weight_decay": 0.1, "weights": BF16}
 KINDS = {
@@ -57,11 +151,11 @@ def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat
     """Also with what is missing left out: the run goes on with the bits of one that did not try."""
     folder, options = str(tmp_path / "checkpoint"), KINDS[own]
     on(worlds[0], fsdp2_blocks.save, KINDS[saved], 2, folder, flat)
-    (expected, *_) = on(worlds[1], fsdp2_formats.goes_on, options)
+    (expected, *_) = on(worlds[1], goes_on, options)
     for partial in (False, True):
-        load = (fsdp2_formats.goes_on_after_a_load, options, folder, flat, partial)
-        for said, found in on(worlds[1], *load):
-            assert re.search("Size mismatch|Missing key", said), said
+        load = (goes_on_after_a_load, options, folder, flat, partial)
+        for message, found in on(worlds[1], *load):
+            assert re.search("Size mismatch|Missing key", message), message
             assert_same(found, expected)
 
 
@@ -74,14 +168,14 @@ def test_what_is_refused_was_never_loaded(on, tmp_path, saved, own, worlds, flat
 def test_a_frozen_parameters_state_is_lost_on_no_rank(on, tmp_path, at_save, running, flat):
     """All ranks raise, also those without an element of it."""
     given = (KINDS["masters"], str(tmp_path / "checkpoint"), flat, at_save, running)
-    for said in on(2, fsdp2_formats.says_of_frozen, *given):
-        assert re.search("parameter 2 of group 0: requires_grad must be True .*got False", said)
+    for message in on(2, says_of_frozen, *given):
+        assert re.search("parameter 2 of group 0: requires_grad must be True .*got False", message)
 
 
 def test_a_parameter_frozen_on_all_ranks_from_the_first_loads(on, tmp_path):
     options = {**KINDS["masters"], "makes_states": "all"}
-    for said in on(2, fsdp2_formats.always_frozen, options, str(tmp_path / "checkpoint")):
-        assert said == "it loads"
+    for message in on(2, always_frozen, options, str(tmp_path / "checkpoint")):
+        assert message == "it loads"
 
 
 @pytest.mark.sample(2)
@@ -100,8 +194,8 @@ def test_states_are_changed_into_other_formats(on, tmp_path, saved, own, worlds)
     """Read, split anew and stored again: the bits of one process that saved nothing."""
     folder, (saved, own) = str(tmp_path / "checkpoint"), (KINDS[saved], KINDS[own])
     on(worlds[0], fsdp2_blocks.save, saved, 2, folder, True)
-    model, optimizer = fsdp2_formats.build(saved, shapes=SHAPES)
-    fsdp2_formats.train(model, optimizer, 2)
-    expected = fsdp2_formats.into(own, model, optimizer, 2)
-    for found in on(worlds[1], fsdp2_formats.changed, saved, own, folder, True, 2):
+    model, optimizer = build(saved, shapes=SHAPES)
+    train(model, optimizer, 2)
+    expected = into(own, model, optimizer, 2)
+    for found in on(worlds[1], changed, saved, own, folder, True, 2):
         assert_same(found, expected)

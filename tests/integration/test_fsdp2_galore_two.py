@@ -2,9 +2,51 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing
-from galore_ranks import bytes_by_turns, exact_weights, norm_of_errors, rank_of_two, stepped_on
+from fsdp2_ranks import (
+    Bare,
+    give,
+    gradients,
+    whole,
+)
+from galore_ranks import NUMBERS, RANKED, Bytes, bytes_by_turns, exact_weights, norm_of_errors
 from runs import assert_same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from megaopt import GaLoreAdamW
+
+# --- what ranks do
+
+
+def stepped_on(device, options, steps, shapes):
+    """On a device, of this rank's rows where there are ranks: the weights, whole; bytes of steps.
+
+    fp32 weights; a process group has to be there, or not.
+    """
+    model, found = Bare(shapes).to(device), []
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh(device.type, (dist.get_world_size(),)))
+    params = list(model.parameters())
+    optimizer = GaLoreAdamW(params, **{**NUMBERS, **RANKED, **options})
+    for step in range(steps):
+        give(params, [grad.to(device) for grad in gradients(step, shapes)])
+        with Bytes() as counted:
+            optimizer.step()
+        found.append(counted.count)
+    return [weight.cpu() for weight in whole([p.detach() for p in params])], found
+
+
+def rank_of_two(rank, folder, options, steps, shapes):
+    """A process for torch.multiprocessing: steps on a GPU of its own, and leaves what came out."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", f"file://{folder}/meeting", world_size=2, rank=rank)
+    torch.save(
+        stepped_on(torch.device("cuda", rank), options, steps, shapes), f"{folder}/{rank}.pt"
+    )
+    dist.destroy_process_group()
+
 
 STEPS = 8
 LARGE = [(1024, 512), (512, 1030), (700, 700), (33,), (4096, 640)]

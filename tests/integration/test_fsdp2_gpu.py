@@ -4,7 +4,7 @@ import galore_ranks
 import pytest
 import torch
 from fsdp2_ranks import Bare, assert_same_on_all, give, gradients, snapshot
-from galore_whole_ranks import placed_galore
+from galore_ranks import placed_galore
 from muon_ranks import placed
 from runs import BF16, MASTER, REMAINDERS, assert_same, on_cpu, values
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard

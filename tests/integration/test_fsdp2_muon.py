@@ -1,21 +1,239 @@
 """FusedMuon's DTensors: each matrix is made by one rank, and has the bits of one process."""
 
+import itertools
 import re
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
-import muon_ranks
 import pytest
 import torch
-from fsdp2_ranks import assert_same_on_all, split_muon, trained
-from galore_whole_ranks import placed_galore
+import torch.distributed as dist
+from fsdp2_ranks import (
+    MESHES,
+    PLACEMENTS,
+    assert_same_on_all,
+    build,
+    give,
+    gradients,
+    is_last_rank,
+    left_out,
+    load_and_train,
+    odd_last_rank,
+    odd_step,
+    raised_by,
+    said,
+    save,
+    snapshot,
+    split_like,
+    split_muon,
+    train,
+    trained,
+)
+from galore_ranks import placed_galore
 from interpreted import interpreted
 from late_exchange import late
-from muon_ranks import MESHES, PLACEMENTS, SHAPES, in_small_buckets, placed
+from muon_ranks import (
+    CHANGED,
+    SHAPES,
+    by_launches,
+    by_small_tiles,
+    in_small_buckets,
+    matrices_made,
+    placed,
+)
 from ranks import Ranks
 from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
 from slow_cases import names_but, slow_but
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedMuon, GaLoreAdamW
+from megaopt.kernels.matrix import boxes, bucket, tiles
+from megaopt.kernels.muon import launch, newton_schulz, wave
+from megaopt.kernels.muon import ranks as muon_ranks
+from megaopt.step.ranks import owners
+
+# --- what ranks do
+
+
+def beside_local(*arguments, **named):
+    """What `by_launches` returns, and how many matrices no other rank has a part of."""
+    counts, init = [], owners.Owners.__init__
+
+    def counting(self, *own):
+        init(self, *own)
+        counts.append(len(self.local))
+
+    with mock.patch.object(owners.Owners, "__init__", counting):
+        return by_launches(*arguments, **named), sum(counts)
+
+
+def bytes_sent(options, shapes, replicas=1):
+    """Bytes that this rank sends others in a step after the first, by collective."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, replicas, shapes=shapes)
+    train(model, optimizer, 1)
+    sent, rank = {}, dist.get_rank()
+    names = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "broadcast")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name):
+        def call(*own, **others):
+            if name == "all_to_all_single":
+                lengths = list(own[3])
+                lengths[rank] = 0
+                count = sum(lengths)
+            else:
+                count = own[0].numel() * own[0].element_size()
+            sent[name] = sent.get(name, 0) + count
+            return originals[name](*own, **others)
+
+        return call
+
+    with mock.patch.multiple(dist, **{name: counting(name) for name in names}):
+        train(model, optimizer, 1, first=1)
+    return sent
+
+
+LAUNCHES = {
+    "direct": (wave.PartLaunches, "direct"),
+    "sums": (muon_ranks.PartNorms, "measure"),
+    "cast": (muon_ranks.PartNorms, "cast"),
+    "boxes": (boxes.BoxCopies, "copy"),
+    "products": (wave.Iteration, "step"),
+    "apply": (wave.PartLaunches, "apply"),
+    "local": (launch.MuonLaunches, "step"),
+}
+
+
+PLACES = {"exchange": (bucket, "unpacked"), "tiles": (tiles, "products"), **LAUNCHES}
+"""Where a step fails."""
+
+
+AT_FIRST = {
+    "plans": (muon_ranks, "BoxCopies"),
+    "notes": (wave.Iteration, "note"),
+    **LAUNCHES,
+}
+
+
+def said_of_a_first_step(kind, turn, options, shapes):
+    """The error of a first step in which the last rank fails, and what steps after it come to.
+
+    kind: of AT_FIRST. turn: which of the calls of this rank fails.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    give(model.parameters(), gradients(0, shapes, next(model.parameters()).dtype))
+    error = None
+    if dist.get_rank() == dist.get_world_size() - 1:
+        place, name = AT_FIRST[kind]
+        calls, call = itertools.count(), getattr(place, name)
+
+        def failing(*own, **others):
+            if next(calls) == turn:
+                raise RuntimeError("no memory")
+            return call(*own, **others)
+
+        with mock.patch.object(place, name, failing):
+            error = raised_by(optimizer.step)
+    else:
+        error = raised_by(optimizer.step)
+    train(model, optimizer, 2)
+    return error, snapshot(optimizer)
+
+
+def moved_once(kind, options, shapes):
+    """What four steps come to whose gradients lie in one place, but for one that fails between.
+
+    kind: of LAUNCHES, which fails on all ranks. A step's memory is always the same.
+    """
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    params, place = list(model.parameters()), LAUNCHES[kind]
+    memory, empty = {}, torch.empty
+
+    def same(*size, dtype=None, **others):
+        if dtype != torch.uint8:
+            return empty(*size, dtype=dtype, **others)
+        return memory.setdefault(size, empty(*size, dtype=dtype, **others))
+
+    with mock.patch.object(torch, "empty", same):
+        give(params, gradients(0, shapes, params[0].dtype))
+        before = [param.grad for param in params]
+        for step in range(4):
+            news = gradients(step, shapes, params[0].dtype)
+            for param, grad, new in zip(params, before, news, strict=True):
+                grad.to_local().copy_(split_like(param, new).to_local())
+                param.grad = grad
+            optimizer.step()
+            if step == 2:
+                give(params, gradients(9, shapes, params[0].dtype))
+                with mock.patch.object(*place, side_effect=RuntimeError("no memory")):
+                    assert "no memory" in raised_by(optimizer.step)
+    return snapshot(optimizer)
+
+
+def said_after_a_fault(options):
+    """The errors of a step in which a product and all calls after it fail, and of a step after."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=SHAPES)
+    train(model, optimizer, 1)
+    give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
+    fault, later = RuntimeError("the product"), RuntimeError("a call after it")
+    with (
+        mock.patch.object(newton_schulz, "products", side_effect=fault),
+        mock.patch.object(owners.Owners, "back", side_effect=later),
+    ):
+        first = raised_by(optimizer.step)
+    return first, raised_by(optimizer.step)
+
+
+def lying_otherwise(options, steps, turns, shapes):
+    """What an optimizer has after steps in which local gradients lie in columns.
+
+    turns: of the second matrix on all ranks, of which some have a row, and of the third on the
+        first rank alone; otherwise none does.
+    """
+    model, optimizer = build(options, shapes=shapes)
+    params = list(model.parameters())
+    for step in range(steps):
+        give(params, gradients(step, shapes, params[0].dtype))
+        for param in params[1 : 1 + turns * (1 if dist.get_rank() else 2)]:
+            local = param.grad._local_tensor
+            param.grad._local_tensor = local.t().contiguous().t()
+        optimizer.step()
+    return snapshot(optimizer)
+
+
+def in_a_world_anew(folder, shapes):
+    """What two optimizers have after steps, of equal meshes before and after a group ends."""
+    found, (rank, world) = [], (dist.get_rank(), dist.get_world_size())
+    for number in range(2):
+        found.append(placed({}, 2, "rows and columns", (1, world), shapes))
+        dist.destroy_process_group()
+        meeting = f"file://{folder}/{number}"
+        dist.init_process_group("gloo", meeting, world_size=world, rank=rank)
+    return found
+
+
+def said_of_parts_of_blocks(momentum):
+    """What the constructor says of experts whose matrices, unlike rows, are no whole blocks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    experts = torch.nn.Parameter(distribute_tensor(torch.zeros(8, 16, 600), mesh, [Shard(0)]))
+    group = {"params": [experts], "split_sizes": [4, 12]}
+    return said(lambda: FusedMuon([group], momentum_buffer_dtype=momentum))
+
+
+def said_of(kind, options, shapes=SHAPES):
+    """As odd_step, of one whose last rank is odd: it has a group CHANGED, or fails in a PLACE."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    oddity = partial(odd_last_rank, kind=kind, places=PLACES, options=CHANGED)
+    return odd_step(model, optimizer, 2, oddity)
+
+
+def said_of_left_out(options, reason, shapes=SHAPES):
+    """As odd_step, of one that is left out; a "nan" is in the last rank's gradient."""
+    model, optimizer = build({**options, "optimizer": FusedMuon}, shapes=shapes)
+    return odd_step(model, optimizer, 2, partial(left_out, reason=reason, here=is_last_rank()))
+
 
 FP16 = {"precision": "fp16"}
 NORMUON = {"second_moment": "normuon"}
@@ -120,7 +338,7 @@ def test_one_place_begins_messages_that_others_wait_for():
 
 def test_the_first_error_of_a_fault_is_the_one_that_is_raised(on_ranks):
     """After a fault of a device all calls fail, those to other ranks too."""
-    ((error, after),) = on_ranks(1, muon_ranks.said_after_a_fault, KINDS["masters, fp16"])
+    ((error, after),) = on_ranks(1, said_after_a_fault, KINDS["masters, fp16"])
     assert error == "RuntimeError: the product"
     assert after is None
 
@@ -155,7 +373,7 @@ def launched(on_ranks, placements, options, steps=2, **named):
     """What steps by launches leave on each rank."""
     sizes = (2, 2) if placements in MESHES else (2,)
     own = {"placements": placements, "sizes": sizes, "shapes": TINY, **named}
-    called = (muon_ranks.by_launches, {**SHORT, **options}, steps)
+    called = (by_launches, {**SHORT, **options}, steps)
     return on_ranks(4 if placements in MESHES else 2, *called, **own)
 
 
@@ -195,7 +413,7 @@ def test_launches_do_not_touch_memory_that_is_on_its_way(on_ranks, room, in_orde
     """Many buckets take turns with it: each of a matrix or two a rank, or of all."""
     options, sizes = LAUNCHED[placements], (2, 2) if placements in MESHES else (2,)
     called = (late, in_small_buckets, room, {**SHORT, **options}, 2)
-    own = {"made": muon_ranks.by_launches, "in_order": in_order}
+    own = {"made": by_launches, "in_order": in_order}
     named = {"placements": placements, "sizes": sizes, "shapes": MANY}
     found = on_ranks(4 if placements in MESHES else 2, *called, **own, **named)
     assert_same_on_all(found, placed({**SHORT, **options}, 2, shapes=MANY))
@@ -247,7 +465,7 @@ def test_experts_that_one_rank_has_are_launched_beside_the_rest(
     options = {**SHORT, "weights": BF16, **MASTER, **FP16, **NORMUON}
     sizes = (2, 2) if len(local) == 4 else (2,)
     named = {"placements": placements, "sizes": sizes, "shapes": shapes}
-    found = on_ranks(len(local), muon_ranks.beside_local, options, 2, **named)
+    found = on_ranks(len(local), beside_local, options, 2, **named)
     assert [count for _, count in found] == local
     assert_same_on_all([run for run, _ in found], placed(options, 2, shapes=shapes))
 
@@ -262,10 +480,11 @@ LEFT_OUT = {f"{why}-{way}": (why, way) for why in ("found_inf", "nan") for way i
 def test_launches_that_are_left_out_leave_everything(on_ranks, reason, capturable):
     options = {**SHORT, **KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
     launches = {**options, "backend": "triton"}
-    expected = muon_ranks.left_out(options, "found_inf", TINY)
-    for before, after, then in on_ranks(2, muon_ranks.left_out, launches, reason, TINY):
+    *_, straight = said_of_left_out(options, "found_inf", TINY)
+    for error, before, after, then in on_ranks(2, said_of_left_out, launches, reason, TINY):
+        assert error is None
         assert_same(after, before)
-        assert_same(then, expected[2])
+        assert_same(then, straight)
 
 
 MATRICES = [shape for shape in TINY if len(shape) > 1]
@@ -273,12 +492,12 @@ MATRICES = [shape for shape in TINY if len(shape) > 1]
 
 
 @interpreted
-@pytest.mark.parametrize("kind", names_but(muon_ranks.LAUNCHES, ["boxes", "cast"]))
+@pytest.mark.parametrize("kind", names_but(LAUNCHES, ["boxes", "cast"]))
 def test_launches_that_fail_on_one_rank_change_nothing_on_any(on_ranks, kind):
     options = {**SHORT, **KINDS["kahan, normuon"]}
     straight = placed(options, 3, shapes=MATRICES)
     launches = {**options, "backend": "triton"}
-    for rank, found in enumerate(on_ranks(2, muon_ranks.said_of, kind, launches, MATRICES)):
+    for rank, found in enumerate(on_ranks(2, said_of, kind, launches, MATRICES)):
         error, before, after, then = found
         assert ("RuntimeError: no memory" if rank else FAILED) in error
         assert_same(after, before)
@@ -292,11 +511,11 @@ def test_gradients_that_move_for_a_step_that_fails_are_followed(on_ranks, kind):
     options = {**SHORT, "weights": BF16, **MASTER, **FP16}
     straight = placed(options, 4, shapes=MANY[:4])
     launches = {**options, "backend": "triton"}
-    found = on_ranks(2, muon_ranks.moved_once, kind, launches, MANY[:4])
+    found = on_ranks(2, moved_once, kind, launches, MANY[:4])
     assert_same_on_all(found, straight)
 
 
-FIRST = [*((kind, 0) for kind in muon_ranks.AT_FIRST), ("plans", 1), ("boxes", 1), ("notes", 1)]
+FIRST = [*((kind, 0) for kind in AT_FIRST), ("plans", 1), ("boxes", 1), ("notes", 1)]
 
 
 @interpreted
@@ -307,7 +526,7 @@ def test_a_first_step_whose_launches_fail_on_one_rank_can_be_taken_again(on_rank
     """What was planned before is not planned twice."""
     options = {**SHORT, **KINDS["kahan, normuon"]}
     launches = {**options, "backend": "triton"}
-    found = on_ranks(2, muon_ranks.said_of_a_first_step, kind, turn, launches, MATRICES)
+    found = on_ranks(2, said_of_a_first_step, kind, turn, launches, MATRICES)
     for rank, (error, _) in enumerate(found):
         assert ("RuntimeError: no memory" if rank else FAILED) in error
     assert_same_on_all([then for _, then in found], placed(options, 2, shapes=MATRICES))
@@ -323,7 +542,7 @@ def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, repl
     """
     shapes = [(24, 12), (12, 24), (48, 12), (12, 12, 12)]
     numels, experts = 24 * 12 * 2 + 48 * 12, 12**3
-    sent = on_ranks(world, muon_ranks.bytes_sent, options, shapes, replicas)
+    sent = on_ranks(world, bytes_sent, options, shapes, replicas)
     shards = world // replicas
     there = 2 * numels * (shards - 1) // shards
     back = 2 * numels * (world - 1) // shards + 2 * experts * (replicas - 1)
@@ -340,7 +559,8 @@ def test_a_step_sends_two_bytes_a_number_each_way(on_ranks, options, world, repl
 
 def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
     shapes = [(20, 30)] * 6 + [(7, 5)]
-    assert sorted(on_ranks(3, muon_ranks.made_here, shapes)) == [2, 2, 3]
+    made = on_ranks(3, matrices_made, trained, {"optimizer": FusedMuon}, 1, shapes=shapes)
+    assert sorted(map(len, made)) == [2, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -350,10 +570,12 @@ def test_each_matrix_is_made_once_and_ranks_share_the_work(on_ranks):
 def test_it_resumes_on_another_number_of_ranks(on_ranks, tmp_path, before, after, kind):
     options, folder = KINDS[kind], str(tmp_path / "saved")
     (world, copies), (others, their_copies) = before, after
-    on_ranks(world, muon_ranks.resumed, options, folder, 2, 0, copies, saves=True)
-    found = on_ranks(others, muon_ranks.resumed, options, folder, 2, 2, their_copies)
-    expected = trained({**options, "optimizer": FusedMuon}, 4, shapes=SHAPES)
-    assert_same_on_all(found, expected)
+    options = {**options, "optimizer": FusedMuon}
+    on_ranks(world, save, options, 2, folder, False, SHAPES, copies)
+    given = (options, 2, 2, folder, False, SHAPES, their_copies)
+    found = on_ranks(others, load_and_train, *given)
+    expected = trained(options, 4, shapes=SHAPES)
+    assert_same_on_all([after for _, after in found], expected)
 
 
 LARGE = [(40, 90), (10, 12), (7,)]
@@ -376,7 +598,7 @@ def test_ranks_that_differ_or_fail_change_nothing_on_any(on_ranks, kind):
     """And all go on with the next step as if there had been none."""
     options, (elsewhere, there, shapes) = KINDS["kahan, normuon"], WRONG[kind]
     straight = trained({**options, "optimizer": FusedMuon}, 3, shapes=shapes)
-    found = on_ranks(3, muon_ranks.said_of, kind, options, shapes)
+    found = on_ranks(3, said_of, kind, options, shapes)
     for rank, (error, before, after, then) in enumerate(found):
         assert (there if rank == 2 else elsewhere) in error
         assert_same(after, before)
@@ -393,9 +615,9 @@ def test_a_matrix_that_is_most_of_the_work_is_made_by_all(on_ranks, form, shapes
     """Each rank makes tiles of it; the bits are those of one process."""
     options = {**MASTER, "weights": BF16, **FP16, **NORMUON, "method": form, "optimizer": FusedMuon}
     expected = trained(options, 3, shapes=shapes)
-    found = on_ranks(world, muon_ranks.by_small_tiles, options, 3, replicas, shapes)
+    found = on_ranks(world, by_small_tiles, trained, options, 3, replicas, shapes)
     assert_same_on_all([run for run, _ in found], expected)
-    alone = muon_ranks.by_small_tiles(options, 3, 1, shapes)[1]
+    alone = by_small_tiles(trained, options, 3, 1, shapes)[1]
     works = [work for _, work in found]
     assert sum(works) < 1.5 * alone
     assert max(works) < 0.75 * alone
@@ -421,7 +643,8 @@ def test_momenta_in_blocks_have_the_bits_of_one_process(on_ranks, placements, mo
 def test_a_step_that_is_left_out_leaves_everything(on_ranks, reason, capturable):
     """Also where numbers on the device say so, and owners make updates before they are known."""
     options = {**KINDS["kahan, normuon"], "capturable": capturable, "nonfinite": "skip"}
-    for before, after, then in on_ranks(3, muon_ranks.left_out, options, reason):
+    for error, before, after, then in on_ranks(3, said_of_left_out, options, reason):
+        assert error is None
         assert_same(after, before)
         with pytest.raises(AssertionError):
             assert_same(then["states"], before["states"])
@@ -456,21 +679,21 @@ OTHERWISE = {"muon": {"optimizer": FusedMuon}, "galore": {"optimizer": GaLoreAda
 def test_ranks_whose_gradients_lie_otherwise_in_memory_have_the_same_bits(on_ranks, options):
     """As columns do in a shard of several rows, and not in one of a single row."""
     shapes = [(9, 4), (5, 4), (12, 8), (10, 6)]
-    straight = on_ranks(4, muon_ranks.lying_otherwise, options, 3, False, shapes)
-    for found in on_ranks(4, muon_ranks.lying_otherwise, options, 3, True, shapes):
+    straight = on_ranks(4, lying_otherwise, options, 3, False, shapes)
+    for found in on_ranks(4, lying_otherwise, options, 3, True, shapes):
         assert_same(found, straight[0])
 
 
 def test_a_group_that_begins_anew_is_another(tmp_path):
     """Its meshes equal those from before, whose groups are gone."""
     ranks, one = Ranks(2, tmp_path), placed({}, 2, shapes=LARGE)
-    for found in ranks(muon_ranks.in_a_world_anew, tmp_path, LARGE):
+    for found in ranks(in_a_world_anew, tmp_path, LARGE):
         assert_same(found, [one, one])
     ranks.close()
 
 
 def test_momenta_in_blocks_of_two_matrices_are_refused(on_ranks):
     """One process steps them; of ranks each would send a part of a block."""
-    for text in on_ranks(2, muon_ranks.said_of_parts_of_blocks, "block_e4m3"):
+    for text in on_ranks(2, said_of_parts_of_blocks, "block_e4m3"):
         assert "momentum_buffer_dtype='block_e4m3' must find whole blocks of 128" in text
         assert "got matrices of [(4, 600), (12, 600)]" in text

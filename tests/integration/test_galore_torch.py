@@ -6,9 +6,7 @@ import itertools
 import pytest
 import torch
 from bits import assert_same_bits
-from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of
-from galore_oracle import side_of
-from galore_peer import adamw, needs_galore_torch
+from galore_cases import GAP, GROUP, SHAPES, Twin, adamw, grad_of, needs_galore_torch, side_of
 from runs import values
 
 from megaopt import GaLoreAdamW

@@ -2,8 +2,22 @@
 
 import pytest
 from how_to import needs
-from megatron_cases import zero_gradients
-from megatron_gpt import Case, load_and_train, train, train_and_save
+from megatron_gpt import (
+    Case,
+    Trainer,
+    load_and_train,
+    train,
+    train_and_save,
+)
+
+
+def zero_gradients(case):
+    """Whether each optimizer is without parameters, after its gradients are zeroed either way."""
+    optimizer = Trainer(case).optimizer
+    for to_none in (False, True):
+        optimizer.zero_grad(set_to_none=to_none)
+    return [each.is_stub_optimizer for each in optimizer.chained_optimizers]
+
 
 pytestmark = needs("megatron")
 MODES = ("main_shards", "precision_aware")

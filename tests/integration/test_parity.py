@@ -13,10 +13,10 @@ from parity import (
     STEPS,
     assert_same_grads,
     assert_same_in_extremes,
+    assert_same_state,
     give_grads,
     parameters,
 )
-from peer_states import assert_same_state
 
 from megaopt import FusedAdam
 

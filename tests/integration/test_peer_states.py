@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from peer_states import assert_same_state
+from parity import assert_same_state
 
 from megaopt import FusedAdam
 

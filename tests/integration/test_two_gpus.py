@@ -1,23 +1,297 @@
 """DTensors on two cards, over NCCL: the bits of one process."""
 
+import random
 import shutil
+import threading
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
-import card_ranks
 import pytest
-import replica_ranks
 import torch
-from card_ranks import captured_beside_eager, gone_on
-from disturbed import disturbed
-from fsdp2_ranks import assert_same_on_all
+import torch.distributed as dist
+from fsdp2_ranks import (
+    assert_same_on_all,
+    content_of,
+    gradients,
+    raised_by,
+    snapshot,
+    split_like,
+    train,
+)
 from fsdp2_uses import USES, resumed_beside_one, stepped_beside_one
-from galore_ranks import ranked
-from galore_whole_ranks import placed_galore
-from llama_ranks import OPTIMIZERS, trained_and_resumed
-from muon_ranks import by_launches, in_small_buckets, placed
+from galore_ranks import placed_galore, ranked
+from late_exchange import wrapped_messages
+from muon_ranks import by_launches, divided, in_small_buckets, made_at, placed
 from ranks import Ranks
-from runs import BF16, FP32, MASTER, REMAINDERS, assert_same
+from runs import BF16, FP32, MASTER, REMAINDERS, assert_same, on_cpu
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from megaopt import FusedAdam, FusedLion, FusedSGD
+from megaopt import FusedAdam, FusedLion, FusedMuon, FusedSGD, GaLoreAdamW
+from megaopt.kernels.muon import ranks as muon_ranks
+
+# A Llama of 0.43e9 parameters, sharded layer by layer as people do it.
+
+MASTERS = {"dtype": torch.float32}
+OPTIMIZERS = {
+    "adam": (FusedAdam, {**MASTERS, "weight_decay": 0.1}),
+    "adam, 8 bits": (
+        FusedAdam,
+        {
+            "weight_rounding": "stochastic",
+            "exp_avg_dtype": "block_e4m3",
+            "exp_avg_sq_dtype": "block_e5m3",
+        },
+    ),
+    "lion": (FusedLion, {**MASTERS, "lr": 3e-5}),
+    "sgd": (FusedSGD, {**MASTERS, "lr": 0.1, "momentum": 0.9}),
+    "muon": (FusedMuon, MASTERS),
+    "muon, fp16": (FusedMuon, {**MASTERS, "precision": "fp16", "method": "auto"}),
+    "muon, normuon": (
+        FusedMuon,
+        {
+            **MASTERS,
+            "store_param_remainders": True,
+            "precision": "fp16",
+            "second_moment": "normuon",
+        },
+    ),
+    "muon, 8 bits": (FusedMuon, {**MASTERS, "momentum_buffer_dtype": "block_int8"}),
+    "galore": (GaLoreAdamW, MASTERS),
+}
+VOCABULARY, TOKENS, BATCH = 32000, 512, 2
+
+
+def model_of(layers=12, width=1536):
+    """A new one with the same weights on all ranks, in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+        attn_implementation="eager",  # whose backward pass has the same bits in each run
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).bfloat16()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def groups_of(kind, model):
+    """Matrices of layers to Muon or GaLore, all else to AdamW."""
+    if kind not in (FusedMuon, GaLoreAdamW):
+        return model.parameters()
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    if kind is FusedMuon:
+        return [{"params": hidden}, {"params": others, "use_muon": False}]
+    return [{"params": hidden, "rank": 64, "update_proj_gap": 50}, {"params": others}]
+
+
+def losses_of(model, optimizer, steps):
+    """The losses of steps, as whole numbers of their bits."""
+    losses = []
+    for step in steps:
+        chance = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        # tokens that follow each other by a rule, for there to be something to learn
+        first = torch.randint(VOCABULARY // 4, (BATCH, 1), generator=chance)
+        tokens = ((first + 7 * torch.arange(TOKENS)) % (VOCABULARY // 4)).cuda()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step(clip_norm=1.0)
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.detach())
+    return torch.stack(losses).float().cpu().tolist()
+
+
+def trained_and_resumed(name, steps, folder, behind=20):
+    """The losses of steps, and those of the last ones by a new model that loads what was saved."""
+    kind, options = OPTIMIZERS[name]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    model = model_of()
+    optimizer = kind(groups_of(kind, model), **options)
+    losses = losses_of(model, optimizer, range(steps - behind))
+    weights, states = get_state_dict(model, optimizer)
+    checkpoint.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    losses += losses_of(model, optimizer, range(steps - behind, steps))
+    del model, optimizer, weights, states
+    model = model_of()
+    optimizer = kind(groups_of(kind, model), **options)
+    weights, states = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": states}
+    checkpoint.load(saved, checkpoint_id=folder)
+    set_state_dict(
+        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+    )
+    return losses, losses_of(model, optimizer, range(steps - behind, steps))
+
+
+# Cards that are late by chance, and memory that moves from step to step.
+
+CYCLES = 2_000_000
+"""For as long as so many a stream is kept busy at most: some millisecond."""
+NUMBERS = 2**22
+"""As many a block of memory has at most."""
+
+
+def disturbed(seed, function, *arguments, **named):
+    """What a function returns while streams are late and memory moves, on each rank otherwise."""
+    chance = random.Random(1000 * seed + dist.get_rank())
+    with late_messages(chance), moving_memory(chance):
+        return function(*arguments, **named)
+
+
+@contextmanager
+def late_messages(chance):
+    """Within it the stream is busy before each message and behind it, and memory is poisoned."""
+
+    def late(collective):
+        def called(*arguments, **options):
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            message = collective(*arguments, **options)
+            poison(chance)
+            torch.cuda._sleep(chance.randrange(CYCLES))
+            return message
+
+        return called
+
+    with wrapped_messages(late):
+        yield
+
+
+@contextmanager
+def moving_memory(chance):
+    """Within it a thread takes memory on a stream of its own, writes it and gives it back."""
+    ended, device = threading.Event(), torch.cuda.current_device()
+
+    def run():
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+            while not ended.wait(0.01):
+                poison(chance)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def poison(chance):
+    """Fills some blocks of memory with NaN, and gives them back."""
+    for _ in range(3):
+        torch.full((chance.randrange(1, NUMBERS),), torch.nan, device="cuda")
+
+
+# What ranks with a card each do: captured steps, runs that go on elsewhere, ranks that fail.
+
+MIDDLE = {
+    "direct": (muon_ranks.MuonBucket, "direct"),
+    "make": (muon_ranks.MuonBucket, "make"),
+    "finish": (muon_ranks.MuonBucket, "finish"),
+}
+"""Where a rank fails while others wait for what it sends."""
+
+
+def fill(model, step, shapes):
+    """Gradients of a step, in memory that stays where it is, as a graph needs them."""
+    params = list(model.parameters())
+    for param, grad in zip(params, gradients(step, shapes, params[0].dtype), strict=True):
+        part = grad.to(param.device)
+        if isinstance(param, DTensor):
+            part = split_like(param, part).to_local()
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        whole = param.grad.to_local() if isinstance(param, DTensor) else param.grad
+        whole.copy_(part)
+
+
+def captured_beside_eager(options, shapes, replays, device="cuda", **named):
+    """What an optimizer has after steps that a graph repeats, and another after eager ones.
+
+    The learning rate changes between them, and one of the steps is left out.
+    """
+    pair = [
+        made_at({**options, "capturable": True}, shapes=shapes, device=device, **named)
+        for _ in range(2)
+    ]
+    optimizers = [optimizer for _, optimizer in pair]
+    for each in optimizers:
+        each.found_inf = torch.zeros(1, device=device)
+
+    def begin(step):
+        for own, each in pair:
+            fill(own, step, shapes)
+            for group in each.param_groups:
+                group["lr"].fill_(0.02 / (step + 1))
+            each.found_inf.fill_(float(step == 5))
+
+    for step in range(3):
+        begin(step)
+        for each in optimizers:
+            each.step(clip_norm=1.0)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        optimizers[0].step(clip_norm=1.0)
+    for step in range(3, 3 + replays):
+        begin(step)
+        graph.replay()
+        optimizers[1].step(clip_norm=1.0)
+    found = [on_cpu(snapshot(each)) for each in optimizers]
+    graph.reset()  # before its ranks' group ends
+    return found
+
+
+def gone_on(options, folder, first, steps, shapes, number=0, device="cuda", **named):
+    """What an optimizer has after steps that go on from a checkpoint, and are saved again.
+
+    first: the steps before, of which there is a checkpoint if there are any. number: of the
+    checkpoint that is loaded; the next one is saved.
+    """
+    model, optimizer = made_at(options, shapes=shapes, device=device, **named)
+    alone = {"no_dist": not dist.is_initialized()}
+    if first:
+        content = content_of(model, optimizer, None)
+        checkpoint.load(content, checkpoint_id=f"{folder}/{number}", **alone)
+        set_model_state_dict(model, content["model"])
+        set_optimizer_state_dict(model, optimizer, content["optimizer"])
+    train(model, optimizer, steps, first=first, clip_norm=1.0)
+    content = content_of(model, optimizer, None)
+    checkpoint.save(content, checkpoint_id=f"{folder}/{number + 1}", **alone)
+    return on_cpu(snapshot(optimizer))
+
+
+def said_of(kind, options, shapes, device="cuda", **named):
+    """The errors of a step in which the last rank fails, and of two more."""
+    model, optimizer = made_at(options, shapes=shapes, device=device, **named)
+    train(model, optimizer, 2, clip_norm=1.0)
+    errors, is_last = [], dist.get_rank() == dist.get_world_size() - 1
+    failing = mock.patch.object(*MIDDLE[kind], side_effect=RuntimeError("no memory"))
+    for step in range(2, 5):
+        fill(model, step, shapes)
+        with failing if is_last and step == 2 else nullcontext():
+            errors.append(raised_by(lambda: optimizer.step(clip_norm=1.0)))
+    return errors
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,8 +430,8 @@ def test_two_cards_that_have_all_divide_the_work(on_two_cards, name, room):
     """Plain parameters; many buckets of updates take turns with the memory, or there is one."""
     step = {"clip_norm": 1.0, "shapes": EVEN, "device": "cuda"}
     called = (in_small_buckets, room, LAUNCHED[name], 8)
-    found = on_two_cards(disturbed, 4, *called, made=replica_ranks.trained, **step)
-    assert_same_on_all(found, replica_ranks.trained(LAUNCHED[name], 8, **step))
+    found = on_two_cards(disturbed, 4, *called, made=divided, **step)
+    assert_same_on_all(found, divided(LAUNCHED[name], 8, **step))
 
 
 GRAPHS = {
@@ -203,7 +477,7 @@ def test_a_run_goes_on_on_one_card_and_comes_back(on_two_cards, tmp_path, option
     assert_same_on_all(found, placed(options, 9, **step))
 
 
-@pytest.mark.parametrize("kind", card_ranks.MIDDLE)
+@pytest.mark.parametrize("kind", MIDDLE)
 def test_a_card_that_fails_within_a_step_has_both_raise(on_two_cards, kind):
     """It goes on with the exchange, so that nobody waits for it, and raises at its end.
 
@@ -212,7 +486,7 @@ def test_a_card_that_fails_within_a_step_has_both_raise(on_two_cards, kind):
     """
     options = LAUNCHED["masters, fp16, normuon"]
     split = {"placements": "rows", "sizes": (2,)}
-    first, last = on_two_cards(card_ranks.said_of, kind, options, EVEN, **split)
+    first, last = on_two_cards(said_of, kind, options, EVEN, **split)
     assert [*first[:2], *last[:2]] == [None, None, "RuntimeError: no memory", None]
     differ = "ranks that hold parts of the same parameters must step the same"
     for error in (first[2], last[2]):

@@ -1,6 +1,5 @@
 """8 and 4 bits in blocks: kernel, twin and an independent oracle store and read the same bits."""
 
-import block4_oracle
 import block_oracle
 import numpy as np
 import pytest
@@ -50,18 +49,18 @@ def each_of(forms):
 
 def packed(form, code):
     """Codes as they are stored."""
-    return torch.from_numpy(block4_oracle.pack(code.numpy())) if form.packed == 2 else code
+    return torch.from_numpy(block_oracle.pack(code.numpy())) if form.packed == 2 else code
 
 
 def unpacked(form, stored):
-    return torch.from_numpy(block4_oracle.unpack(stored.numpy())) if form.packed == 2 else stored
+    return torch.from_numpy(block_oracle.unpack(stored.numpy())) if form.packed == 2 else stored
 
 
 def numbers_of(form):
     """What the magnitudes are where a block's largest is up to 2, fp64."""
     if form.packed == 2:
-        return torch.from_numpy(block4_oracle.numbers(form.name)[: 15 if form.unsigned else 8])
-    return torch.from_numpy(block_oracle.numbers(form.unsigned))[: 248 if form.unsigned else 121]
+        return torch.from_numpy(block_oracle.numbers(form.name)[: 15 if form.unsigned else 8])
+    return torch.from_numpy(block_oracle.numbers(form.name))[: 248 if form.unsigned else 121]
 
 
 # --- windows
@@ -329,7 +328,7 @@ def test_what_is_not_0_never_becomes_0(form, device):
 def test_nearest_takes_the_even_code_on_a_tie(device):
     for form in (form for form in WIDE if not form.draws):
         top = 247 if form.unsigned else 119
-        number = torch.from_numpy(block_oracle.numbers(form.unsigned))[: top + 2]
+        number = torch.from_numpy(block_oracle.numbers(form.name))[: top + 2]
         middle = ((number[1:-1] + number[2:]) / 2).float()  # from code 1 on: the floor is below
         value = torch.stack([torch.full_like(middle, 2.0), middle], 1).view(-1)
         value = torch.cat([value, value.new_full((-len(value) % 2,), 2.0)])
@@ -345,7 +344,7 @@ def test_nearest_takes_the_even_code_on_a_tie(device):
 def fractions(form, units=(0, 1, 15, 16, 17, 0x1234 << 4, 2**19, 2**20 - 16, 2**20 - 1)):
     """Numbers a fraction, in 2**-20, of the way from one code to the next; beside a 2."""
     bases = [9, 247] if form.unsigned else [9, 119]
-    numbers = torch.from_numpy(block_oracle.numbers(form.unsigned))
+    numbers = torch.from_numpy(block_oracle.numbers(form.name))
     for base in bases:
         step = numbers[base + 1] - numbers[base]
         for unit in units:
@@ -376,7 +375,7 @@ def assert_rounded(form, base, unit, found):
     has_floor = form.unsigned and base == 0 and unit > 0
     ups = 2**16 if has_floor else (unit + 8) // 16
     assert bool((found - base == (torch.arange(2**16) >= 2**16 - ups)).all())
-    numbers = torch.from_numpy(block_oracle.numbers(form.unsigned))
+    numbers = torch.from_numpy(block_oracle.numbers(form.name))
     if unit % 16 == 0 and not has_floor:
         exact = numbers[base] + (numbers[base + 1] - numbers[base]) * (unit / 2**20)
         # multiples of 2**-52 of at most 2, 2**16 of them: their sums are exact in fp64
@@ -399,7 +398,7 @@ def test_every_draw_of_some_fractions(form, device):
 def test_every_fraction_of_a_step_under_some_draws(form, device):
     """All 2**16 fractions between two codes, and each of them with more bits behind."""
     base = 240 if form.unsigned else 112
-    numbers = block_oracle.numbers(form.unsigned)
+    numbers = block_oracle.numbers(form.name)
     for more in (0, 7, 8):
         part = (torch.arange(2**16, dtype=torch.float64) * 16 + more) / 2**20
         value = (numbers[base] + (numbers[base + 1] - numbers[base]) * part).float()

@@ -10,10 +10,8 @@ from encoding_cases import (
     assert_encodes,
     by_kernel,
     by_twin,
-    decode_kernel,
     every_pattern_of_16_bits,
     oracle_codes,
-    random_patterns,
     run,
     ties,
     upper_halves,
@@ -26,7 +24,24 @@ from megaopt.kernels.formats import (
     STOCHASTIC_WEIGHTS,
     WEIGHTS,
 )
+from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.step.reference import scale_reference
+
+
+@jit
+def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
+
+
+def random_patterns(count):
+    """Half of all fp32 patterns, half of numbers where fp8 has codes."""
+    generator = np.random.default_rng(0)
+    patterns = generator.integers(0, 2**32, count // 2, dtype=np.uint32).view(np.float32)
+    exponents = np.exp2(generator.integers(-24, 18, count // 2)).astype(np.float32)
+    near = generator.standard_normal(count // 2, dtype=np.float32) * exponents
+    return torch.from_numpy(np.concatenate([patterns, near]))
+
 
 REMAINDER16 = MASTERS[torch.int16]
 JOINED = [form for form in MASTERS.values() if form.joined]

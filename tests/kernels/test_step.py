@@ -1,6 +1,7 @@
 """The step: kernel = twin = oracle, in every bit, over rules, formats, layouts and hard values."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -10,16 +11,15 @@ from step_cases import (
     EVERY_RULE,
     GROUP,
     IEEE_RULES,
-    IN_BLOCKS,
+    NO_BLOCKS,
+    PAIRS,
     assert_all_agree,
-    assert_hard_tensors_agree,
     assert_same_buffers,
     block_combinations,
     buffers,
-    company,
+    combinations,
     copied,
     name_of,
-    one_in_15,
     oracle_step,
     reference_step,
     triton_step,
@@ -30,6 +30,57 @@ from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, STOCHASTIC_WEIGHTS, WEIGHTS
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import RULES
+
+
+def one_in_15(remainder=0):
+    """One in 15 of all combinations, in which each two formats of any two slots are together.
+
+    Two moments' places differ by that of weight and master, modulo 5, which are more than 5; the
+    gradient's goes by these and the first moment's, modulo 3.
+    """
+    sizes = [len(each) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
+    assert (sizes[0], sizes[2], sizes[1] > 5) == (3, 5, True)
+    for place, formats in zip(itertools.product(*map(range, sizes)), combinations(), strict=True):
+        grad, pair, first, second = place
+        if (second - first - pair) % 5 * 3 + (grad - pair - first) % 3 == remainder:
+            yield formats
+
+
+def one_of_each_pair(block):
+    """A combination for each weight and master, gradients and moments in turn."""
+    found = {}
+    for formats in block_combinations([block]):
+        found.setdefault((formats.weight.name, formats.master.name), []).append(formats)
+    return [own[(5 * index + 3) % len(own)] for index, own in enumerate(found.values())]
+
+
+IN_BLOCKS = {
+    block: one_of_each_pair(block)
+    for block in sorted({f.block for f in MOMENTS.values() if f.block})
+}
+"""Curated combinations by the size of blocks."""
+
+
+def company(formats):
+    """Sizes and places of tensors that are hard for these formats, and a geometry of many chunks.
+
+    Blocks begin with the tensor or before it, in quads and not, beyond 2**31 elements.
+    """
+    if not formats.block:
+        return [1, 127, 128, 129, 0, 300], None, Geometry(64, 2)
+    counts = [1, 127, 128, 129, 0, 64, 63, 1000]
+    firsts = [0, 128, 5, 1 << 34, 64, 64 + 16, (1 << 31) - 3, 77]
+    if formats.block == 32:  # two elements a byte
+        counts = [2, 30, 32, 34, 0, 64, 62, 1000]
+        firsts = [0, 32, 6, 1 << 34, 16, 64 + 16, (1 << 31) - 2, 78]
+    places = [Place(index + 3, first) for index, first in enumerate(firsts)]
+    return counts, places, Geometry(256, 2)
+
+
+def assert_hard_tensors_agree(formats, rule, device, group=GROUP):
+    counts, places, geometry = company(formats)
+    assert_all_agree(formats, rule, group, counts, device, geometry, places=places)
+
 
 SMALL = Geometry(64, 2)
 ADAMW = RULES["adamw", "ieee"]

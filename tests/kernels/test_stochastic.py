@@ -8,15 +8,7 @@ import oracle
 import pytest
 import torch
 from bits import assert_same_bits
-from encoding_cases import (
-    assert_encoded,
-    by_kernel,
-    by_twin,
-    join_kernel,
-    run,
-    upper_halves,
-    values_of,
-)
+from encoding_cases import assert_encoded, by_kernel, by_twin, run, upper_halves
 
 from megaopt.kernels.chunks.draws import (
     moment_bits_reference,
@@ -24,8 +16,22 @@ from megaopt.kernels.chunks.draws import (
     words_reference,
 )
 from megaopt.kernels.formats import MASTERS, STOCHASTIC_WEIGHTS
+from megaopt.kernels.optional_triton import jit, tl
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.base import draw_numbers
+
+
+@jit
+def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
+    tl.store(value_ptr + offsets, value)
+
+
+def values_of(form, codes):
+    """What codes say, fp32, by the twin."""
+    return form.decode_reference(*codes)
+
 
 DRAWS = 2**16
 ALL_BITS = torch.arange(DRAWS, dtype=torch.int32)

@@ -1,8 +1,12 @@
 """An error at any point of what changes an optimizer leaves weights, states and groups alone."""
 
+import contextlib
+import sys
+
 import pytest
 import torch
-from attacks import Before, Failing, Injected, failing_line
+from attacks import OURS, Before
+from handling import made
 from runs import (
     BF16,
     FORMATS,
@@ -20,10 +24,54 @@ from runs import (
     train,
     values,
 )
-from state_dicts import made
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megaopt import FusedAdam
 from megaopt.float8 import Float8Weight
+
+
+class Injected(BaseException):  # so that nothing on the way takes it for a fault of its own
+    pass
+
+
+class Failing(TorchDispatchMode):
+    """Lets the first operations of torch through, then one fails."""
+
+    def __init__(self, allowed):
+        super().__init__()
+        self.left, self.failed = allowed, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.left == 0 and not self.failed:
+            self.failed = True
+            raise Injected(str(func))
+        self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def failing_line(allowed):
+    """Lets the first lines of the package through, then one fails."""
+    left, failed = allowed, False
+
+    def on_event(frame, event, _):
+        nonlocal left, failed
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if event == "line" and not failed:
+            if left == 0:
+                failed = True
+                raise Injected(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            left -= 1
+        return on_event
+
+    before = sys.gettrace()
+    sys.settrace(on_event)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
 
 FP16_FP8 = {**FORMATS["fp8_moments"], "exp_avg_sq_dtype": torch.float16}
 

@@ -4,15 +4,27 @@ import contextlib
 import dis
 import importlib
 import re
+import resource
 import sys
 import traceback
 
 import torch
 from runs import assert_same, copied, params_of, snapshot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import megaopt
 import megaopt.integration
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file of this process can be written beyond so many bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
 
 PACKAGES = (megaopt, importlib.import_module("megaopt.kernels"), megaopt.integration)
 OURS = tuple(path for package in PACKAGES for path in package.__path__)
@@ -44,52 +56,6 @@ class Before:
         assert_same(content, self._content)
         assert len(objects) == len(self._objects)
         assert all(a is b for a, b in zip(objects, self._objects, strict=True))
-
-
-# --- an error at any point
-
-
-class Injected(BaseException):  # so that nothing on the way takes it for a fault of its own
-    pass
-
-
-class Failing(TorchDispatchMode):
-    """Lets the first operations of torch through, then one fails."""
-
-    def __init__(self, allowed):
-        super().__init__()
-        self.left, self.failed = allowed, False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.left == 0 and not self.failed:
-            self.failed = True
-            raise Injected(str(func))
-        self.left -= 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def failing_line(allowed):
-    """Lets the first lines of the package through, then one fails."""
-    left, failed = allowed, False
-
-    def on_event(frame, event, _):
-        nonlocal left, failed
-        if not frame.f_code.co_filename.startswith(OURS):
-            return None
-        if event == "line" and not failed:
-            if left == 0:
-                failed = True
-                raise Injected(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            left -= 1
-        return on_event
-
-    before = sys.gettrace()
-    sys.settrace(on_event)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 # --- errors that say what is wrong

@@ -39,19 +39,6 @@ def split_drawing_kernel(
     tl.store(code_ptr + offsets, code)
 
 
-@jit
-def join_kernel(weight_ptr, code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = FORMAT.decode(tl.load(weight_ptr + offsets), tl.load(code_ptr + offsets))
-    tl.store(value_ptr + offsets, value)
-
-
-@jit
-def decode_kernel(code_ptr, value_ptr, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(value_ptr + offsets, FORMAT.decode(tl.load(code_ptr + offsets), 1.0))
-
-
 def run(kernel, *tensors, form):
     block = 4096
     assert tensors[0].numel() % block == 0
@@ -102,11 +89,6 @@ def dtypes_of(form):
     return [form.requires_weight, form.dtype] if form.joined else [form.dtype]
 
 
-def values_of(form, codes):
-    """What codes say, fp32, by the twin."""
-    return form.decode_reference(*codes)
-
-
 def assert_encoded(form, values, device, bits=None):
     """Fails unless twin, kernel and oracle give the same codes; returns them."""
     expected = by_oracle(form, values, bits)
@@ -148,15 +130,6 @@ def ties(form):
     expected = torch.tensor([[code, code + code % 2, code + 1] for code in codes]).flatten()
     both = torch.cat([expected, expected + 128]).to(torch.uint8).view(form.dtype)
     return torch.cat([values, -values]), both
-
-
-def random_patterns(count):
-    """Half of all fp32 patterns, half of numbers where fp8 has codes."""
-    generator = np.random.default_rng(0)
-    patterns = generator.integers(0, 2**32, count // 2, dtype=np.uint32).view(np.float32)
-    exponents = np.exp2(generator.integers(-24, 18, count // 2)).astype(np.float32)
-    near = generator.standard_normal(count // 2, dtype=np.float32) * exponents
-    return torch.from_numpy(np.concatenate([patterns, near]))
 
 
 def assert_encodes(form, values, expected, device):

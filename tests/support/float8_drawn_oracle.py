@@ -69,12 +69,6 @@ def encode_pair(value, bits):
     return with_sign(code, value), rest.astype(np.int8)
 
 
-def decode(code):
-    """fp64 of uint8 codes that are numbers."""
-    magnitude = numbers(7 - EXPONENT_BITS)[code & 0x7F]
-    return np.where(code >= 0x80, -magnitude, magnitude)
-
-
 def decode_pair(code, rest):
     """fp64 of pairs whose codes are numbers; beyond the codes' numbers the last of these."""
     wide = np.clip((code & 0x7F).astype(np.int64) * 256 + rest, 0, LARGEST * 256)

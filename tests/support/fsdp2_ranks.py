@@ -1,12 +1,12 @@
 """What ranks do in the tests of DTensor parameters: real fully_shard, on CPUs, over gloo."""
 
+import contextlib
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from runs import BF16, FP32, assert_same, params_of, values
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, reduce_scatter_tensor
+from runs import BF16, FP32, assert_same, on_cpu, params_of, values
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,11 +20,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import megaopt
 from megaopt import FusedAdam
-from megaopt.kernels.step.reference import ReferencePlan
-from megaopt.params import view_of
 
 SHAPES = [(5, 3), (7,), (1, 4), (6, 2, 3), (2, 600)]
 """Cut in the first dimension: uneven on 2 to 4 ranks, the third empty on all but one."""
+
+
+PLACEMENTS = {
+    "rows": lambda shape: [Shard(0)],
+    "columns": lambda shape: [Shard(len(shape) - 1)],
+    "by turns": lambda shape: [Shard(sum(shape) % len(shape))],
+}
+MESHES = {
+    "rows and columns": lambda shape: [Shard(0), Shard(len(shape) - 1)],
+    "rows twice": lambda shape: [Shard(0), Shard(0)],
+    "the last two": lambda shape: [Shard(max(len(shape) - 2, 0)), Shard(len(shape) - 1)],
+    "copies of rows": lambda shape: [Replicate(), Shard(0)],
+    "copies of columns": lambda shape: [Replicate(), Shard(len(shape) - 1)],
+    "columns and copies": lambda shape: [Shard(len(shape) - 1), Replicate()],
+}
+COPIES = ("group", "mesh", "mesh of two dimensions")
 
 
 class Bare(torch.nn.Module):
@@ -91,23 +105,55 @@ def snapshot(optimizer):
     return whole({"weights": params, "states": states, "steps": steps})
 
 
-def build(options, replicas=1, dtype=None, shapes=SHAPES, seed=0):
-    """A model and its optimizer; without a process group a whole one.
+def groups_of(params, split):
+    """All parameters in a group; split: those of 24 rows in one of their own, of three matrices."""
+    if not split:
+        return params
+    is_fused = [param.shape[0] == 24 for param in params]
+    fused = [param for param, own in zip(params, is_fused, strict=True) if own]
+    rest = [param for param, own in zip(params, is_fused, strict=True) if not own]
+    return [{"params": fused, "split_sizes": [10, 10, 4]}, {"params": rest}]
+
+
+def ranks_as(kind):
+    """All ranks, as a process group or as a mesh of one dimension or two."""
+    world = dist.get_world_size()
+    if kind == "group":
+        return dist.group.WORLD
+    sizes = (world,) if kind == "mesh" else (2, world // 2)
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+
+
+def build(
+    options, replicas=1, shapes=SHAPES, seed=0, place="shards", sizes=(), split=False, device="cpu"
+):
+    """A model and its optimizer.
 
     options: FusedAdam's, or those of the class that "optimizer" is or names; "external" makes
         fp32 masters of the values before bf16.
+    place: "shards" are fully_shard's, with so many `replicas`; without a process group tensors are
+        whole. None: they are whole. Of PLACEMENTS or MESHES: DTensors on a mesh of these `sizes`.
+        Of COPIES: whole ones that all ranks have, among which they divide the work.
+    split: as groups_of takes it.
     """
     options = dict(options)
-    dtype = dtype or options.pop("weights", FP32)
-    model = Bare(shapes, dtype, seed)
-    if dist.is_initialized():
+    model = Bare(shapes, options.pop("weights", FP32), seed).to(device)
+    if place == "shards" and dist.is_initialized():
         sharded(model, replicas)
+    elif place in COPIES and dist.is_initialized():
+        options["replicas"] = ranks_as(place)
+    elif place in {**PLACEMENTS, **MESHES}:
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("a", "b")[: len(sizes)])
+        for name, param in list(model.named_parameters()):
+            lies = {**PLACEMENTS, **MESHES}[place](param.shape)
+            part = distribute_tensor(param.detach(), mesh, lies, src_data_rank=None)
+            setattr(model, name, torch.nn.Parameter(part))
     if options.pop("external", False):
         options["master_weights"] = [param.detach().clone() for param in model.parameters()]
         model.to(BF16)
     kind = options.pop("optimizer", FusedAdam)
     kind = getattr(megaopt, kind) if isinstance(kind, str) else kind
-    return model, kind(model.parameters(), **options)
+    return model, kind(groups_of(list(model.parameters()), split), **options)
 
 
 def train(model, optimizer, steps, first=0, **step):
@@ -119,11 +165,71 @@ def train(model, optimizer, steps, first=0, **step):
         optimizer.step(**step)
 
 
-def trained(options, steps, replicas=1, shapes=SHAPES, **step):
+def trained(
+    options, steps, replicas=1, shapes=SHAPES, *, place="shards", sizes=(), split=False,
+    device="cpu", **step,
+):  # fmt: skip
     """What an optimizer has after some steps; of all ranks the same."""
-    model, optimizer = build(options, replicas, shapes=shapes)
+    own = {"place": place, "sizes": sizes, "split": split, "device": device}
+    model, optimizer = build(options, replicas, shapes, **own)
     train(model, optimizer, steps, **step)
-    return snapshot(optimizer)
+    return on_cpu(snapshot(optimizer))
+
+
+def odd_step(model, optimizer, steps, oddity, more=1, **step):
+    """Steps, an odd one, and `more`: its error, what there was before it, is after it and then.
+
+    oddity: what the odd step is taken within, of the optimizer, whose gradients are there.
+    """
+    train(model, optimizer, steps, **step)
+    before, params = snapshot(optimizer), list(model.parameters())
+    give(params, gradients(steps, [tuple(param.shape) for param in params], params[0].dtype))
+    with oddity(optimizer):
+        error = raised_by(lambda: optimizer.step(**step))
+    after = snapshot(optimizer)
+    train(model, optimizer, more, first=steps, **step)
+    return error, before, after, snapshot(optimizer)
+
+
+@contextlib.contextmanager
+def odd_last_rank(optimizer, kind, places, options=None):
+    """Within it the last rank does something else than the others.
+
+    kind: it lacks a "gradient", has one of another "dtype", has another group, of `options`, or
+        fails in one of `places`, which are attributes, where others may wait for it.
+    """
+    if not is_last_rank():
+        yield
+        return
+    group, own = optimizer.param_groups[0], (options or {}).get(kind, {})
+    was, failing = {name: group[name] for name in own}, contextlib.nullcontext()
+    group.update(own)
+    if kind == "gradient":
+        group["params"][1].grad = None
+    elif kind == "dtype":
+        group["params"][1].grad_dtype = None
+        group["params"][1].grad = group["params"][1].grad.float()
+    elif not own:
+        failing = mock.patch.object(*places[kind], side_effect=RuntimeError("no memory"))
+    with failing:
+        yield
+    group.update(was)
+
+
+@contextlib.contextmanager
+def left_out(optimizer, reason, here=True):
+    """Within it "found_inf" is set, or the first gradient's last row has a "nan" `here`."""
+    grad = optimizer.param_groups[0]["params"][0].grad
+    if reason == "found_inf":
+        optimizer.found_inf = torch.tensor(1.0)
+    elif here:
+        (grad.to_local() if isinstance(grad, DTensor) else grad)[-1] = torch.nan
+    yield
+    optimizer.found_inf = None
+
+
+def is_last_rank():
+    return not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
 
 
 def split_muon(params, **options):
@@ -154,33 +260,31 @@ def assert_same_on_all(found, expected):
         assert_same(own, expected, f"rank {rank}")
 
 
+def perceptron(dtype=BF16):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    for seed, param in enumerate(model.parameters()):
+        param.data = values(param.shape, seed).to(dtype)
+    return model
+
+
+def released(options, releases, steps=3):
+    """What steps of a model leave behind, with its gradients released or not."""
+    options = {"lr": 0.01, "optimizer": FusedAdam, **options}
+    model = perceptron()
+    for layer in (model[0], model[2], model):
+        fully_shard(layer, mesh=mesh_of())
+    optimizer = options.pop("optimizer")(model.parameters(), **options)
+    if releases:
+        megaopt.release_gradients(model, optimizer)
+    for step in range(steps):
+        model(values((4, 6), step, BF16)).float().pow(2).sum().backward()
+        assert all((param.grad is None) is releases for param in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(optimizer)
+
+
 # --- what belongs to the processes alone
-
-
-def first_elements(shape, replicas, *dims):
-    """For whole tensors that count their elements: what a view says, and the shard's first."""
-    mesh = mesh_of(replicas)
-    counts = torch.arange(torch.Size(shape).numel(), dtype=FP32).view(shape)
-    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    view = view_of(distribute_tensor(counts, mesh, placements, src_data_rank=None))
-    own = view.local.flatten()[:1].tolist()
-    return view.first_element, own, view.number(7), view.wrap(view.local).full_tensor().tolist()
-
-
-def kinds_of_state(options, replicas):
-    """Whether each state tensor is a DTensor of the parameter's mesh and placements."""
-    model, optimizer = build(options, replicas)
-    train(model, optimizer, 1)
-    return [
-        isinstance(tensor, DTensor)
-        and tensor.placements == param.placements
-        and tensor.device_mesh == param.device_mesh
-        and tensor.shape == param.shape
-        and tensor.stride() == param.stride()
-        for param in model.parameters()
-        for tensor in optimizer.state[param].values()
-        if tensor is not None
-    ]
 
 
 def options_of(flat, full=False):
@@ -196,16 +300,16 @@ def content_of(model, optimizer, given):
     }
 
 
-def save(options, steps, folder, flat, shapes=SHAPES):
-    model, optimizer = build(options, shapes=shapes)
+def save(options, steps, folder, flat, shapes=SHAPES, replicas=1):
+    model, optimizer = build(options, replicas, shapes)
     train(model, optimizer, steps)
     dcp.save(content_of(model, optimizer, options_of(flat)), checkpoint_id=folder)
     return snapshot(optimizer)
 
 
-def load(options, folder, flat, shapes=SHAPES):
+def load(options, folder, flat, shapes=SHAPES, replicas=1):
     """Model and optimizer from a checkpoint; all that was made here is overwritten."""
-    model, optimizer = build({**options, "lr": 77.0}, shapes=shapes, seed=50)
+    model, optimizer = build({**options, "lr": 77.0}, replicas, shapes, seed=50)
     given = options_of(flat)
     content = content_of(model, optimizer, given)
     dcp.load(content, checkpoint_id=folder)
@@ -214,9 +318,9 @@ def load(options, folder, flat, shapes=SHAPES):
     return model, optimizer
 
 
-def load_and_train(options, steps, first, folder, flat, shapes=SHAPES):
+def load_and_train(options, steps, first, folder, flat, shapes=SHAPES, replicas=1):
     """From a checkpoint of another number of ranks on: what is loaded, and what it comes to."""
-    model, optimizer = load(options, folder, flat, shapes)
+    model, optimizer = load(options, folder, flat, shapes, replicas)
     loaded = snapshot(optimizer)
     train(model, optimizer, steps, first)
     return loaded, snapshot(optimizer)
@@ -236,202 +340,3 @@ def through_full_state(options, steps, more, shapes=SHAPES):
     set_optimizer_state_dict(model, optimizer, saved, options=given)
     train(model, optimizer, more, steps)
     return snapshot(optimizer)
-
-
-def look_before_the_first_step(options, steps, poison):
-    """What get_optimizer_state_dict leaves behind, and what training then comes to."""
-    model, optimizer = build(options)
-    if poison:
-        with torch.no_grad():
-            for param in model.parameters():
-                flat = param.to_local().view(-1)
-                flat[:1], flat[1:2] = float("nan"), -0.0
-                flat[2:3], flat[3:4] = float("inf"), 1e-40
-    before = [param.to_local().clone() for param in model.parameters()]
-    lrs = [group["lr"] for group in optimizer.param_groups]
-    saved = get_optimizer_state_dict(model, optimizer)
-    after = [param.to_local().clone() for param in model.parameters()]
-    state = snapshot(optimizer)
-    assert [group["lr"] for group in optimizer.param_groups] == lrs
-    assert all(param.grad is None for param in model.parameters())
-    train(model, optimizer, steps)
-    names = {name: sorted(own) for name, own in saved["state"].items()}
-    return before, after, state, snapshot(optimizer), names
-
-
-def warm_up_from_zero(options, shapes, row):
-    """The first step has lr=0, and gradients that are 0 but for one row; then a second step."""
-    model, optimizer = build(options, shapes=shapes)
-    params = list(model.parameters())
-    for lr in (0.0, 0.5):
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        grads = [torch.zeros(shape) for shape in shapes]
-        grads[0][row] = 1.0
-        give(params, grads)
-        optimizer.step()
-    return snapshot(optimizer)
-
-
-def gradients_of_0(options):
-    model, optimizer = build(options)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    return snapshot(optimizer)
-
-
-# --- the norm over ranks
-
-
-def clipped(options, steps, replicas, beside):
-    """Steps that clip; and the norms. With a plain parameter, the same on all ranks, beside."""
-    model, optimizer = build(options, replicas)
-    if beside:
-        plain = torch.nn.Parameter(values((9,), 70))
-        optimizer.add_param_group({"params": [plain]})
-    norms = []
-    for step in range(steps):
-        shapes = [tuple(param.shape) for param in model.parameters()]
-        give(model.parameters(), gradients(step, shapes, next(model.parameters()).dtype))
-        if beside:
-            plain.grad = values((9,), 90 + step)
-        optimizer.step(clip_norm=1.0)
-        norms.append(optimizer.grad_norm.clone())
-    return snapshot(optimizer), norms
-
-
-def one_infinity(options, place):
-    """An infinity in one element of one tensor, which one rank holds."""
-    model, optimizer = build({**options, "nonfinite": "skip"})
-    train(model, optimizer, 1)
-    before = snapshot(optimizer)
-    grads = gradients(1)
-    grads[4].view(-1)[place] = float("inf")
-    give(model.parameters(), grads)
-    optimizer.step()
-    return before, snapshot(optimizer)
-
-
-def without_gradients_here(options):
-    """Only the last parameters have gradients, of which some ranks hold nothing."""
-    model, optimizer = build(options, shapes=[(1, 4), (1,)])
-    train(model, optimizer, 2, clip_norm=0.5)
-    return snapshot(optimizer), optimizer.grad_norm
-
-
-def scaled_by_a_grad_scaler(options, overflow_on, step_unscales):
-    """torch.amp.GradScaler over DTensors: an infinity in one row of one gradient."""
-    model, optimizer = build(options)
-    optimizer.step_unscales = step_unscales
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    scaler.scale(torch.ones(()))
-    counts = []
-    for step in range(3):
-        grads = [grad * scaler.get_scale() for grad in gradients(step)]
-        if step == 1:
-            grads[0][overflow_on] = float("inf")
-        give(model.parameters(), grads)
-        scaler.step(optimizer)
-        scaler.update()
-        counts.append(optimizer.param_groups[0]["step"])
-    return snapshot(optimizer), counts, scaler.get_scale()
-
-
-def unscaled_by_a_step(options, transposed):
-    """The gradients that steps under a scale leave, and the scaled ones."""
-    model, optimizer = build({**options, "write_unscaled_grads": True})
-    optimizer.grad_scale, seen = torch.tensor(256.0), []
-    for step in range(2):
-        given = [grad * 256.0 for grad in gradients(step)]
-        give(model.parameters(), given)
-        if transposed:
-            shard = model.p0.grad._local_tensor
-            model.p0.grad._local_tensor = shard.t().contiguous().t()
-        optimizer.step()
-        seen.append([whole(param.grad) for param in model.parameters()])
-    return snapshot(optimizer), seen
-
-
-# --- shards that move, and what lies beside them
-
-
-def moved(options):
-    """Shards in new memory, some of them transposed, between steps; what was left stays."""
-    model, optimizer = build(options)
-    train(model, optimizer, 1)
-    left = []
-    for param in model.parameters():
-        for own in (param, *optimizer.state[param].values()):
-            if own is not None:
-                left.append((own._local_tensor, own._local_tensor.clone()))
-                own._local_tensor = own._local_tensor.clone()
-    shard = model.p0._local_tensor
-    model.p0._local_tensor = shard.t().contiguous().t()
-    train(model, optimizer, 2, first=1)
-    assert all(torch.equal(was, copy) for was, copy in left)
-    return snapshot(optimizer)
-
-
-def beside_plain_ones(options):
-    """DTensors and plain parameters in one optimizer; and the launches of each step."""
-    mesh, launch_alone = mesh_of(), ReferencePlan.step
-    wholes = [values(shape, i) for i, shape in enumerate([(5, 3), (7,), (4,)])]
-    given = [
-        distribute_tensor(wholes[0], mesh, [Replicate()], src_data_rank=None),
-        wholes[1],
-        distribute_tensor(wholes[2], mesh, [Replicate()], src_data_rank=None),
-    ]
-    params = [torch.nn.Parameter(value) for value in given]
-    optimizer = FusedAdam(params, **options)
-    launches = []
-    for step in range(3):
-        give(params, gradients(step, [tuple(param.shape) for param in params]))
-        with mock.patch.object(ReferencePlan, "step", autospec=True) as launch:
-            launch.side_effect = launch_alone
-            optimizer.step()
-        launches.append(launch.call_count)
-    return snapshot(optimizer), launches
-
-
-def read_and_set(options):
-    """Values read, and set again into another optimizer; what they are, and its state."""
-    model, optimizer = build(options)
-    train(model, optimizer, 2)
-    other_model, other = build(options, seed=50)
-    read = {}
-    for name in ("exp_avg", "exp_avg_sq", "master_param"):
-        pairs = zip(model.parameters(), other_model.parameters(), strict=True)
-        for index, (param, own) in enumerate(pairs):
-            value = optimizer.get_unscaled_state(param, name)
-            assert value.placements == param.placements
-            assert value.device_mesh == param.device_mesh
-            other.set_scaled_state(own, name, value.clone())
-            read[f"{name} {index}"] = whole(value)
-    for own in other.param_groups:
-        own["step"] = 2
-    # an fp32 master sets no weight before the next step
-    train(other_model, other, 1, first=2)
-    train(model, optimizer, 1, first=2)
-    return read, snapshot(other), snapshot(optimizer)
-
-
-def gradients_that_are_on_their_way(options):
-    """Each rank has half of every gradient; collectives that nobody has waited for add them up."""
-    mesh, shapes = mesh_of(), [(4, 3), (6,)]
-    params = [torch.nn.Parameter(split_like_rows(mesh, s, i)) for i, s in enumerate(shapes)]
-    optimizer = FusedAdam(params, **options)
-    for step in range(3):
-        for param, grad in zip(params, gradients(step, shapes), strict=True):
-            param.grad = distribute_tensor(grad, mesh, [Shard(0)], src_data_rank=None)
-            half = grad / dist.get_world_size()
-            if step:  # the batches are made with a tensor that is there
-                local = reduce_scatter_tensor(half, "sum", 0, mesh)
-                assert type(local) is AsyncCollectiveTensor
-                param.grad._local_tensor = local
-        optimizer.step(clip_norm=1.0)
-    return snapshot(optimizer)
-
-
-def split_like_rows(mesh, shape, seed):
-    return distribute_tensor(values(shape, seed), mesh, [Shard(0)], src_data_rank=None)

@@ -39,8 +39,6 @@ from megaopt import (
     FusedLion,
     FusedMuon,
     GaLoreAdamW,
-    cast_model,
-    get_fp32_model_state_dict,
 )
 
 WIDTH, HIDDEN, VOCABULARY = 7, 10, 11
@@ -379,22 +377,6 @@ def stepped_beside_one(use, kind, device="cpu"):
     ]
 
 
-def cast_beside_one(use, kind, device="cpu", **keep):
-    """Steps of a model that cast_model casts to bf16 before its first forward; its weights' dtypes.
-
-    The process beside it loads the masters, which have the values before the cast.
-    """
-    run = started(use, kind, device)
-    before = {name: whole(param) for name, param in run.model.named_parameters()}
-    cast_model(run.model, BF16, optimizer=run.optimizers[0], **keep)
-    masters = get_fp32_model_state_dict(run.model, run.optimizers[0])
-    assert_same(whole(dict(masters)), before, "masters")
-    alone = Alone(kind, run)
-    alone.optimizers[0].load_state_dict(whole(run.optimizers[0].state_dict()))
-    stepped(run, alone, range(4))
-    return {name: param.dtype for name, param in run.model.named_parameters()}
-
-
 # --- checkpoints
 
 
@@ -442,22 +424,3 @@ def resumed_beside_one(use, kind, folder, is_async=False, several=False, flat=Fa
         other.model.zero_grad()
     assert_same(snapshots(other.optimizers), snapshots(alone.optimizers), "the end")
     return on_cpu(losses), on_cpu(again)
-
-
-def saved_by(use, kind, folder):
-    """What the optimizer has after two steps, when it is saved."""
-    run = started(use, kind)
-    stepped(run, Alone(kind, run), range(2))
-    dcp.save(content_of(run, None), checkpoint_id=folder)
-    return snapshots(run.optimizers)
-
-
-def loaded_by(use, kind, folder):
-    """What another run has of it; then it steps beside one process that loads its state dict."""
-    run = started(use, kind, seed=1)
-    load(run, folder, None)
-    loaded, alone = snapshots(run.optimizers), Alone(kind, run)
-    for plain, sharded in zip(alone.optimizers, run.optimizers, strict=True):
-        plain.load_state_dict(whole(sharded.state_dict()))
-    stepped(run, alone, range(2, 4))
-    return loaded

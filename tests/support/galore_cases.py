@@ -1,7 +1,12 @@
 """GaLore's twin on fp64 tensors, and runs of GaLoreAdamW."""
 
 import dataclasses
+import importlib
+import sys
+import types
+from importlib.util import find_spec
 
+import pytest
 import torch
 from runs import values
 
@@ -11,6 +16,32 @@ from megaopt.kernels.galore import rule as matrix
 from megaopt.kernels.matrix.plan import MatrixPlan
 from megaopt.kernels.rules import galore
 from megaopt.kernels.rules.matrix import Matrix
+
+# galore_torch's AdamW, without what its package imports and AdamW does not need.
+
+_missing = [
+    name
+    for name in ("galore_torch", "transformers")
+    if name not in sys.modules and find_spec(name) is None
+]
+needs_galore_torch = pytest.mark.skipif(bool(_missing), reason=f"needs {', '.join(_missing)}")
+
+
+def adamw():
+    """The module galore_torch.adamw; the package's own __init__ wants bitsandbytes."""
+    if "galore_torch" not in sys.modules:
+        package, spec = types.ModuleType("galore_torch"), find_spec("galore_torch")
+        package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec
+        sys.modules["galore_torch"] = package
+    return importlib.import_module("galore_torch.adamw")
+
+
+def side_of(proj_type, shape):
+    """Which side of the gradient is multiplied: the smaller dimension's by default."""
+    rows, columns = shape
+    by_shape = {"std": rows >= columns, "reverse_std": rows < columns}
+    return "right" if by_shape.get(proj_type, proj_type in ("right", "auto")) else "left"
+
 
 FLOAT32 = WEIGHTS["float32"]
 GROUP = {

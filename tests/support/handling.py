@@ -4,7 +4,17 @@ import contextlib
 
 import pytest
 from kinds import on_the_host
-from runs import assert_same, params_of, snapshot, train
+from runs import BF16, FORMATS, assert_same, parameters, params_of, snapshot, train
+
+from megaopt import FusedAdam
+
+all_formats = pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
+HYPER = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def made(options, dtype=BF16, **more):
+    return FusedAdam(parameters(dtype=dtype), **{**HYPER, **options, **more})
+
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "triton"])
 both_modes = pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])

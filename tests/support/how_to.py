@@ -2,11 +2,29 @@
 
 import importlib.util
 import os
+import runpy
 import socket
 
 import pytest
+import torch
 from modules import loaded
 from ranks import start_ranks
+
+# Scripts of docs/how-to, within ranks that are there already.
+
+
+def train(script, *arguments):
+    """What the script's `train` returns."""
+    return runpy.run_path(script)["train"](*arguments, torch.device("cpu"))
+
+
+def trained_by(blocks):
+    """The whole weights of `model` after a page's code."""
+    torch.manual_seed(0)
+    found = {}
+    for code in blocks:
+        exec(code, found)
+    return [param.full_tensor().detach() for param in found["model"].parameters()]
 
 
 def needs(*packages):

@@ -285,29 +285,6 @@ def make_groups(case):
     MADE[:] = [sizes]
 
 
-_place: list[int] = []
-"""This process's number among all of its pool, and how many have met."""
-
-
-def among(world, meeting, function, *arguments):
-    """What a function returns on the first ranks, which meet anew where others had met; else None.
-
-    meeting: a file that is not there yet.
-    """
-    _place[:] = _place or [dist.get_rank(), dist.get_world_size()]
-    rank, met = _place
-    if world != met:
-        megatron("parallel_state").destroy_model_parallel()
-        MADE.clear()
-        dist.destroy_process_group()
-        if rank >= world:
-            dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
-        else:
-            dist.init_process_group("gloo", f"file://{meeting}", world_size=world, rank=rank)
-        _place[1] = world
-    return function(*arguments) if rank < world else None
-
-
 @contextlib.contextmanager
 def rounding_clipped():
     """Within it Megatron's clipping of fp32 copies rounds as that of bf16 gradients."""

@@ -38,13 +38,3 @@ def oracle_norm(counts):
     square = (leading * 2.0**50 + trailing) * 2.0 ** (WIDTH * (top - 1))
     with np.errstate(over="ignore"):
         return torch.tensor(np.float32(math.sqrt(square)))
-
-
-def norm_of(tensors):
-    """The norm of all elements of the tensors, fp32, NaN and infinity included."""
-    values = torch.cat([tensor.detach().flatten().float().cpu() for tensor in tensors])
-    if bool(values.isnan().any()):
-        return torch.tensor(math.nan)
-    if bool(values.isinf().any()):
-        return torch.tensor(math.inf)
-    return oracle_norm(oracle_counts(values))

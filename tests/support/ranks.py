@@ -4,10 +4,13 @@ import contextlib
 import io
 import multiprocessing
 import os
+import sys
 import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
 
 import psutil
 import torch
@@ -19,6 +22,7 @@ from torch.distributed import distributed_c10d
 PATIENCE = 120
 """Seconds that a rank waits for the others, and the test for all of them."""
 PRELOADED = [
+    "pytest",
     "megaopt.recording.recorder",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -27,6 +31,12 @@ PRELOADED = [
     "torch._inductor",
     "triton.language",
 ]
+
+if "tests" not in sys.modules:
+    # a process that tests start finds their functions by pytest's names of test modules, such as
+    # "tests.integration.test_agreement", without the repository's root on its path
+    sys.modules["tests"] = ModuleType("tests")
+    sys.modules["tests"].__path__ = [str(Path(__file__).parents[1])]
 
 
 class RankError(AssertionError):
@@ -115,7 +125,13 @@ def forking():
 def start_ranks(function, arguments, world):
     """Calls it with the rank and the arguments in so many processes, and waits for their ends."""
     forking()
-    torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        _call, (function, *arguments), world, start_method="forkserver"
+    )
+
+
+def _call(rank, function, *arguments):
+    function(rank, *arguments)  # this module comes first: only then others can be imported
 
 
 class Ranks:

@@ -91,6 +91,15 @@ def snapshot(optimizer):
     return copied(found)
 
 
+def everything(optimizer):
+    """Weights, states, counts and gradients, copied."""
+    params = params_of(optimizer)
+    weights = [p.tensors() if hasattr(p, "tensors") else p.detach() for p in params]
+    states = [dict(optimizer.state[p]) if p in optimizer.state else None for p in params]
+    counts = [group["step"] for group in optimizer.param_groups]
+    return copied([weights, states, counts, [param.grad for param in params]])
+
+
 def assert_same(found, expected, what=""):
     """Fails unless two snapshots or parts of them are the same, tensors bit by bit."""
     if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):

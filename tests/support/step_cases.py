@@ -9,9 +9,8 @@ import torch
 from bits import INTEGERS, assert_same_bits
 
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.chunks.table import Geometry
 from megaopt.kernels.formats import GRADS, MASTERS, MOMENTS, NONE, STOCHASTIC_WEIGHTS, WEIGHTS
-from megaopt.kernels.place import Place, in_order
+from megaopt.kernels.place import in_order
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.kernels.step.reference import ReferencePlan
@@ -57,20 +56,6 @@ def combinations():
     tables = (GRADS.values(), PAIRS, NO_BLOCKS, NO_BLOCKS)
     for grad, (weight, master), *moments in itertools.product(*tables):
         yield Formats(grad, weight, master, tuple(moments), ADAM)
-
-
-def one_in_15(remainder=0):
-    """One in 15 of all combinations, in which each two formats of any two slots are together.
-
-    Two moments' places differ by that of weight and master, modulo 5, which are more than 5; the
-    gradient's goes by these and the first moment's, modulo 3.
-    """
-    sizes = [len(each) for each in (GRADS, PAIRS, NO_BLOCKS, NO_BLOCKS)]
-    assert (sizes[0], sizes[2], sizes[1] > 5) == (3, 5, True)
-    for place, formats in zip(itertools.product(*map(range, sizes)), combinations(), strict=True):
-        grad, pair, first, second = place
-        if (second - first - pair) % 5 * 3 + (grad - pair - first) % 3 == remainder:
-            yield formats
 
 
 def name_of(formats):
@@ -139,37 +124,6 @@ def block_combinations(blocks=(128, 64)):
         for grad, (weight, master), *moments in itertools.product(*tables):
             if any(form.block for form in moments):
                 yield Formats(grad, weight, master, tuple(moments), ADAM)
-
-
-def one_of_each_pair(block):
-    """A combination for each weight and master, gradients and moments in turn."""
-    found = {}
-    for formats in block_combinations([block]):
-        found.setdefault((formats.weight.name, formats.master.name), []).append(formats)
-    return [own[(5 * index + 3) % len(own)] for index, own in enumerate(found.values())]
-
-
-IN_BLOCKS = {
-    block: one_of_each_pair(block)
-    for block in sorted({f.block for f in MOMENTS.values() if f.block})
-}
-"""Curated combinations by the size of blocks."""
-
-
-def company(formats):
-    """Sizes and places of tensors that are hard for these formats, and a geometry of many chunks.
-
-    Blocks begin with the tensor or before it, in quads and not, beyond 2**31 elements.
-    """
-    if not formats.block:
-        return [1, 127, 128, 129, 0, 300], None, Geometry(64, 2)
-    counts = [1, 127, 128, 129, 0, 64, 63, 1000]
-    firsts = [0, 128, 5, 1 << 34, 64, 64 + 16, (1 << 31) - 3, 77]
-    if formats.block == 32:  # two elements a byte
-        counts = [2, 30, 32, 34, 0, 64, 62, 1000]
-        firsts = [0, 32, 6, 1 << 34, 16, 64 + 16, (1 << 31) - 2, 78]
-    places = [Place(index + 3, first) for index, first in enumerate(firsts)]
-    return counts, places, Geometry(256, 2)
 
 
 def scales_of_blocks(count, block, first, generator):
@@ -313,11 +267,6 @@ def assert_all_agree(formats, rule, group, counts, device, geometry=None, ties=F
     oracle_step(truth, formats, rule, group, places)
     assert_same_buffers(twin, truth)
     assert_same_buffers(kernel, truth)
-
-
-def assert_hard_tensors_agree(formats, rule, device, group=GROUP):
-    counts, places, geometry = company(formats)
-    assert_all_agree(formats, rule, group, counts, device, geometry, places=places)
 
 
 def assert_same_buffers(found, expected):

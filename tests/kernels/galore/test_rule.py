@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from bits import assert_same_bits
-from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of
-from galore_oracle import Oracle, assert_basis, side_of
+from galore_cases import GAP, GROUP, SHAPES, Twin, grad_of, side_of
 from mutants import mutant
 from runs import values
 
@@ -26,6 +25,44 @@ from megaopt.kernels.galore.rule import (
     sketched,
 )
 from megaopt.kernels.rules import galore
+
+
+class Oracle:
+    """One matrix on its way: an Adam in the small space, whose steps are taken in the large one."""
+
+    def __init__(self, weight, side, group):
+        self.weight, self.side, self.group, self.count = weight.copy(), side, group, 0
+        self.mean = self.square = 0.0
+
+    def step(self, grad, basis):
+        """basis: rows that are orthonormal for the right side, columns for the left one."""
+        own, (fast, slow) = self.group, self.group["betas"]
+        small = grad @ basis.T if self.side == "right" else basis.T @ grad
+        self.count += 1
+        self.mean = self.mean * fast + small * (1 - fast)
+        self.square = self.square * slow + small**2 * (1 - slow)
+        small = self.mean / (np.sqrt(self.square) + own["eps"])
+        large = own["scale"] * (small @ basis if self.side == "right" else basis @ small)
+        rate = own["lr"]
+        if own["bias_correction"]:
+            rate = rate * np.sqrt(1 - slow**self.count) / (1 - fast**self.count)
+        self.weight = self.weight - rate * large
+        self.weight = self.weight - own["lr"] * own["weight_decay"] * self.weight
+
+
+def assert_basis(basis, grad, side, energy_of_best):
+    """Fails unless it is orthonormal and captures so much of what any basis of its size can.
+
+    basis: fp32, as Oracle.step takes it; energy_of_best: a share of the largest singular values'.
+    """
+    rows = np.float64(basis if side == "right" else basis.T)
+    rank, width = rows.shape
+    # LAPACK's users' guide: singular vectors are orthonormal to some epsilon times a dimension
+    assert np.abs(rows @ rows.T - np.eye(rank)).max() <= width * 2.0**-23
+    grad = np.float64(grad if side == "right" else grad.T)
+    best = (np.linalg.svd(grad, compute_uv=False)[:rank] ** 2).sum()
+    assert ((grad @ rows.T) ** 2).sum() >= energy_of_best * best
+
 
 SOURCES = Path(kernels.__path__[0])
 PROJ_TYPES = ("std", "reverse_std", "right", "left", "auto")

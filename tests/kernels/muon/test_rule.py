@@ -6,12 +6,14 @@ from functools import cache
 from itertools import pairwise
 
 import ml_dtypes
-import muon_oracle
 import numpy as np
 import pytest
+import tensor_core_model
 import torch
 from bits import assert_same_bits
 from muon_cases import FORMS, SIMPLE, how_of
+from norm_oracle import oracle_counts, oracle_norm
+from oracle import F32, add, divide, multiply, root
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from megaopt.kernels.muon.newton_schulz import Immediate, begun, iterated, orthogonal, room_of
@@ -20,6 +22,132 @@ from megaopt.kernels.muon.orthogonal import COEFFICIENTS, Orthogonal, coefficien
 from megaopt.kernels.muon.rule import MUON
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import Work
+
+# An independent oracle of Muon's iteration: docs/numbers.md's "Muon" in numpy.
+#
+# Products are tensor_core_model's, of Python's integers; each other operation is oracle's, fp64
+# rounded to fp32 once. Nothing of megaopt is used.
+
+DTYPES = {"bf16": ("bfloat16", ml_dtypes.bfloat16), "fp16": ("float16", np.float16)}
+
+
+class Numbers:
+    """Products and roundings of a precision."""
+
+    def __init__(self, precision):
+        self.kind, self.dtype = DTYPES[precision]
+
+    def rounded(self, value):
+        with np.errstate(all="ignore"):
+            own = np.ascontiguousarray(value.astype(self.dtype))
+        own.view(np.uint16)[np.isnan(value)] = 0x7FFF
+        return own
+
+    def product(self, left, right):
+        own = [np.ascontiguousarray(each).view(np.uint16) for each in (left, right)]
+        oracle_begun = np.zeros((len(left), right.shape[1]), np.uint32)
+        return tensor_core_model.product(*own, oracle_begun, self.kind).view(F32)
+
+    def made(self, left, right, alpha=1.0, added=None, beta=1.0, diagonal=None, scale=None):
+        value = multiply(self.product(left, right), F32(alpha))
+        if added is not None:
+            value = add(value, multiply(added.astype(F32), F32(beta)))
+        if diagonal is not None:
+            value = np.where(np.eye(len(value)) == 1, add(value, F32(diagonal)), value)
+        return self.rounded(value if scale is None else multiply(value, scale))
+
+    def symmetric(self, left, right, **others):
+        """What is below the diagonal, above it too."""
+        own = self.made(left, right, **others)
+        return np.where(np.tri(len(own)) == 1, own, own.T)
+
+
+def norm_of(values, eps):
+    own = F32(oracle_norm(oracle_counts(torch.from_numpy(values.astype(F32).flatten()))))
+    return max(own, F32(eps))
+
+
+def oracle_begun(u, precision, eps):
+    """What the iteration begins with, and its norm."""
+    if precision == "bf16":
+        x = u.astype(ml_dtypes.bfloat16)
+        return x, norm_of(x, eps)
+    norm = norm_of(u, eps)
+    power = F32(2.0 ** (14 - np.floor(np.log2(np.float64(norm)))))
+    return multiply(u, power).astype(np.float16), multiply(norm, power)
+
+
+def oracle_orthogonal(u, form, precision, coefficients, eps, ratio, restarts):
+    """O of u, fp32 [m, n]."""
+    numbers = Numbers(precision)
+    x, norm = oracle_begun(u, precision, eps)
+    tall = len(x) > x.shape[1]
+    x = x.T if tall else x
+    inverse = divide(F32(1), norm)
+    first, last = inverse, F32(ratio)
+    make = gram if form == "gram" else standard
+    made = make(numbers, x, coefficients, multiply(inverse, inverse), first, last, restarts)
+    return made.T if tall else made
+
+
+def standard(numbers, x, coefficients, square, first, last, restarts):
+    for step, (a, b, c) in enumerate(coefficients):
+        is_first, is_last = step == 0, step == len(coefficients) - 1
+        A = numbers.made(x, x.T, scale=square if is_first else None)
+        scale = factor(first, last, is_first, is_last)
+        if c:
+            B = numbers.made(A, A, c, A, b)
+            x = numbers.made(B, x, added=x, beta=a, scale=scale)
+        else:
+            x = numbers.made(A, x, b, x, a, scale=scale)
+    return x
+
+
+def factor(first, last, is_first, is_last):
+    if is_first and is_last:
+        return multiply(first, last)
+    return first if is_first else last if is_last else None
+
+
+def gram(numbers, x, coefficients, square, first, last, restarts):
+    is_begun, count, R, Q = False, len(coefficients), None, None
+    for step, (a, b, c) in enumerate(coefficients):
+        is_new = step == 0 or step in restarts
+        if is_new and step:
+            x = numbers.made(Q, x, scale=None if is_begun else first)
+            is_begun = True
+        if is_new:
+            R = numbers.made(x, x.T, scale=None if step else square)
+        W = numbers.symmetric(R, R, alpha=c, added=R, beta=b, diagonal=a)
+        Q = W if is_new else numbers.symmetric(Q, W)
+        if step + 1 < count and step + 1 not in restarts:
+            R = numbers.symmetric(W, numbers.symmetric(R, W))
+    return numbers.made(Q, x, scale=factor(first, last, not is_begun, True))
+
+
+def lane_sum(values):
+    """The sums of the last dimension, by 256 lanes."""
+    padded = np.zeros((*values.shape[:-1], -(-values.shape[-1] // 256) * 256), F32)
+    padded[..., : values.shape[-1]] = values
+    lanes = np.zeros((*values.shape[:-1], 256), F32)
+    for block in np.split(padded, max(padded.shape[-1] // 256, 1), axis=-1):
+        lanes = add(lanes, block)
+    while lanes.shape[-1] > 1:
+        lanes = add(lanes[..., 0::2], lanes[..., 1::2])
+    return lanes[..., 0]
+
+
+def normuon(update, v, beta2, ratio):
+    """The update of second moments, of the update's dtype, and the new v."""
+    wide = update.astype(F32)
+    s = lane_sum(multiply(wide, wide))
+    t = divide(s, F32(update.shape[1]))
+    v = add(multiply(v, F32(beta2)), multiply(t, F32(1.0 - beta2)))
+    r = add(root(v), F32(1e-8))
+    w, y = root(lane_sum(s)), root(lane_sum(divide(s, multiply(r, r))))
+    z = multiply(divide(w, max(y, F32(1e-8))), F32(ratio))
+    return multiply(wide, divide(z, r)[:, None]).astype(update.dtype), v
+
 
 SHAPES = [(5, 20), (20, 5), (7, 7), (1, 17), (17, 1)]
 
@@ -49,7 +177,7 @@ def test_the_twin_is_the_oracle(form, shape):
         how = how_of(form, coefficients=coefficients, adjust=1.5, eps=1e-3 if seed == 2 else 1e-7)
         direction = random(shape, seed, 10.0 ** (4 * seed - 7))
         own = (method, precision, coefficients, how.eps, 1.5, how.restarts)
-        expected = muon_oracle.orthogonal(direction.numpy(), *own).astype(np.float32)
+        expected = oracle_orthogonal(direction.numpy(), *own).astype(np.float32)
         found = orthogonal(direction, how).float()
         assert_same_bits(found, torch.from_numpy(np.ascontiguousarray(expected)), f"{name}")
 
@@ -61,7 +189,7 @@ def test_small_numbers_beside_large_ones(form):
     method, precision = form.split()
     how = how_of(form, coefficients=SIMPLE[:2], adjust=1.0)
     own = (method, precision, SIMPLE[:2], how.eps, 1.0, how.restarts)
-    expected = muon_oracle.orthogonal(direction.numpy(), *own).astype(np.float32)
+    expected = oracle_orthogonal(direction.numpy(), *own).astype(np.float32)
     assert_same_bits(orthogonal(direction, how).float(), torch.from_numpy(expected))
 
 
@@ -97,7 +225,7 @@ def test_second_moments_are_the_oracles():
         for shape in ((3, 600), (600, 3), (1, 1)):
             update, v = random(shape, 1, 0.1).to(dtype), random(shape[:1], 2).abs()
             own = update.float().numpy().astype(numbers)
-            expected, after = muon_oracle.normuon(own, v.numpy(), 0.9, 0.2)
+            expected, after = normuon(own, v.numpy(), 0.9, 0.2)
             found = normalized(update, v, 0.9, 0.2)
             wanted = torch.from_numpy(expected.astype(np.float32)).to(dtype)
             assert_same_bits(found, wanted, f"{dtype} {shape}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import full_disk
+from attacks import full_disk
 from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import cli

@@ -10,9 +10,9 @@ import faulty_runs
 import pytest
 import torch
 from faulty_runs import AT, Faults, run
-from old_recordings import undated
 from recorded import recorded
 from safetensors.torch import load_file, save_file
+from written_runs import undated
 
 from megaopt import FusedAdam, Recorder
 from megaopt.commands.compared import growth_rows

@@ -2,22 +2,261 @@
 
 import json
 import os
+import pickle
+import random
 import shutil
 import site
 import subprocess
 import sys
 import unicodedata
 import warnings
+import zlib
 
-import hostile
+import numpy
 import pytest
 import torch
 from recorded import recorded
+from safetensors.torch import load_file, save_file
 from tiny_runs import UNFUSED, fused, tiny_run
 
 from megaopt.commands import bisect, cli, exits
 from megaopt.commands.export import cell
+from megaopt.recording.files import CHECK, HEADER, MAGIC, ROW, SAMPLE
 from megaopt.recording.replay import _is_ours_to_import
+
+# Recordings and other files as somebody might write them who means harm, or a disk that fails.
+
+NAMES = (
+    "a[/b]",
+    "experts[bold red]0",
+    "[link=https://example.com]w[/link]",
+    ":cat:",
+    "\x1b[2J\x1b]0;title\x07",
+    "weight\nsame: 3 steps from 1 to 3, 4 tensors, bit for bit",
+    "a\rb",
+    "\u202egnp.exe",
+    "\u200b\u2066x\u2069",
+    "\ud800",
+    '=HYPERLINK("https://example.com")',
+    "@SUM(1)",
+    "../../up",
+    "/etc/passwd",
+    "C:\\windows",
+    "nul\x00l",
+    "$\\frac$",
+    "$",
+    "_hidden",
+    "<script>alert(1)</script>",
+    "::error::x%0A",
+    "{0.__class__}",
+    "%s%n",
+    "x" * 10_000,
+)
+
+CODE = """
+from pathlib import Path
+import torch
+Path({marker!r}).write_text("ran")
+class Evil(torch.optim.AdamW):
+    def __init__(self, *args, **options):
+        Path({marker!r}).write_text("ran")
+        super().__init__(*args)
+"""
+
+
+class Runs:
+    """Runs code where somebody unpickles it."""
+
+    def __init__(self, marker):
+        self._marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self._marker, "w")
+
+
+def pickled(marker):
+    return pickle.dumps(Runs(marker))
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def write_lines(path, lines):
+    path.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+
+def rename(folder, names, others):
+    """Gives a recording's tensors, quantities, options and words hostile names, in turn.
+
+    others: the same names in another order, of what the recording says of its environment.
+    """
+    for rank in folder.glob("rank-*"):
+        lines = lines_of(rank / "manifest.jsonl")
+        known = dict.fromkeys(line["name"] for line in lines if line["is"] == "value")
+        several = -(-len(names) // len(known))
+        parts = [names[i * several : (i + 1) * several] for i in range(len(known))]
+        new = {
+            name: ".".join([*own, str(i)])
+            for i, (name, own) in enumerate(zip(known, parts, strict=True))
+        }
+        for line in lines:
+            if line["is"] == "value":
+                line["name"] = new[line["name"]]
+                if line["quantity"] not in ("grad", "weight", "old weight"):
+                    line["quantity"] += names[len(line["name"]) % (len(names) - 1)]
+            elif line["is"] == "optimizer":
+                line["groups"] = [[new[name] for name in group] for group in line["groups"]]
+                line["order"] = [new[name] for name in line["order"]]
+                line["class"] = names[len(names) // 2]
+                line["options"] |= dict(zip(names, names, strict=True))
+            else:
+                line["argv"] = ["train.py", *others, *(f"--a{name}={name}" for name in others)]
+                line["environment"] |= dict(zip(names, others, strict=True))
+                line["layout"] = {"meshes": list(names)}
+        write_lines(rank / "manifest.jsonl", lines)
+        lines = lines_of(rank / "scalars.jsonl")
+        for number, line in enumerate(lines):
+            line["rng"] |= {name: f"{name}{number}" for name in names}
+            for group in line["groups"]:
+                group |= {name: f"{name}{number}" for name in names}
+        write_lines(rank / "scalars.jsonl", lines)
+        for path in (rank / "kept").glob("*.safetensors"):
+            kept = {key.rpartition("|"): each for key, each in load_file(path).items()}
+            written = {f"{new[name]}|{quantity}": t for (name, _, quantity), t in kept.items()}
+            save_file({k.encode("utf-8", "replace").decode(): t for k, t in written.items()}, path)
+
+
+# --- damage, drawn by a seed
+
+OTHERS = (
+    *(None, True, 0, -1, 1, 7, 64, 2**31, 2**53, 2**63, 2**64, 10**40, 1.5, float("nan")),
+    *("", "x", "0x", "0x1p99999", "nan", "-inf", "../../x", "\x1b[2J", "\ud800", "1" * 5000),
+    *(
+        [],
+        [[]],
+        [None],
+        [1, 2, 3, 4],
+        ["x"],
+        [0, 0, 0, 1],
+        [0, 1, 5, 2**62],
+        {},
+        {"x": 1},
+        {"": {}},
+    ),
+    *("float64", "float32", "bfloat16", "int8", "Tensor", "optim", "old weight", "grad", "master"),
+)
+
+
+def leaves(content, path=()):
+    """The paths of all values in nested lists and dicts."""
+    pairs = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in list(pairs):
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from leaves(value, (*path, key))
+
+
+def change_a_value(content, rng):
+    """Another value somewhere in JSON, or one less, or one more."""
+    paths = list(leaves(content))
+    *parents, last = rng.choice(paths)
+    inner = content
+    for key in parents:
+        inner = inner[key]
+    kind = rng.random()
+    if kind < 0.15 and isinstance(inner, dict):
+        del inner[last]
+    elif kind < 0.2 and isinstance(inner, dict):
+        inner[rng.choice(("step", "x", "a.b", "0", "\ud800"))] = inner[last]
+    else:
+        inner[last] = rng.choice(OTHERS)
+
+
+def deep(rng):
+    depth = rng.choice((9, 900, 100_000))
+    return rng.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth)).encode()
+
+
+def damage_lines(path, rng):
+    """Other values in a file of JSON lines; or a line less, twice, or nested deeply."""
+    lines = path.read_bytes().splitlines()
+    number, kind = rng.randrange(len(lines)), rng.random()
+    if kind < 0.8:
+        content = json.loads(lines[number])
+        change_a_value(content, rng)
+        lines[number] = json.dumps(content).encode()
+    elif kind < 0.9:
+        lines[number : number + 1] = [lines[number]] * rng.choice((0, 2))
+    else:
+        lines[number] = deep(rng)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def damage_json(path, rng):
+    """Other values in a file of JSON."""
+    content = json.loads(path.read_bytes())
+    for _ in range(rng.choice((1, 1, 2))):
+        change_a_value(content, rng)
+    path.write_text(json.dumps(content))
+
+
+def damage_bytes(path, rng):
+    """A file cut off, or with some bytes changed, or with more behind it."""
+    data = bytearray(path.read_bytes())
+    kind = rng.random()
+    if kind < 0.4:
+        del data[rng.randrange(len(data) + 1) :]
+    elif kind < 0.9 and data:
+        for _ in range(rng.choice((1, 1, 3))):
+            data[rng.randrange(min(len(data), rng.choice((40, 10**9))))] = rng.randrange(256)
+    else:
+        data += rng.randbytes(rng.randrange(100))
+    path.write_bytes(data)
+
+
+def damage_blocks(path, rng):
+    """Other numbers in the rows of a file of blocks, with the checks that fit them."""
+    name = path.stem
+    dtype = ROW if name == "rows" else SAMPLE
+    data = bytearray(path.read_bytes())
+    places, place = [], 0
+    while place < len(data):
+        header = numpy.frombuffer(data, HEADER, 1, place)[0]
+        places.append((place, int(header["rows"])))
+        assert header["magic"] == MAGIC[name]
+        place += HEADER.itemsize + int(header["rows"]) * dtype.itemsize + CHECK.itemsize
+    place, rows = rng.choice(places)
+    end = place + HEADER.itemsize + rows * dtype.itemsize
+    found = numpy.frombuffer(data, dtype, rows, place + HEADER.itemsize).copy()
+    row, field = rng.randrange(rows), rng.choice([f for f in dtype.names if f != "words"])
+    found[field][row] = rng.choice((0, 1, 2, 4, 8, 31, 32, 2**31, 2**32 - 1))
+    if rng.random() < 0.3:
+        found["value"] = rng.randrange(8)
+    data[place + HEADER.itemsize : end] = found.tobytes()
+    if rng.random() < 0.2:
+        header = numpy.frombuffer(data, HEADER, 1, place).copy()
+        header[rng.choice(("source", "step"))] = rng.choice((0, 1, 2, 3, 2**32 - 1))
+        data[place : place + HEADER.itemsize] = header.tobytes()
+    data[end : end + CHECK.itemsize] = numpy.array(zlib.crc32(data[place:end]), CHECK).tobytes()
+    path.write_bytes(data)
+
+
+def damage(folder, seed):
+    """Damages a recording's files in one to three places."""
+    rng = random.Random(seed)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        path = rng.choice(sorted(p for p in folder.rglob("*") if p.is_file()))
+        try:
+            if path.suffix == ".jsonl" and rng.random() < 0.8:
+                damage_lines(path, rng)
+            elif path.suffix == ".bin" and rng.random() < 0.7:
+                damage_blocks(path, rng)
+            else:
+                damage_bytes(path, rng)
+        except (ValueError, AssertionError, IndexError, TypeError, KeyError, RecursionError):
+            pass  # of a file that was damaged before
+
 
 STATUSES = {exits.DONE, exits.DIFFERENT, exits.REFUSED, exits.STOP, bisect.SKIP}
 """Those that docs and exits name."""
@@ -154,7 +393,7 @@ def files_in(folder):
 
 def modules(tmp_path):
     """Where code that came with a recording may lie, and the classes that would run it."""
-    code = hostile.CODE.format(marker=str(tmp_path / "marker"))
+    code = CODE.format(marker=str(tmp_path / "marker"))
     places = {
         "evil.py": "evil.Evil",
         "files/evil.py": "files.evil.Evil",
@@ -185,11 +424,11 @@ def test_no_class_that_a_recording_names_is_run(runs, tmp_path, attacked, monkey
     for each in modules(tmp_path):
         for name in "ab":
             path = tmp_path / "files" / name / "rank-0" / "manifest.jsonl"
-            lines = hostile.lines_of(path)
+            lines = lines_of(path)
             for line in lines:
                 if line["is"] == "optimizer":
                     line["class"] = each
-            hostile.write_lines(path, lines)
+            write_lines(path, lines)
         told = attacked("replay")
         assert [status for status, *_ in told] == [2, 2, 2], each
         assert all("optimizer must be" in err or "backend" in err for *_, err in told), told
@@ -199,11 +438,11 @@ def test_no_class_that_a_recording_names_is_run(runs, tmp_path, attacked, monkey
 
 def test_a_class_that_the_user_names_is_run(runs, tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(runs / "a", tmp_path / "a")
-    lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+    lines = lines_of(folder / "rank-0/manifest.jsonl")
     for line in lines:
         if line["is"] == "optimizer":
             line["class"] = "__main__.OwnAdam"
-    hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+    write_lines(folder / "rank-0/manifest.jsonl", lines)
     (tmp_path / "own_optimizers.py").write_text(
         "import torch\nclass OwnAdam(torch.optim.AdamW):\n    pass\nOther = int\n"
     )
@@ -243,11 +482,11 @@ def test_an_installed_optimizer_is_taken_where_nothing_stands_before_it(
     monkeypatch.syspath_prepend(tmp_path)
     statuses = []
     for number in (1, 2, 3, 4, 5, 6):
-        lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+        lines = lines_of(folder / "rank-0/manifest.jsonl")
         for line in lines:
             if line["is"] == "optimizer":
                 line["class"] = f"package{number}.adam.Adam"
-        hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+        write_lines(folder / "rank-0/manifest.jsonl", lines)
         statuses.append(cli.main(["replay", str(folder), "--step", "2"]))
     # as it should be; another stands in front; no distribution brought it; it has no such class;
     # in a folder that a .pth file names; in one that PYTHONPATH alone names
@@ -328,7 +567,7 @@ def test_ranks_of_a_regression_take_nothing_from_the_working_directory(tmp_path)
 def test_no_pickle_is_read(runs, tmp_path, attacked, file):
     folder = tmp_path / "files"
     shutil.copytree(runs, folder)
-    whole = hostile.pickled(tmp_path / "marker")
+    whole = pickled(tmp_path / "marker")
     config(folder), (folder / "map.json").write_text("{}")
     if file == "checkpoint.pt":
         whole = checkpoint(tmp_path)
@@ -347,7 +586,7 @@ def checkpoint(tmp_path):
     from megaopt.saving.checkpoint import MARK
 
     path = tmp_path / "pickle.pt"
-    torch.save({"x": hostile.Runs(tmp_path / "marker")}, path)
+    torch.save({"x": Runs(tmp_path / "marker")}, path)
     data = path.read_bytes()
     path.unlink()
     return data + MARK + sha256(data).hexdigest().encode()
@@ -363,13 +602,13 @@ def config(folder):
 def test_names_are_text_whatever_they_are(runs, tmp_path, attacked):
     folder = tmp_path / "files"
     shutil.copytree(runs, folder)
-    for name, others in (("a", hostile.NAMES), ("b", hostile.NAMES[::-1])):
-        hostile.rename(folder / name, hostile.NAMES, others)
+    for name, others in (("a", NAMES), ("b", NAMES[::-1])):
+        rename(folder / name, NAMES, others)
     (folder / "golden.json").unlink()
     assert cli.main(["golden", "make", str(folder / "golden.json"), str(folder / "a")]) in (0, 2)
-    texts = dict(zip(hostile.NAMES, reversed(hostile.NAMES), strict=True))
+    texts = dict(zip(NAMES, reversed(NAMES), strict=True))
     (folder / "map.json").write_text(json.dumps(texts))
-    texts = [json.dumps(name) for name in hostile.NAMES if name != "\ud800"]
+    texts = [json.dumps(name) for name in NAMES if name != "\ud800"]
     words = "".join(f"[[variant]]\nname = {text}\n" for text in texts)
     (folder / "config.toml").write_text(f'"\\u001b[2J" = 1\n{words}')
     (folder / "checkpoint.pt").write_bytes(b"\x1b[2J")
@@ -417,11 +656,11 @@ def test_a_page_of_names_that_a_font_lacks_says_nothing(runs, tmp_path):
 def test_shapes_that_memory_does_not_hold_are_named(runs, tmp_path, capsys):
     for name in "ab":
         folder = shutil.copytree(runs / name, tmp_path / name)
-        lines = hostile.lines_of(folder / "rank-0/manifest.jsonl")
+        lines = lines_of(folder / "rank-0/manifest.jsonl")
         for line in lines:
             if line["is"] == "value" and line["place"]:
                 line["shape"] = [2**62]
-        hostile.write_lines(folder / "rank-0/manifest.jsonl", lines)
+        write_lines(folder / "rank-0/manifest.jsonl", lines)
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert cli.main(["diff", a, b]) == 1
     out, err = capsys.readouterr()
@@ -450,8 +689,8 @@ def check_damaged(runs, tmp_path, attacked, seeds):
         shutil.copytree(runs, folder)
         (folder / "map.json").write_text("{}")
         for path in ("golden.json", "megatron.json"):
-            hostile.damage_json(folder / path, hostile.random.Random(seed))
-        hostile.damage(folder / "ab"[seed % 2], seed)
+            damage_json(folder / path, random.Random(seed))
+        damage(folder / "ab"[seed % 2], seed)
         for name in READERS:
             if name not in ("regress", "train", "record"):
                 try:

@@ -1,19 +1,164 @@
 """fp8 weights on several processes: what each rank writes is what the whole weight would get."""
 
 import re
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import float8_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from bits import assert_same_bits
-from float8_ranks import BOUNDS, Case
+from float8_ranks import BOUNDS, HYPER, WORLD, bytes_of, give, gradients, initial_weights, shards_of
 from handling import both_backends
 from ranks import start_ranks
 from runs import assert_same
 
 from megaopt import FusedAdam
-from megaopt.float8 import RECIPES, Float8Weight
+from megaopt.float8 import RECIPES, Float8Recipe, Float8Weight
 from megaopt.float8.shard import Float8Shard
+
+# --- what ranks do
+
+
+STEPS = 2
+
+
+class Case(NamedTuple):
+    """A run of shards, on the first so many ranks."""
+
+    ranks: int
+    backend: str
+    recipe: Float8Recipe
+    options: dict[str, Any]
+    controlled: bool = False
+
+
+def arguments(case):
+    """Of `step`: a coefficient makes the kernels read controls."""
+    return {"clip_coefficient": torch.tensor(0.75)} if case.controlled else {}
+
+
+def whole(case):
+    """The weights and the optimizer after the same steps by one process: the reference."""
+    weights = initial_weights(case.recipe)
+    optimizer = FusedAdam(weights, backend="reference", **HYPER, **case.options)
+    for step in range(STEPS):
+        for weight, grad in zip(weights, gradients(step), strict=True):
+            weight.grad = grad
+        optimizer.step(**arguments(case))
+    return weights, optimizer
+
+
+def step_case(rank, group, case):
+    weights = initial_weights(case.recipe)
+    shards = shards_of(weights, case.ranks, rank, group)
+    optimizer = FusedAdam(shards, backend=case.backend, **HYPER, **case.options)
+    for step in range(STEPS):
+        give(shards, gradients(step))
+        optimizer.step(**arguments(case))
+    state = [optimizer.state[shard] for shard in shards]
+    return {"parts": [bytes_of(weight) for weight in weights], "state": state}
+
+
+def in_groups(rank, meeting):
+    """Joins the others; the group of the first so many ranks, by their number."""
+    torch.set_num_threads(1)
+    wait = timedelta(minutes=4)  # a rank that waits for ever fails
+    dist.init_process_group("gloo", f"file://{meeting}", wait, world_size=WORLD, rank=rank)
+    return {size: dist.new_group(list(range(size))) for size in (2, 3)}
+
+
+def skipped(rank, groups, how, options):
+    """Rank 0 alone has an overflow in the second of three steps: the loss of each, the bytes."""
+    case = Case(WORLD, "reference", RECIPES["current"], {"dtype": torch.float32, **options})
+    weights = initial_weights(case.recipe)
+    shards = shards_of(weights, WORLD, rank, groups[WORLD])
+    optimizer = FusedAdam(shards, backend=case.backend, **HYPER, **case.options)
+    raised = False
+    for step in (0, 7, 1):
+        give(shards, gradients(step))
+        overflow = step == 7 and rank == 0
+        if how == "found_inf":
+            optimizer.grad_scale, optimizer.found_inf = (
+                torch.ones(()),
+                torch.tensor(float(overflow)),
+            )
+        elif overflow:
+            shards[0].grad = shards[0].grad.clone().fill_(torch.nan)
+        try:
+            optimizer.step()
+        except FloatingPointError:
+            raised = True
+    counted = int(optimizer.param_groups[0]["step"])
+    return {"parts": [bytes_of(weight) for weight in weights], "raised": raised, "steps": counted}
+
+
+def unlike(rank, groups):
+    """Rank 1 has no gradient for a weight that the others have: what each says, and its bytes."""
+    weights = initial_weights(RECIPES["current"])
+    shards = shards_of(weights, WORLD, rank, groups[WORLD])
+    optimizer = FusedAdam(shards, backend="reference", **HYPER)
+    give(shards, gradients(0))
+    if rank == 1:
+        shards[1].grad = None
+    before = [bytes_of(weight) for weight in weights]
+    try:
+        optimizer.step()
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    after = [bytes_of(weight) for weight in weights]
+    same = all(torch.equal(o[k], n[k]) for o, n in zip(before, after, strict=True) for k in o)
+    return {"message": message, "unchanged": same}
+
+
+def several_groups(rank, groups):
+    """Ranks 0 and 1 share one weight, all three another, with gradients of other dtypes."""
+    weights = initial_weights(RECIPES["current"])
+    shards = [shards_of(weights, 3, rank, groups[3])[1]]
+    if rank < 2:
+        shards.insert(0, shards_of(weights, 2, rank, groups[2])[0])
+    optimizer = FusedAdam(shards, backend="reference", use_decoupled_grad=True, **HYPER)
+    for step in range(STEPS):
+        for shard in shards:
+            grad = gradients(step)[0 if shard.weight is weights[0] else 1].flatten()
+            grad = grad[shard.start : shard.start + shard.numel()]
+            # the same numbers in another dtype are another batch, in another place
+            shard.decoupled_grad = grad.float() if rank == 1 and shard is shards[0] else grad
+        optimizer.step()
+    return [bytes_of(weight) for weight in weights]
+
+
+SKIPS = {
+    "found_inf": ("found_inf", {}),
+    "found_inf, capturable": ("found_inf", {"capturable": True}),
+    "skip": ("nonfinite", {"nonfinite": "skip"}),
+    "skip, capturable": ("nonfinite", {"nonfinite": "skip", "capturable": True}),
+    "error": ("nonfinite", {"nonfinite": "error"}),
+}
+
+
+def meet_hazards(rank, meeting, folder):
+    """A rank's process: what one rank does alone."""
+    groups = in_groups(rank, meeting)
+    saved = {name: skipped(rank, groups, *how) for name, how in SKIPS.items()}
+    saved["unlike"], saved["groups"] = unlike(rank, groups), several_groups(rank, groups)
+    torch.save(saved, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def step_cases(rank, meeting, cases, folder):
+    """A rank's process."""
+    groups = in_groups(rank, meeting)
+    saved = {
+        name: step_case(rank, groups[case.ranks], case)
+        for name, case in cases.items()
+        if rank < case.ranks
+    }
+    torch.save(saved, f"{folder}/{rank}")
+    dist.destroy_process_group()
+
 
 FP32 = torch.float32
 MASTERS = {"dtype": FP32}
@@ -80,7 +225,7 @@ def saved(request, tmp_path_factory):
     asked = {item.callspec.params.get("name") for item in own if hasattr(item, "callspec")}
     cases = {**WHOLE, **SCALED, **TWINS}
     cases = {name: cases[name] for name in cases if name.removesuffix(", twin") in asked}
-    return in_processes(float8_ranks.step_cases, tmp_path_factory.mktemp("ranks"), cases)
+    return in_processes(step_cases, tmp_path_factory.mktemp("ranks"), cases)
 
 
 def in_processes(function, folder, *arguments):
@@ -93,7 +238,7 @@ def in_processes(function, folder, *arguments):
 @some_of(WHOLE)
 def test_shards_are_the_whole(name, saved):
     case = WHOLE[name]
-    weights, optimizer = float8_ranks.whole(case)
+    weights, optimizer = whole(case)
     for rank in range(case.ranks):
         for index, weight in enumerate(weights):
             assert_same_shard(saved[rank][name], case, index, rank, weight, optimizer.state[weight])
@@ -133,12 +278,12 @@ def test_kernels_on_shards_are_the_reference(name, saved):
 
 @pytest.fixture(scope="module")
 def hazards(tmp_path_factory):
-    return in_processes(float8_ranks.meet_hazards, tmp_path_factory.mktemp("hazards"))
+    return in_processes(meet_hazards, tmp_path_factory.mktemp("hazards"))
 
 
-@pytest.mark.parametrize("name", float8_ranks.SKIPS)
+@pytest.mark.parametrize("name", SKIPS)
 def test_a_step_that_one_rank_skips_is_skipped_by_all(name, hazards):
-    weights, _ = float8_ranks.whole(Case(3, "reference", RECIPES["current"], MASTERS))
+    weights, _ = whole(Case(3, "reference", RECIPES["current"], MASTERS))
     for rank in range(3):
         found = hazards[rank][name]
         assert found["steps"] == 2
@@ -156,7 +301,7 @@ def test_a_rank_without_a_gradient_that_others_have_is_refused(hazards):
 
 
 def test_groups_of_other_ranks_and_batches_of_other_dtypes(hazards):
-    weights, _ = float8_ranks.whole(Case(3, "reference", RECIPES["current"], {}))
+    weights, _ = whole(Case(3, "reference", RECIPES["current"], {}))
     for rank, found in enumerate(hazards):
         for index, ranks in ((0, 2), (1, 3)):
             if rank < ranks:

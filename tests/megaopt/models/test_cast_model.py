@@ -3,15 +3,31 @@
 import copy
 import pickle
 
-import fsdp2_models
 import pytest
 import torch
 from bits import assert_same_bits
+from fsdp2_ranks import mesh_of, perceptron, whole
 from runs import BF16, FP16, FP32, assert_same, values
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import megaopt
 from megaopt import FusedAdam, FusedSGD, cast_model
+
+
+def cast(options):
+    """What is left of fp32 weights when a sharded model is cast, and what they were."""
+    model = perceptron(FP32)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model, mesh=mesh_of())
+    params = list(model.parameters())
+    optimizer = FusedAdam(params, **options)
+    megaopt.cast_model(model, BF16, optimizer=optimizer)
+    same_objects = all(a is b for a, b in zip(model.parameters(), params, strict=True))
+    found = megaopt.get_fp32_model_state_dict(model, optimizer)
+    model(values((4, 6), 0, BF16)).float().sum().backward()
+    return same_objects, list({param.dtype for param in params}), whole(dict(found)), expected
+
 
 FP32_MASTERS = {"master_weights": True}
 REMAINDERS = {"master_weights": True, "master_weight_dtype": "remainder16"}
@@ -281,7 +297,7 @@ def test_masters_of_16_bit_weights_move_to_the_other_16_bits():
 @pytest.mark.parametrize("options", [FP32_MASTERS, REMAINDERS], ids=["fp32", "remainder16"])
 def test_shards_of_fsdp2(on_ranks, options):
     """Masters of all ranks together are the fp32 weights; parameters stay the same objects."""
-    for same_objects, dtypes, found, expected in on_ranks(2, fsdp2_models.cast, options):
+    for same_objects, dtypes, found, expected in on_ranks(2, cast, options):
         assert same_objects
         assert dtypes == [BF16]
         assert found.keys() == expected.keys()

@@ -2,10 +2,12 @@
 
 import copy
 
-import fsdp2_models
+import fsdp2_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from bits import assert_same_bits
+from fsdp2_ranks import build, split_like, whole
 from handling import train_all
 from runs import (
     BF16,
@@ -29,6 +31,26 @@ from megaopt import (
     get_fp32_model_state_dict,
     set_fp32_model_state_dict,
 )
+
+
+def fp32_values(options):
+    """State dicts of a model after steps, and after other values were set; refusals of others."""
+    model, optimizer = build({"weights": BF16, **options})
+    fsdp2_ranks.train(model, optimizer, 2)
+    first = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
+    given = {name: values(param.shape, 40) for name, param in model.named_parameters()}
+    if dist.is_initialized():
+        params = dict(model.named_parameters())
+        for spoilt in (given, {**given, "p0": torch.ones(2)}):
+            with pytest.raises(ValueError, match=r"state_dict\['p0'\]"):
+                megaopt.set_fp32_model_state_dict(model, optimizer, spoilt)
+        given = {name: split_like(params[name], value) for name, value in given.items()}
+    megaopt.set_fp32_model_state_dict(model, optimizer, given)
+    second = whole(dict(megaopt.get_fp32_model_state_dict(model, optimizer)))
+    weights = whole(dict(model.state_dict()))
+    fsdp2_ranks.train(model, optimizer, 1, first=2)
+    return [first, second, weights, whole(dict(model.state_dict()))]
+
 
 FORMATS = {
     "fp32": (BF16, MASTER),
@@ -240,8 +262,8 @@ def test_fp8_weights(recipe, masters, steps):
 def test_shards(on_ranks, name):
     """DTensors in, DTensors out; two ranks have the bits of one."""
     _, options = FORMATS[name]
-    alone = fsdp2_models.fp32_values(options)
-    for found in on_ranks(2, fsdp2_models.fp32_values, options):
+    alone = fp32_values(options)
+    for found in on_ranks(2, fp32_values, options):
         assert_same(found, alone)
 
 

@@ -5,16 +5,26 @@ import gc
 import pickle
 import weakref
 
-import fsdp2_models
+import fsdp2_ranks
 import pytest
 import torch
 from bits import assert_same_bits
+from fsdp2_ranks import perceptron, said
 from handling import refused
 from runs import BF16, FP32, MASTER, assert_same, assert_same_run, values
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import megaopt
 from megaopt import FusedAdam, release_gradients
+
+
+def released_under_ddp():
+    """The refusal's message."""
+    model = torch.nn.parallel.DistributedDataParallel(perceptron())
+    optimizer = FusedAdam(model.parameters(), dtype=FP32)
+    return said(lambda: megaopt.release_gradients(model, optimizer))
+
 
 pytestmark = pytest.mark.usefixtures("young_heap")
 
@@ -330,12 +340,12 @@ def test_an_optimizer_that_is_gone_leaves_gradients():
 @pytest.mark.parametrize("options", [{"dtype": FP32}, STOCHASTIC], ids=["masters", "stochastic"])
 def test_shards_of_fsdp2(on_ranks, options):
     """Real fully_shard on two ranks; its own hooks call ours once a gradient is reduced."""
-    plain = on_ranks(2, fsdp2_models.released, options, False)
+    plain = on_ranks(2, fsdp2_ranks.released, options, False)
     assert plain[0]["steps"] == [3]
-    for found in on_ranks(2, fsdp2_models.released, options, True):
+    for found in on_ranks(2, fsdp2_ranks.released, options, True):
         assert_same(found, plain[0])
 
 
 def test_a_model_of_ddp_is_refused(on_ranks):
-    (message,) = on_ranks(1, fsdp2_models.released_under_ddp)
+    (message,) = on_ranks(1, released_under_ddp)
     assert "model must not be wrapped in DistributedDataParallel while" in message

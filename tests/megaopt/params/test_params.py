@@ -1,13 +1,24 @@
 """Parameters of every kind through one interface: numbers, first elements, parts, wraps."""
 
-import fsdp2_ranks
 import pytest
 import torch
-from runs import BF16
+from fsdp2_ranks import mesh_of
+from runs import BF16, FP32
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from megaopt.float8 import Float8Weight
 from megaopt.float8.shard import Float8Shard
 from megaopt.params import view_of
+
+
+def first_elements(shape, replicas, *dims):
+    """For whole tensors that count their elements: what a view says, and the shard's first."""
+    mesh = mesh_of(replicas)
+    counts = torch.arange(torch.Size(shape).numel(), dtype=FP32).view(shape)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    view = view_of(distribute_tensor(counts, mesh, placements, src_data_rank=None))
+    own = view.local.flatten()[:1].tolist()
+    return view.first_element, own, view.number(7), view.wrap(view.local).full_tensor().tolist()
 
 
 def test_a_plain_parameter_begins_at_its_first_element_and_has_its_place_as_number():
@@ -41,7 +52,7 @@ def test_a_shard_begins_where_its_first_element_lies_in_the_whole(
     on_ranks, shape, world, replicas, dims
 ):
     counts = torch.arange(torch.Size(shape).numel()).float().view(shape).tolist()
-    found = on_ranks(world, fsdp2_ranks.first_elements, shape, replicas, *dims)
+    found = on_ranks(world, first_elements, shape, replicas, *dims)
     for first, own, number, wrapped in found:
         assert own in ([], [float(first)])
         assert (number, wrapped) == (7, counts)

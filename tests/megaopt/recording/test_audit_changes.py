@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from old_recordings import undated
+from written_runs import undated
 from wrong_steps import Model, audited
 
 from megaopt import FusedAdam, FusedSGD, Recorder, release_gradients

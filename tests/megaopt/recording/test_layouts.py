@@ -1,14 +1,72 @@
 """The same run has the same rows in every layout, and batches add over ranks."""
 
+import functools
+import operator
+
 import pytest
 import torch
+from fsdp2_ranks import SHAPES, Bare, give, gradients, sharded
 from interpreted import interpreted
-from recorded import places
-from recorded_ranks import OPTIMIZERS, bare, batches, kept, rows, small
+from recorded import kept, places, rows
+from torch.distributed.fsdp import fully_shard
 
-from megaopt.recording.files import Recording
+from megaopt import FusedAdam, Recorder
+from megaopt.recording.files import LANES, Recording
 from megaopt.recording.pieces import ShardRange, cut
 from megaopt.recording.places import box
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, foreach=False),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "ours": lambda params: FusedAdam(params, lr=1e-3, backend="reference"),
+    "launched": lambda params: FusedAdam(params, lr=1e-3, backend="triton"),
+    "8 bit": lambda params: FusedAdam(
+        params,
+        lr=1e-3,
+        backend="reference",
+        exp_avg_dtype="block_e4m3",
+        exp_avg_sq_dtype="block_e5m3",
+    ),
+}
+
+
+def bare(out, name, is_sharded, replicas=1, shapes=SHAPES, steps=3, keep=()):
+    """Records steps of parameters alone."""
+    torch.manual_seed(0)  # of which ours take the seed of their random bits
+    model = Bare(shapes)
+    if is_sharded:
+        sharded(model, replicas)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with Recorder(model, optimizer, out, keep=keep):
+        for step in range(steps):
+            give(list(model.parameters()), gradients(step, shapes))
+            optimizer.step()
+
+
+def small(out, is_sharded, is_late=False):
+    """Records a model that runs, on a half of each batch where two ranks share it.
+
+    is_late: the recorder hears of the optimizer after the forward, as `megaopt record` does.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    rank = torch.distributed.get_rank() if is_sharded else 0
+    if is_sharded:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.arange(16.0).view(4, 4)
+    with Recorder(model, [] if is_late else optimizer, out, level="modules") as recorder:
+        model(batch[2 * rank : 2 * rank + 2] if is_sharded else batch).sum().backward()
+        if is_late:
+            recorder.add_optimizer(optimizer)
+        optimizer.step()
+
+
+def batches(out):
+    """The digest of the batches of a recording's first step, over all ranks."""
+    found = [each[0]["batch"] for each in Recording(out).scalars(1)]
+    lanes = [(int(b[:16], 16), int(b[16:], 16)) for rank in found for b in rank]
+    return tuple(functools.reduce(operator.add, lane) % LANES for lane in zip(*lanes, strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

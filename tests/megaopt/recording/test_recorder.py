@@ -7,7 +7,7 @@ import weakref
 import numpy
 import pytest
 import torch
-from checkpoints import full_disk
+from attacks import full_disk
 from recorded import LOOPS, network, recorded, steps, trained
 from safetensors.torch import load_file, save_file
 

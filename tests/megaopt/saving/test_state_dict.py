@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from bits import assert_same_bits
-from handling import copy_weights, refused, train_all
+from handling import all_formats, copy_weights, made, refused, train_all
 from runs import (
     BF16,
     FORMATS,
@@ -24,7 +24,6 @@ from runs import (
     train,
     values,
 )
-from state_dicts import all_formats, made
 
 from megaopt import FusedAdam
 

@@ -8,10 +8,76 @@ import warnings
 import pytest
 import torch
 from attacks import Before, complaint, step_works
-from junk import damaged
+from junk import junk
 from runs import BF16, FORMATS, FP32, MASTER, REMAINDERS, parameters, train, values
 
 from megaopt import FusedAdam
+
+
+def changed_tensor(tensor, random):
+    """A tensor that differs in one way from what it was, or in none."""
+    changes = [
+        lambda t: t.to(random.choice([torch.bfloat16, torch.float16, torch.float32])),
+        lambda t: t.double(),
+        lambda t: t.to(random.choice([torch.int16, torch.int32, torch.bool, torch.complex64])),
+        lambda t: t.to(random.choice([torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])),
+        lambda t: t.to("meta"),
+        lambda t: t.flatten(),
+        lambda t: t[None],
+        lambda t: t.flatten()[:-1],
+        lambda t: t.flatten()[:1].expand(t.numel()).reshape(t.shape),
+        lambda t: t.t() if t.dim() == 2 else t,
+        lambda t: t.clone().requires_grad_() if t.is_floating_point() else t,
+        lambda t: t.clone().requires_grad_() * 1 if t.dtype == torch.float32 else t,
+        lambda t: torch.full_like(t, float("nan")) if t.dtype == torch.float32 else t,
+        lambda t: t.float().to_sparse(),
+        lambda t: torch.nn.Parameter(t, requires_grad=False),
+        lambda t: t.numpy() if t.dtype == torch.float32 else t.tolist(),
+        lambda t: t.tolist(),
+        lambda t: float(t.float().sum()),
+    ]  # fmt: skip
+    try:
+        return random.choice(changes)(tensor)
+    except (RuntimeError, TypeError):  # a sparse tensor, say, which an earlier change has made
+        return tensor
+
+
+def places(value):
+    """All (container, key) within nested dicts and lists, which may contain themselves."""
+    found, containers, seen = [], [value], {id(value)}
+    while containers:
+        container = containers.pop()
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        for key, content in items:
+            found.append((container, key))
+            if isinstance(content, (dict, list)) and id(content) not in seen:
+                seen.add(id(content))
+                containers.append(content)
+    return found
+
+
+def damaged(value, random):
+    """A nested value after one change at one place of it; the containers are changed in place."""
+    container, key = random.choice(places(value))
+    content, kind = container[key], random.random()
+    if kind < 0.4 and isinstance(content, torch.Tensor):
+        container[key] = changed_tensor(content, random)
+    elif kind < 0.65:
+        container[key] = junk(random)
+    elif kind < 0.75:
+        del container[key]
+    elif kind < 0.8:
+        container[key] = random.choice([[content], (content,), {"a": content}, {0: content}])
+    elif kind < 0.9:
+        other, place = random.choice(places(value))
+        container[key] = other[place]
+    elif isinstance(container, dict):
+        name = random.choice(["x", 0, 7, None, "exp_avg_scale", "step", "master_param", (1,), 1.5])
+        container[name] = container.pop(key) if random.random() < 0.5 else junk(random)
+    else:
+        container.insert(random.randrange(len(container) + 1), junk(random))
+    return value
+
 
 SHAPES = [(2, 3), (4,), (1,)]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from attacks import Before
-from handling import refused
+from handling import made, refused
 from runs import (
     BF16,
     FORMATS,
@@ -16,7 +16,6 @@ from runs import (
     snapshot,
     train,
 )
-from state_dicts import made
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,

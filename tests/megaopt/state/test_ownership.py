@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import ownership_ranks
 import pytest
 import torch
 from bits import assert_same_bits
@@ -24,9 +23,44 @@ from runs import (
     train,
     values,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megaopt import FusedAdam, to_float8
 from megaopt.kernels.float8 import RECIPES
+
+# Writes to DTensor weights with masters, as a rank makes them.
+
+WHOLE_WEIGHT = torch.arange(10.0).reshape(5, 2) / 8
+
+
+def write_shard(param, how):
+    """In place, in two ways; or another shard of other or the same values, as FSDP2 puts it."""
+    with torch.no_grad():
+        if how in ("dtensor", "to_local"):
+            (param if how == "dtensor" else param.to_local()).fill_(0.75)
+            return
+        kept = param._local_tensor.clone()
+        param._local_tensor = torch.full_like(kept, 0.75) if how == "shard" else kept
+
+
+def written(how, on_external_write="refresh"):
+    """This rank's master after a write and a refresh by the step; or the step's error."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    weight = distribute_tensor(WHOLE_WEIGHT.bfloat16(), mesh, [Shard(0)])
+    param = torch.nn.Parameter(weight)
+    options = {"dtype": FP32, "on_external_write": on_external_write}
+    optimizer = FusedAdam([param], lr=0.0, **options)
+    for step in range(2):
+        param.grad = distribute_tensor(torch.ones(5, 2).bfloat16(), mesh, [Shard(0)])
+        if step:
+            write_shard(param, how)
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+    return optimizer.state[param]["master_param"].to_local().clone()
+
 
 SHAPES = [(3, 40), (), (0,), (50,)]
 KINDS = {
@@ -359,13 +393,13 @@ def test_an_fp32_model_goes_on_from_its_masters(backend, kind):
 @pytest.mark.parametrize("how", ["dtensor", "to_local", "shard"])
 def test_writes_to_shards(on_ranks, how):
     """DTensors take no other data; FSDP2 puts other shards into them."""
-    masters = on_ranks(2, ownership_ranks.written, how)
+    masters = on_ranks(2, written, how)
     assert [len(master) for master in masters] == [3, 2]
     for master in masters:
         assert_same_bits(master, torch.full_like(master, 0.75))
-    for message in on_ranks(2, ownership_ranks.written, how, "error"):
+    for message in on_ranks(2, written, how, "error"):
         assert message.startswith("parameter 0 of group 0 must not be written between steps")
-    moved = on_ranks(2, ownership_ranks.written, "moved", "error")
+    moved = on_ranks(2, written, "moved", "error")
     assert [len(master) for master in moved] == [3, 2]
 
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from handling import both_backends
 from kinds import KINDS, params_for
-from planted import everything
-from runs import assert_same
+from runs import assert_same, everything
 
 from megaopt import FusedAdam, GaLoreAdamW, release_gradients
 

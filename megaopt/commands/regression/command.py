@@ -154,7 +154,7 @@ def _compared(regression: Regression) -> Table:
 
     Ranks and recipes are shown where there are several.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, str | Text]] = []
     for outcome in regression.outcomes:
         trial, difference, identical, where = outcome.trial, outcome.difference, Text(), ""
         if outcome.failure is not None:
@@ -163,7 +163,7 @@ def _compared(regression: Regression) -> Table:
             identical = coloured("red", "no") if difference else coloured("green", "yes")
         if difference is not None:
             where = f"step {difference.step}: {difference.tensor}"
-        row = {
+        row: dict[str, str | Text] = {
             "recipe": trial.recipe or "",
             "variant": trial.short_name,
             "baseline": (trial.baseline or "").removeprefix(f"{trial.recipe}."),

@@ -55,14 +55,6 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent.long() + 1023) << 52).view(torch.float64).float()
 
 
-def block_amax(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest magnitude of each block of a matrix; blocks at the edges may be smaller."""
-    rows, columns = (-size % length for size, length in zip(values.shape, block, strict=True))
-    padded = functional.pad(magnitudes(values), (0, columns, 0, rows))
-    by_rows = padded.view(-1, block[0], padded.shape[1]).amax(1)
-    return by_rows.view(len(by_rows), -1, block[1]).amax(2)
-
-
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
     """Returns each element's scale."""
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -91,7 +83,12 @@ class FakeQuantizer(nn.Module):
         if self.recipe == "current":
             return quantize_tensor(weight)
         block = BLOCKS[self.recipe]
-        amax = block_amax(weight, block)
+        # the largest magnitude of each block; blocks at the edges may be smaller
+        sizes = zip(weight.shape, block, strict=True)
+        rows, columns = (-size % length for size, length in sizes)
+        padded = functional.pad(magnitudes(weight), (0, columns, 0, rows))
+        by_rows = padded.view(-1, block[0], padded.shape[1]).amax(1)
+        amax = by_rows.view(len(by_rows), -1, block[1]).amax(2)
         if self.recipe == "mxfp8":
             # an inverse is amax / CODE_MAX rounded up to a power of two, as E8M0
             inverse = torch.tensor(1 / CODE_MAX, dtype=torch.float32, device=amax.device)

@@ -42,10 +42,6 @@ class TrainingJob:
         """Name of the checkpoint that it continues."""
         return None if self.continues is None else f"{self.continues}-after-{self.first - 1}"
 
-    def checkpoint(self, step: int) -> str:
-        """Name of the checkpoint after a step."""
-        return f"{self.name}-after-{step}"
-
 
 @dataclass(slots=True)
 class Trial:

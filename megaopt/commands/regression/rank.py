@@ -102,5 +102,5 @@ def train(task: RankTask) -> None:
                 flip_master_bit(training.parts())
             rows = rows_of(training.parts(), writer, training.device)
             if step in job.save_after:
-                training.save(task.folder / job.checkpoint(step))
+                training.save(task.folder / f"{job.name}-after-{step}")
             writer.step(step, 0, scalars, rows)

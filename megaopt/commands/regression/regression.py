@@ -71,13 +71,13 @@ class Regression:
         if missing := [package for name, package in needed.items() if not is_installed(name)]:
             names = ", ".join(missing)
             raise ConfigError(f"{run.name} needs {names}: pip install {' '.join(missing)}")
+        most = max(run.megatron.ranks, *(member.resume_ranks or 1 for member in run.variant))
         # at least the bf16 weights, which every tensor-parallel group has
         weights = 2 * count_parameters(run.model) // run.megatron.shares
-        require_memory(weights * (1 if device == "cuda" else run.most_ranks), torch.device(device))
+        require_memory(weights * (1 if device == "cuda" else most), torch.device(device))
         if device == "cuda":
             seen = torch.cuda.device_count()
-            allowed = f"at most {seen}, as many as GPUs"
-            require(run.most_ranks <= seen, "ranks", run.most_ranks, allowed)
+            require(most <= seen, "ranks", most, f"at most {seen}, as many as GPUs")
 
     def train(
         self, on_trial: Callable[[TrialOutcome], None], on_step: Callable[[int], None]

@@ -302,11 +302,6 @@ class MegatronRun(TrainingConfig):
         """Returns the variants that are trained."""
         return self.variant
 
-    @property
-    def most_ranks(self) -> int:
-        """Ranks of the largest group."""
-        return max(self.megatron.ranks, *(variant.resume_ranks or 1 for variant in self.variant))
-
 
 def spelled(*values: object) -> str:
     """Values of a config as a message has them, where a file has them."""

@@ -65,8 +65,11 @@ def transformer_config(run: MegatronRun, device: torch.device) -> Any:
     )
 
 
-def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
-    """Megatron's GPTModel with the seed's weights, in the run's dtype, on the device."""
+def build_gpt(run: MegatronRun, variant: MegatronVariant, config: Any, device: torch.device) -> Any:
+    """Megatron's GPTModel with the seed's weights, in the run's dtype, on the device.
+
+    Its DistributedDataParallel is around it, for the variant's layout.
+    """
     specs, stages = megatron("models.gpt.gpt_layer_specs"), megatron("parallel_state")
     with_engine = run.megatron.fp8_recipe is not None
     if with_engine:
@@ -84,37 +87,24 @@ def build_gpt(run: MegatronRun, config: Any, device: torch.device) -> Any:
         pre_process=stages.is_pipeline_first_stage(),
         post_process=stages.is_pipeline_last_stage(),
     )
-    # TransformerEngine's layers are on the device and in the dtype, and a cast would quantize anew
-    return model if with_engine else model.to(device).to(weights_dtype(run))
-
-
-def wrap(run: MegatronRun, variant: MegatronVariant, config: Any, model: Any) -> Any:
-    """Megatron's DistributedDataParallel around the model, for the variant's layout."""
-    distributed, megatron_config = megatron("distributed"), run.megatron
+    if not with_engine:
+        # TransformerEngine's layers are so already, and a cast would quantize anew
+        model = model.to(device).to(weights_dtype(run))
+    distributed, shards = megatron("distributed"), variant.layout == "shards"
     gathers = variant.overlap_param_gather
-    gathers = megatron_config.overlap_param_gather if gathers is None else gathers
+    gathers = run.megatron.overlap_param_gather if gathers is None else gathers
+    reduces = run.overlaps_grad_reduce(variant)
     settings = distributed.DistributedDataParallelConfig(
-        use_distributed_optimizer=variant.layout == "shards",
+        use_distributed_optimizer=shards,
         grad_reduce_in_fp32=run.reduces_in_fp32(variant),
-        overlap_grad_reduce=run.overlaps_grad_reduce(variant),
+        overlap_grad_reduce=reduces,
         # never without the other, nor where ranks have whole weights
-        overlap_param_gather=gathers
-        and variant.layout == "shards"
-        and run.overlaps_grad_reduce(variant),
-        bucket_size=megatron_config.bucket_size,
+        overlap_param_gather=gathers and shards and reduces,
+        bucket_size=run.megatron.bucket_size,
         average_in_collective=False,
-        fp8_param_gather=megatron_config.fp8_param_gather,
+        fp8_param_gather=run.megatron.fp8_param_gather,
     )
     return distributed.DistributedDataParallel(config, settings, model)
-
-
-def connect(config: Any, chunk: Any, optimizer: Any) -> None:
-    """Tells Megatron's schedule of the wrapper's and the optimizer's part in a step."""
-    config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = chunk.no_sync
-    if chunk.ddp_config.overlap_param_gather:
-        config.param_sync_func = chunk.start_param_sync
 
 
 class ForwardStep:

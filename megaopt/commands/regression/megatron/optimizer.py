@@ -151,24 +151,3 @@ def leaves(optimizer: Any) -> list[Any]:
     """The optimizers of a chain, or of chains within it, that step weights; or the one."""
     chain = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if chain is None else [leaf for member in chain for leaf in leaves(member)]
-
-
-def scheduler_of(run: MegatronRun, optimizer: Any) -> Any:
-    """Megatron's own scheduler of the learning rate and weight decay of each step.
-
-    Its warm-up counts from 0 and its steps are set, not counted, so a resumed run needs no state.
-    """
-    adam = run.optimizer
-    return megatron("optimizer_param_scheduler").OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=adam.learning_rate,
-        min_lr=0.0,
-        lr_warmup_steps=adam.warmup_steps,
-        lr_decay_steps=max(run.steps, adam.warmup_steps + 1),
-        lr_decay_style="constant",
-        start_wd=adam.weight_decay,
-        end_wd=adam.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )

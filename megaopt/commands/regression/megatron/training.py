@@ -18,16 +18,10 @@ from megaopt.commands.regression.megatron.cpu import pretend_cuda
 from megaopt.commands.regression.megatron.model import (
     ForwardStep,
     build_gpt,
-    connect,
     megatron,
     transformer_config,
-    wrap,
 )
-from megaopt.commands.regression.megatron.optimizer import (
-    build_optimizer,
-    leaves,
-    scheduler_of,
-)
+from megaopt.commands.regression.megatron.optimizer import build_optimizer, leaves
 from megaopt.commands.regression.parts import Part
 from megaopt.recording.files import hexadecimal
 
@@ -92,18 +86,50 @@ class MegatronTraining:
 
     def __init__(self, run: MegatronRun, variant: MegatronVariant, device: torch.device) -> None:
         self.run, self.variant, self.device = run, variant, device
-        self.config = transformer_config(run, device)
-        self.chunk = wrap(run, variant, self.config, build_gpt(run, self.config, device))
+        config, adam = transformer_config(run, device), run.optimizer
+        self.chunk = build_gpt(run, variant, config, device)
         self.optimizer = build_optimizer(run, variant, self.chunk)
-        connect(self.config, self.chunk, self.optimizer)
-        self.scheduler = scheduler_of(run, self.optimizer)
+        # the wrapper's and the optimizer's part in a step of Megatron's schedule
+        config.finalize_model_grads_func = megatron("distributed").finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.no_sync_func = self.chunk.no_sync
+        if self.chunk.ddp_config.overlap_param_gather:
+            config.param_sync_func = self.chunk.start_param_sync
+        # Megatron's own, whose warm-up counts from 0; its steps are set, not counted, so a resumed
+        # run needs no state
+        self.scheduler = megatron("optimizer_param_scheduler").OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=adam.learning_rate,
+            min_lr=0.0,
+            lr_warmup_steps=adam.warmup_steps,
+            lr_decay_steps=max(run.steps, adam.warmup_steps + 1),
+            lr_decay_style="constant",
+            start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
         self.forward_step = ForwardStep(run, device)
 
     def step(self, number: int) -> dict[str, Any]:
         """Trains a step; with seconds, of the whole and of the optimizer's part, and bytes."""
         memory_of(self.device)
         began = time.perf_counter()
-        losses = self._backward(number)
+        # gradients of all micro batches; the last pipeline stage alone has the losses
+        self.chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        forward_backward = megatron("pipeline_parallel.schedules").get_forward_backward_func()
+        reports = forward_backward(
+            forward_step_func=self.forward_step,
+            data_iterator=self.forward_step.data(number),
+            model=[self.chunk],
+            num_microbatches=self.forward_step.micro_batches,
+            seq_length=self.run.model.context,
+            micro_batch_size=self.run.megatron.micro_batch_size,
+            forward_only=False,
+        )
+        losses = torch.stack([report["loss"] for report in reports]).tolist() if reports else []
         peak, before = memory_of(self.device)
         self.scheduler.num_steps = number
         self.scheduler.step(increment=0)
@@ -121,30 +147,13 @@ class MegatronTraining:
             "allocated_bytes": after,
         }
         return {
-            "losses": losses,
+            "losses": [hexadecimal(loss) for loss in losses],
             "grad_norm": hexadecimal(norm) if self.run.clips else None,
             "optimizer_seconds": stop - start,
             "seconds": stop - began,
             "state_bytes": state.state_bytes(self.optimizer),
             **(extra if self.device.type == "cuda" else {}),
         }
-
-    def _backward(self, step: int) -> list[str]:
-        """Gradients of all micro batches; the losses, which the last pipeline stage alone has."""
-        self.chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        forward_backward = megatron("pipeline_parallel.schedules").get_forward_backward_func()
-        reports = forward_backward(
-            forward_step_func=self.forward_step,
-            data_iterator=self.forward_step.data(step),
-            model=[self.chunk],
-            num_microbatches=self.forward_step.micro_batches,
-            seq_length=self.run.model.context,
-            micro_batch_size=self.run.megatron.micro_batch_size,
-            forward_only=False,
-        )
-        losses = [report["loss"] for report in reports]
-        return [hexadecimal(loss) for loss in torch.stack(losses).tolist()] if losses else []
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -24,9 +24,9 @@ MOMENTUM = {"lr": Parameter.empty, "momentum": 0.0, "dampening": 0.0, "weight_de
 MOMENTUM |= {"nesterov": False}
 LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0}
 BITS = {"optim_bits": 32}
-CLIPPED = {"*": None, "percentile_clipping": 100, "block_wise": True, "seed": 0}
-UNPAGED = {"args": None, "min_8bit_size": 4096, **CLIPPED}
-LAST = {"args": None, "min_8bit_size": 4096, "is_paged": False, **CLIPPED}
+CLIPPED: dict[str, Any] = {"*": None, "percentile_clipping": 100, "block_wise": True, "seed": 0}
+UNPAGED: dict[str, Any] = {"args": None, "min_8bit_size": 4096, **CLIPPED}
+LAST: dict[str, Any] = {"args": None, "min_8bit_size": 4096, "is_paged": False, **CLIPPED}
 ONLY_32: Meanings = {"optim_bits": {32: {}}}
 MEANS: Meanings = {
     "amsgrad": {False: {}},

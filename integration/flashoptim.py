@@ -41,7 +41,7 @@ MEANS: Meanings = {
     "decouple_lr": {False: {}},
     "master_weight_bits": MASTERS,
 }
-COMMON = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}
+COMMON: dict[str, Any] = {"quantize": True, "compress_state_dict": True, "master_weight_bits": 24}
 COMMON |= {"check_numerics": False, "fused": True, "*": None, "seed": 0}
 DECOUPLED = {"decouple_lr": False, **COMMON}
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
@@ -168,31 +168,28 @@ def cast_model(
     """
     one_of("dtype", dtype, SHORT)
     one_of("selective", selective, (True, False))
-    ending = _layers(model, "full_precision_layers", full_precision_layers)
-    recast = _layers(model, "full_precision_recast_layers", full_precision_recast_layers)
-    fp32_ids = {id(module) for module in (*ending, *recast)}
-    fp32_ids |= {id(layer) for layer in model.modules() if selective and isinstance(layer, RUNNING)}
+    fp32_ids = {id(layer) for layer in model.modules() if selective and isinstance(layer, RUNNING)}
+    # the modules that are meant, once each, with the dtype that they give; None: fp32
+    outputs: list[tuple[nn.Module, torch.dtype | None]] = []
+    for argument, layers, output in (
+        ("full_precision_layers", full_precision_layers, None),
+        ("full_precision_recast_layers", full_precision_recast_layers, dtype),
+    ):
+        modules: dict[int, nn.Module] = {}
+        for layer in layers or ():
+            meant = {
+                id(module): module
+                for name, module in model.named_modules(remove_duplicate=False)
+                if module is layer or (isinstance(layer, str) and fnmatchcase(name, layer))
+            }
+            if not meant:
+                refuse(argument, "modules of the model, or their names", layer)
+            modules |= meant
+        fp32_ids |= modules.keys()
+        outputs += [(module, output) for module in modules.values()]
     megaopt.cast_model(model, dtype, lambda name, module: id(module) in fp32_ids, recast=False)
-    for modules, output in ((ending, None), (recast, dtype)):
-        for module in modules:
-            compute_in_fp32(module, output)
-
-
-def _layers(
-    model: nn.Module, argument: str, layers: Sequence[str | nn.Module] | None
-) -> list[nn.Module]:
-    """The modules that are meant, once each."""
-    modules: dict[int, nn.Module] = {}
-    for layer in layers or ():
-        meant = {
-            id(module): module
-            for name, module in model.named_modules(remove_duplicate=False)
-            if module is layer or (isinstance(layer, str) and fnmatchcase(name, layer))
-        }
-        if not meant:
-            refuse(argument, "modules of the model, or their names", layer)
-        modules |= meant
-    return list(modules.values())
+    for module, output in outputs:
+        compute_in_fp32(module, output)
 
 
 def enable_gradient_release(

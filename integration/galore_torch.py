@@ -17,7 +17,7 @@ from megaopt.params.view import FEWEST_IN_ROWS
 
 __all__ = ["GaLoreAdamW8bit"]
 
-TAKES = {**ADAMW, "optim_bits": 32, "args": None, "min_8bit_size": FEWEST_IN_ROWS}
+TAKES: dict[str, Any] = {**ADAMW, "optim_bits": 32, "args": None, "min_8bit_size": FEWEST_IN_ROWS}
 TAKES |= {"percentile_clipping": 100, "block_wise": True, "is_paged": False, "*": None, "seed": 0}
 MEANS: Meanings = {"optim_bits": {32: {}}, "is_paged": {False: {}}}
 FIXED: dict[str, Any] = {**IN_BLOCKS, "refresh": "svd", "stagger": False}

@@ -27,7 +27,8 @@ BLOCK4 = {32: ("block32_e3m0", "block32_e4m0")}
 PLAIN: dict[str, Any] = {"exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
 ROUNDING = {True: {"weight_rounding": "stochastic"}, False: {"weight_rounding": "nearest"}}
 DRAWS = {"bf16_stochastic_round": False, "seed": 0}
-EIGHT, FOUR = {"*": None, "block_size": 256, **DRAWS}, {"*": None, "block_size": 128, **DRAWS}
+EIGHT: dict[str, Any] = {"*": None, "block_size": 256, **DRAWS}
+FOUR: dict[str, Any] = {**EIGHT, "block_size": 128}
 
 
 MEANS = {"bf16_stochastic_round": ROUNDING}

@@ -53,7 +53,12 @@ class Shards(FusedOptimizer):
         state_dict = cleaned(state_dict)
         # Megatron first hands over the very tensors of the state: groups alone are new then
         new_states, old_states = state_dict["state"], super().state_dict()["state"]
-        if not _is_the_same(new_states, old_states):
+        is_the_same = new_states.keys() == old_states.keys() and all(
+            old_states[place].get(name) is tensor
+            for place, state in new_states.items()
+            for name, tensor in state.items()
+        )
+        if not is_the_same:
             super().load_state_dict(state_dict)
             return
         # loaded without states, which come back as the same objects
@@ -241,10 +246,3 @@ def cleaned(state_dict: dict[str, Any]) -> dict[str, Any]:
         if "step" in group:
             group["step"] = int(group["step"])
     return state_dict
-
-
-def _is_the_same(new_states: dict[Any, State], old_states: dict[Any, State]) -> bool:
-    return new_states.keys() == old_states.keys() and all(
-        all(old_states[place].get(name) is tensor for name, tensor in state.items())
-        for place, state in new_states.items()
-    )

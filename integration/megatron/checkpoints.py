@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megaopt.galore import GaLoreOptions
 from megaopt.options.checks import refuse
@@ -23,9 +24,38 @@ ADAM = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 
 
-class CheckpointedOptimizer(DistributedOptimizer):
+class Saved(MegatronOptimizer):
+    """The common part of the distributed optimizer and those of whole weights, in a save."""
+
+    fills_states = True
+    """A save, and a load, first makes all states complete."""
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Megatron's; nothing where all parameters are frozen.
+
+        Raises ImportError for a save without what Megatron's writer needs.
+        """
+        # processes that write would end without it, and the ranks wait for them till their timeout
+        name = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+        if not is_loading and not getattr(importlib.import_module(name), "HAVE_PSUTIL", True):
+            raise ImportError(
+                "Megatron's writer of checkpoints needs psutil, which is not installed: "
+                "pip install psutil, or megaopt with its extra 'megatron'"
+            )
+        if self.is_stub_optimizer:
+            return {}
+        if self.fills_states:
+            self.initialize_states()
+        arguments = (model_sharded_state_dict, is_loading, *args)
+        return super().sharded_state_dict(*arguments, **kwargs)
+
+
+class CheckpointedOptimizer(Saved, DistributedOptimizer):
     """All formats have fp32 values, whatever the state is stored as: each loads into each."""
 
+    fills_states = False
     fused: Any = None
     """The fused optimizer that steps the shards; None without parameters."""
     shards: dict[Any, Any]
@@ -82,21 +112,17 @@ class CheckpointedOptimizer(DistributedOptimizer):
         """
         if self.is_stub_optimizer:
             return
-        check_projections(state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
+        # moments of other projections, and of none, which are Adam's, have another basis
+        names = GaLoreOptions.MATRIX_KEYS
+        source, target = (
+            {tuple(group.get(name) for name in names) for group in groups}
+            for groups in (state_dict["optimizer"]["param_groups"], self.optimizer.param_groups)
+        )
+        if source != target:
+            keys = f"{' and '.join(names)} of a checkpoint's groups"
+            refuse(keys, f"those of galore, {target}", source)
         self.optimizer.initialize_states()
         super().load_state_dict(state_dict)
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Megatron's; nothing where all parameters are frozen.
-
-        Raises ImportError for a save without what Megatron's writer needs.
-        """
-        if not is_loading:
-            check_writer()
-        arguments = (model_sharded_state_dict, is_loading, *args)
-        return {} if self.is_stub_optimizer else super().sharded_state_dict(*arguments, **kwargs)
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, Any]:
         shard = self.shards[model_param]
@@ -109,24 +135,21 @@ class CheckpointedOptimizer(DistributedOptimizer):
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
-            tensor = self._part_of(shard, name)
-            tensors[key] = self._for_a_file(shard, tensor) if self._is_sharing else tensor
+            tensors[key] = tensor = self._part_of(shard, name)
+            if not self._is_sharing:
+                continue
+            # for a file what was decoded is copied to host memory: all of it would take much of
+            # the card; memory of the state or of the shard is no decoded copy
+            state = self.fused.state[shard].values()
+            held = [shard, *(value for value in state if isinstance(value, torch.Tensor))]
+            memory = tensor.untyped_storage().data_ptr()
+            is_held = any(value.untyped_storage().data_ptr() == memory for value in held)
+            # and what is saved from pinned memory: the process that writes an asynchronous save
+            # would take it out of there
+            is_apart = self.fused.stepper.homes.default and tensor.device.type == "cpu"
+            if not is_held or (is_apart and not self._is_loading):
+                tensors[key] = host_copy(tensor)
         return tensors
-
-    def _for_a_file(self, shard: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor of the state itself, or in host memory a copy.
-
-        Of what was decoded: all of it would take much of the card. And of what is saved from
-        pinned memory: the process that writes an asynchronous save would take it out of there.
-        """
-        # memory of the state or of the shard: no decoded copy
-        state = self.fused.state[shard].values()
-        held = [shard, *(value for value in state if isinstance(value, torch.Tensor))]
-        memory = tensor.untyped_storage().data_ptr()
-        is_held = any(value.untyped_storage().data_ptr() == memory for value in held)
-        # pinned host memory, which the writer's process could not have
-        is_apart = self.fused.stepper.homes.default and tensor.device.type == "cpu"
-        return tensor if is_held and (self._is_loading or not is_apart) else host_copy(tensor)
 
     _is_sharing = _is_loading = False
     """True while all of the state is gathered, for a file or to be read from one."""
@@ -136,8 +159,13 @@ class CheckpointedOptimizer(DistributedOptimizer):
     ) -> None:
         shard = self.shards[model_param]
         for key, name in self._names_of(shard).items():
-            if name is not None:
-                self._set_part(shard, name, tensors[key])
+            if name is None:
+                continue
+            # what `_part_of` made
+            value, spread = tensors[key], self._spread(shard, name)
+            if spread is not None:
+                value = spread.read(value, name == self._keys[1])
+            self.fused.set_scaled_state(shard, name, value)
 
     def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
         """The fp32 values of a state tensor, as many as the shard has."""
@@ -146,23 +174,10 @@ class CheckpointedOptimizer(DistributedOptimizer):
         spread = self._spread(shard, name)
         return value if spread is None else spread.write(value, name == self._keys[1])
 
-    def _set_part(self, shard: torch.Tensor, name: str, value: torch.Tensor) -> None:
-        """Takes what `_part_of` made."""
-        spread = self._spread(shard, name)
-        if spread is not None:
-            value = spread.read(value, name == self._keys[1])
-        self.fused.set_scaled_state(shard, name, value)
-
     def _spread(self, shard: torch.Tensor, name: str) -> Spread | None:
         view = owned_of(self.fused).view(shard)
         is_as_the_weight = name == MASTER or not view.kept
         return None if is_as_the_weight else Spread(view, self.fused.state[shard])
-
-    def _bring_together(self) -> None:
-        """Gives every rank all of what states keep, of which each has read its part."""
-        for view in owned_of(self.fused).views if self.fused.options.MATRIX else []:
-            if view.kept:
-                Spread(view, self.fused.state[view.param]).bring_together(self.data_parallel_group)
 
     # --- weights are what their masters say, after any load
 
@@ -187,7 +202,9 @@ class CheckpointedOptimizer(DistributedOptimizer):
 
         What ranks keep of whole matrices they bring together.
         """
-        self._bring_together()
+        for view in owned_of(self.fused).views if self.fused.options.MATRIX else []:
+            if view.kept:
+                Spread(view, self.fused.state[view.param]).bring_together(self.data_parallel_group)
         if self.fused.options.master_format(torch.bfloat16, True).joined:
             return  # such a master set its weight
         for model, shard in self.shards.items():
@@ -216,23 +233,24 @@ class CheckpointedOptimizer(DistributedOptimizer):
             state: dict[Any, Any] = super().get_parameter_state_dp_reshardable()
         finally:
             self._is_sharing = False
-        # a bucket of which this rank has only padding has no entry: it gets one of zeros
-        for index, buffer in enumerate(self.buffers):
-            for buckets in state[index].values():
-                for entries, bucket in zip(buckets, buffer.buckets, strict=True):
-                    if not entries:
-                        entries.append(self._padding(bucket))
-        return state
-
-    def _padding(self, bucket: Any) -> dict[str, Any]:
-        """An entry for this rank's part of a bucket, up to the end that is saved."""
+        # a bucket of which this rank has only padding has no entry
         group = self.data_parallel_group
-        # the bucket's share of this rank, cut at the end of what is no padding
-        size = bucket.grad_data.numel() // group.size()
-        end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
-        zeros = torch.zeros(end, dtype=torch.float32, device=bucket.grad_data.device)
-        tensors = {key: zeros.clone() for key in self._keys}
-        return {**tensors, "gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
+        empty = [
+            (entries, bucket)
+            for index, buffer in enumerate(self.buffers)
+            for buckets in state[index].values()
+            for entries, bucket in zip(buckets, buffer.buckets, strict=True)
+            if not entries
+        ]
+        for entries, bucket in empty:
+            # it gets one of zeros: the bucket's share of this rank, cut at the end of what is saved
+            size = bucket.grad_data.numel() // group.size()
+            end = min(max(bucket.numel_unpadded - group.rank() * size, 0), size)
+            zeros = torch.zeros(end, dtype=torch.float32, device=bucket.grad_data.device)
+            tensors = {key: zeros.clone() for key in self._keys}
+            range_of_padding = {"gbuf_local_start": 0, "gbuf_local_end": end, "padding": True}
+            entries.append({**tensors, **range_of_padding})
+        return state
 
     def sharded_param_state_dp_reshardable(
         self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
@@ -244,22 +262,25 @@ class CheckpointedOptimizer(DistributedOptimizer):
             state: dict[Any, Any] = super().sharded_param_state_dp_reshardable(*arguments, **kwargs)
         finally:
             self._is_loading = False
-        for index in range(len(self.buffers)):
-            for buckets in state[index].values():
-                for entries in buckets:
-                    entries[:] = [self._read_along(entry) for entry in entries]
-        return state
-
-    def _read_along(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Past the end of what is saved: another rank's first element, to be read and forgotten."""
-        # an entry without elements: every rank has to read something of each bucket
-        if entry["param"].data.numel():
-            return entry
+        entries = [
+            entry
+            for index in range(len(self.buffers))
+            for buckets in state[index].values()
+            for bucket_entries in buckets
+            for entry in bucket_entries
+        ]
+        # an entry without elements lies past the end of what is saved: every rank has to read
+        # something of each bucket, here another rank's first element, and forgets it
         replica = (self.distributed_optimizer_instance_id, 0, self.data_parallel_group.rank())
         first = {"local_shape": (1,), "global_offset": (0,), "replica_id": replica}
-        zero = entry["param"].data.new_zeros(1)
-        read = {key: replace(entry[key], data=zero.clone(), **first) for key in self._keys}
-        return {"padding": entry["padding"], **read}
+        for entry in entries:
+            if not entry["param"].data.numel():
+                zero = entry["param"].data.new_zeros(1)
+                read = {key: replace(entry[key], data=zero.clone(), **first) for key in self._keys}
+                padding = entry["padding"]
+                entry.clear()
+                entry.update(padding=padding, **read)
+        return state
 
     # --- fully_reshardable: several buckets
 
@@ -287,19 +308,6 @@ class CheckpointedOptimizer(DistributedOptimizer):
                     for key in self._keys:
                         tensors[key] = padded(tensors[key], buffer)
         return state
-
-
-def check_writer() -> None:
-    """Raises ImportError where the processes that write a save would end for want of a package.
-
-    The ranks would wait for them, for as long as their process group does.
-    """
-    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    if not getattr(writer, "HAVE_PSUTIL", True):
-        raise ImportError(
-            "Megatron's writer of checkpoints needs psutil, which is not installed: "
-            "pip install psutil, or megaopt with its extra 'megatron'"
-        )
 
 
 def align_steps(groups: Sequence[dict[str, Any]]) -> None:
@@ -377,22 +385,6 @@ class Spread:
         parts = torch.split(numbers, [tensor.numel() for tensor in self._tensors])
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-
-def check_projections(saved: Sequence[Any], current: Sequence[Any]) -> None:
-    """Raises ValueError where moments that were saved are of other projections than these groups'.
-
-    Of none, too: Adam's.
-    """
-    names = GaLoreOptions.MATRIX_KEYS
-    source, target = (
-        {tuple(group.get(name) for name in names) for group in groups}
-        for groups in (saved, current)
-    )
-    if source != target:
-        refuse(
-            f"{' and '.join(names)} of a checkpoint's groups", f"those of galore, {target}", source
-        )
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,16 +65,6 @@ def check_release(config: Any, original_config: Any) -> None:
         )
 
 
-def check_offload(config: Any) -> None:
-    """Raises ValueError for an offload of other states than all."""
-    fraction = config.optimizer_offload_fraction
-    if fraction != 1.0:
-        raise ValueError(
-            "config.optimizer_offload_fraction must be 1.0 with optimizer_cpu_offload=True, as "
-            f"megaopt offloads the states of all parameters, got {fraction!r}"
-        )
-
-
 def check_fields(config: Any, fields: Sequence[tuple[str, object, str]], condition: str) -> None:
     """Raises ValueError for a field that has another value than the one it must have.
 

@@ -23,7 +23,6 @@ from megaopt.integration.megatron.checks import (
     check_fields,
     check_graph,
     check_matrices,
-    check_offload,
     check_parameter,
     check_release,
     check_required,
@@ -87,7 +86,18 @@ class Choices:
                 f"Megatron keeps fp32 masters, got {self.master_weight_dtype!r}; "
                 "mode='precision_aware' takes others"
             )
-        self._check_original_config()
+        if self.original_config is not None:
+            # options that Adam has and the config's own optimizer has not
+            condition = f"with config.optimizer={self.original_config.optimizer!r}"
+            if self.contract != "ieee":
+                raise ValueError(f"contract must be 'ieee' {condition}, got {self.contract!r}")
+            if self.galore is not None:
+                refuse("galore", f"None {condition}", self.galore)
+            if self.exp_avg_sq_dtype is not None:
+                raise ValueError(
+                    f"exp_avg_sq_dtype must be None {condition}, whose one moment is of "
+                    f"exp_avg_dtype, got {self.exp_avg_sq_dtype!r}"
+                )
         if self.galore is not None:
             self._check_galore(self.galore)
         self._options()
@@ -96,21 +106,6 @@ class Choices:
     def adam_contract(self) -> Contract:
         """The contract of Adam's parameters, also beside Muon's "eo"."""
         return "ieee" if self.contract == "eo" else self.contract
-
-    def _check_original_config(self) -> None:
-        """Raises ValueError for an option that Adam has and the config's own optimizer has not."""
-        if self.original_config is None:
-            return
-        condition = f"with config.optimizer={self.original_config.optimizer!r}"
-        if self.contract != "ieee":
-            raise ValueError(f"contract must be 'ieee' {condition}, got {self.contract!r}")
-        if self.galore is not None:
-            refuse("galore", f"None {condition}", self.galore)
-        if self.exp_avg_sq_dtype is not None:
-            raise ValueError(
-                f"exp_avg_sq_dtype must be None {condition}, whose one moment is of exp_avg_dtype, "
-                f"got {self.exp_avg_sq_dtype!r}"
-            )
 
     def _check_galore(self, arguments: Mapping[str, Any]) -> None:
         """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
@@ -253,8 +248,13 @@ class Choices:
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
         check_release(config, self.original_config)
-        if self.offloads:
-            check_offload(config)
+        # states of all parameters are offloaded, or of none
+        fraction = config.optimizer_offload_fraction
+        if self.offloads and fraction != 1.0:
+            raise ValueError(
+                "config.optimizer_offload_fraction must be 1.0 with optimizer_cpu_offload=True, as "
+                f"megaopt offloads the states of all parameters, got {fraction!r}"
+            )
 
         asks = config.use_precision_aware_optimizer and self.mode == "main_shards"
         if asks and config.main_params_dtype != torch.float32:

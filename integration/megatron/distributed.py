@@ -127,8 +127,13 @@ class MainShards(Sharded):
         for models, mains in both:
             outside = {m: main for m, main in zip(models, mains, strict=True) if is_mxfp8(m)}
             for model, main in outside.items():
-                # stepped in the buffer where the step may write there, else as the fp32 main shard
-                self.shards[model] = self._place_of(model) if self._is_in_place(model) else main
+                # stepped in the buffer where the step may write there, else as the fp32 main shard:
+                # its place is that of its own bf16 gradient, which the step has read, but of other
+                # elements' beside fp32 gradients; with overlap Megatron first zeroes gradients
+                buffer = self.buffers[self.model_param_gbuf_map[model][0]]
+                is_alike = buffer.grad_data.dtype == buffer.param_data.dtype
+                is_in_place = is_alike and not self.config.overlap_param_gather
+                self.shards[model] = self._place_of(model) if is_in_place else main
             self._outside.update(outside)
 
     def _adapt(self) -> None:
@@ -149,16 +154,6 @@ class MainShards(Sharded):
         # fp8 weights of which this rank has no part: the ranks find scales together
         pairs[0] += [(_nothing_of(shard), shard) for shard in absent_shards(self)]
         return pairs
-
-    def _is_in_place(self, model: torch.Tensor) -> bool:
-        """Returns whether the step writes an MXFP8 parameter's bf16 values where they are gathered.
-
-        That is its own bf16 gradient, which the step has read. Beside fp32 gradients they lie on
-        those of other elements; with overlap Megatron first zeroes gradients, then copies.
-        """
-        buffer = self.buffers[self.model_param_gbuf_map[model][0]]
-        overlaps: bool = self.config.overlap_param_gather
-        return not overlaps and bool(buffer.grad_data.dtype == buffer.param_data.dtype)
 
     @torch.no_grad()
     def _copy_main_params_to_param_buffer(self) -> None:
@@ -241,8 +236,14 @@ class MatrixShards(MainShards):
         for buffer in self.buffers:
             for model in buffer.params:
                 shard: Any = self._shard_of(model)
+                # a bucket is cut into equal shares, one a rank, at elements of the whole buffer
+                start, end, index = buffer.param_index_map[model]
+                bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
+                size = bucket.grad_data.numel() // ranks
+                # places of the cuts, from the parameter's first element on, at most its size
+                places = [bucket.offset + rank * size for rank in range(ranks + 1)]
                 # by rank: the first element of the parameter there, the one behind the last
-                ends = ends_of(model, buffer)
+                ends = [*pairwise(min(max(place, start), end) - start for place in places)]
                 shard.megaopt_first_element = ends[mesh.get_local_rank()][0]
                 shard.megaopt_whole_shape = (*model.shape,)
                 shard.megaopt_number = numbers[model]
@@ -258,17 +259,6 @@ def _nothing_of(shard: torch.Tensor) -> torch.Tensor:
     if shard.dtype == torch.float32:
         return shard
     return torch.empty(0, dtype=torch.float32, device=shard.device)
-
-
-def ends_of(param: torch.Tensor, buffer: Any) -> list[tuple[int, int]]:
-    """Returns each data-parallel rank's first element of a parameter, and its end."""
-    start, end, index = buffer.param_index_map[param]
-    # a bucket is cut into equal shares, one a rank, at elements of the whole buffer
-    bucket, ranks = buffer.buckets[index], buffer.data_parallel_group.size()
-    size = bucket.grad_data.numel() // ranks
-    # places of the cuts, from the parameter's first element on, at most its size
-    places = [bucket.offset + rank * size for rank in range(ranks + 1)]
-    return [*pairwise(min(max(place, start), end) - start for place in places)]
 
 
 class PrecisionAware(Sharded):

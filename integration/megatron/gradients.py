@@ -170,8 +170,36 @@ class Gradients(Clipping, CheckpointedOptimizer):
         # where any rank has some with a norm of their own: the step knows one coefficient for all
         params = [param for buffer in self.buffers for param in buffer.params]
         self._clips_in_place = self.config.clip_grad > 0.0 and any(map(norm_group_of, params))
-        self._norm_shards = {group: self._ask_for_norm_shards(group) for group in norm_groups()}
-        self.has_16_bit_norm = self._may_have_16_bit_norm()
+
+        # the shards whose gradients count for a norm, neither shared nor duplicates: Megatron
+        # decides, asked once with stand-ins, tensors that it filters as if they were gradients
+        params = self.get_parameters()
+        stand_ins = [param.detach() for param in params]
+        pairs = [*zip(self._flat_shards(), stand_ins, strict=True)]
+        for group in norm_groups():
+            self._set_grads(params, stand_ins)
+            with warnings.catch_warnings():  # shards of fp32 weights are not leaves
+                warnings.simplefilter("ignore", UserWarning)
+                # releases after 0.16 ask by group
+                ask = getattr(super(), "get_grads_for_grad_norm", None)
+                counted = ask(group) if ask else super().get_main_grads_for_grad_norm()
+            self._set_grads(params, [None] * len(params))
+            counted_ids = {id(grad) for grad in counted}
+            self._norm_shards[group] = [shard for shard, grad in pairs if id(grad) in counted_ids]
+
+        # the norm's kernel takes four numbers at a time where they are aligned, as fp32 copies are,
+        # one at a time elsewhere: two orders. 16-bit gradients may be summed only as copies would
+        self.has_16_bit_norm = False
+        if self.grad_scaler:  # unscaled gradients are fp32 copies
+            return
+        # binds gradients, so that their addresses are known
+        self._copy_model_grads_to_main_grads()
+        self.has_16_bit_norm = all(
+            grad.dtype != torch.float32
+            and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
+            for grads in self._norm_grads.values()
+            for grad in grads
+        )
 
     # --- gradients
 
@@ -227,44 +255,6 @@ class Gradients(Clipping, CheckpointedOptimizer):
                 shard.decoupled_grad.zero_()
 
     # --- their norm
-
-    def _ask_for_norm_shards(self, norm_group: str | None) -> list[Any]:
-        """The shards whose gradients count for a norm: neither shared nor duplicates.
-
-        Megatron decides, asked once with stand-ins for the gradients.
-        """
-        # stand-ins: tensors that Megatron filters as if they were gradients
-        params = self.get_parameters()
-        stand_ins = [param.detach() for param in params]
-        self._set_grads(params, stand_ins)
-        with warnings.catch_warnings():  # shards of fp32 weights are not leaves
-            warnings.simplefilter("ignore", UserWarning)
-            # releases after 0.16 ask by group
-            ask = getattr(super(), "get_grads_for_grad_norm", None)
-            counted = ask(norm_group) if ask else super().get_main_grads_for_grad_norm()
-        self._set_grads(params, [None] * len(params))
-        # the shards whose stand-ins Megatron has kept
-        counted_ids = {id(grad) for grad in counted}
-        pairs = zip(self._flat_shards(), stand_ins, strict=True)
-        return [shard for shard, stand_in in pairs if id(stand_in) in counted_ids]
-
-    def _may_have_16_bit_norm(self) -> bool:
-        """Returns whether the norm's kernel sums 16-bit gradients as it would sum fp32 copies.
-
-        It takes four numbers at a time where they are aligned, as copies are, one at a time
-        elsewhere: two orders.
-        """
-        # unscaled gradients are fp32 copies
-        if self.grad_scaler:
-            return False
-        # binds gradients, so that their addresses are known
-        self._copy_model_grads_to_main_grads()
-        return all(
-            grad.dtype != torch.float32
-            and (grad.numel() % 4 != 0 or grad.data_ptr() % (4 * grad.element_size()) == 0)
-            for grads in self._norm_grads.values()
-            for grad in grads
-        )
 
     def get_main_grads_for_grad_norm(self) -> list[torch.Tensor]:
         """The gradients that count for the norm, in fp32 wherever that could move its bits."""

@@ -102,6 +102,13 @@ def recipe_of(config: Any) -> Recipe:
             one_of(f"config.{name}", getattr(config, name), values)
     one_of("config.muon_coefficient_type", coefficients, COEFFICIENTS)
     own_layer_wise = getattr(config, "use_layer_wise_distributed_optimizer", False)
+    mode, factor = config.muon_scale_mode, config.muon_extra_scale_factor
+    if (mode, factor) != MATCHED and factor != 1.0:
+        refuse(
+            "config.muon_extra_scale_factor",
+            f"1.0, or {MATCHED[1]} with config.muon_scale_mode={MATCHED[0]!r}",
+            factor,
+        )
 
     # the same numbers under FusedMuon's names
     options = {
@@ -111,24 +118,12 @@ def recipe_of(config: Any) -> Recipe:
         "nesterov": getattr(config, nesterov),
         "ns_coefficients": coefficients,
         "ns_steps": steps,
-        "adjust_lr_fn": _adjust(config.muon_scale_mode, config.muon_extra_scale_factor),
+        "adjust_lr_fn": "match_rms_adamw" if (mode, factor) == MATCHED else SCALES[mode],
         "betas": (config.adam_beta1, config.adam_beta2),
         "adam_eps": config.adam_eps,
     }
     is_layer_wise = own_layer_wise or config.optimizer == "dist_muon"
     return Recipe(options, config.muon_split_qkv, config.muon_tp_mode, is_layer_wise)
-
-
-def _adjust(mode: str, extra: float) -> str:
-    if (mode, extra) == MATCHED:
-        return "match_rms_adamw"
-    if extra != 1.0:
-        refuse(
-            "config.muon_extra_scale_factor",
-            f"1.0, or {MATCHED[1]} with config.muon_scale_mode={MATCHED[0]!r}",
-            extra,
-        )
-    return SCALES[mode]
 
 
 # --- what it does not go with
@@ -160,29 +155,26 @@ def check(config: Any, recipe: Recipe, model_chunks: Sequence[Any], choices: Cho
         fields.append(IN_SHARDS)
     check_fields(config, fields, condition)
     for chunk in model_chunks:
-        _check_chunk(chunk, config, recipe)
-
-
-def _check_chunk(chunk: Any, config: Any, recipe: Recipe) -> None:
-    check_matrices(chunk, "Muon")
-    # (DDP's, the config's): whether gradients are reduced into shards
-    shares = chunk.ddp_config.use_distributed_optimizer, config.use_distributed_optimizer
-    is_alike = shares[0] == shares[1] and not (shares[0] and recipe.is_layer_wise)
-    if not has_whole_layout(chunk, recipe) and not is_alike:
-        raise ValueError(
-            "use_distributed_optimizer must be the same in config and DistributedDataParallel, and "
-            "False with a layer-wise optimizer (after tag_params_for_buffer_routing, and with the "
-            "full_param_layout of LayerWiseDistributedOptimizer given to DistributedDataParallel, "
-            f"True there), got {shares[1]} and {shares[0]}"
-        )
-
-    # Megatron of these releases would step such a matrix by Muon all the same
-    for name, param in chunk.named_parameters():
-        if getattr(param, "use_muon", None) is False and param.requires_grad and param.dim() == 2:
+        check_matrices(chunk, "Muon")
+        # (DDP's, the config's): whether gradients are reduced into shards
+        shares = chunk.ddp_config.use_distributed_optimizer, config.use_distributed_optimizer
+        is_alike = shares[0] == shares[1] and not (shares[0] and recipe.is_layer_wise)
+        if not has_whole_layout(chunk, recipe) and not is_alike:
             raise ValueError(
-                f"parameter {name!r} must not be marked use_muon=False, which Megatron's releases "
-                "up to 0.19 do not know; is_embedding_or_output_parameter=True leaves it to Adam"
+                "use_distributed_optimizer must be the same in config and DistributedDataParallel, "
+                "and False with a layer-wise optimizer (after tag_params_for_buffer_routing, and "
+                "with the full_param_layout of LayerWiseDistributedOptimizer given to "
+                f"DistributedDataParallel, True there), got {shares[1]} and {shares[0]}"
             )
+        # Megatron of these releases would step such a matrix by Muon all the same
+        for name, param in chunk.named_parameters():
+            is_adams = getattr(param, "use_muon", None) is False
+            if is_adams and param.requires_grad and param.dim() == 2:
+                raise ValueError(
+                    f"parameter {name!r} must not be marked use_muon=False, which Megatron's "
+                    "releases up to 0.19 do not know; is_embedding_or_output_parameter=True leaves "
+                    "it to Adam"
+                )
 
 
 def mark_qkv(recipe: Recipe, chunks: Sequence[Any]) -> None:
@@ -199,34 +191,30 @@ def mark_qkv(recipe: Recipe, chunks: Sequence[Any]) -> None:
         if name.endswith(QKV) and param.dim() == 2 and param.requires_grad
     ]
     # all sizes are known before the first mark is set
-    sizes = [_qkv_sizes(*arguments) if recipe.splits_qkv else None for arguments in named]
-    for (_, param, _), param_sizes in zip(named, sizes, strict=True):
-        setattr(param, SPLIT_SIZES, param_sizes)
-
-
-def _qkv_sizes(name: str, param: torch.Tensor, attention: Any) -> tuple[int, ...]:
-    """The rows of q, gate (if there is one), k and v of a query group in a QKV weight."""
-    what = f"config.muon_split_qkv must be False with parameter {name!r}, got True: "
-    if not isinstance(attention, SelfAttention):
-        raise ValueError(
-            f"{what}its parts are not known, as its {type(attention).__name__} is not "
-            "Megatron's SelfAttention"
-        )
-    config = attention.config
-    # within a query group: heads of q, as many rows of gate where there is one, one head of k, of v
-    heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
-    has_gate = getattr(config, "attention_output_gate", False)
-    sizes = (*[heads // groups * size] * (1 + has_gate), size, size)
-
-    # this tensor-parallel rank has some of the query groups, whole
-    local = attention.num_query_groups_per_partition
-    if param.shape[0] != local * sum(sizes):
-        raise ValueError(
-            f"{what}it has {param.shape[0]} rows, and {local} query groups of {list(sizes)} rows "
-            f"(num_attention_heads={heads}, num_query_groups={groups}, kv_channels={size}, "
-            f"attention_output_gate={has_gate}) have {local * sum(sizes)}"
-        )
-    return sizes
+    sizes_by_param: dict[int, tuple[int, ...]] = {}
+    for name, param, attention in named if recipe.splits_qkv else ():
+        what = f"config.muon_split_qkv must be False with parameter {name!r}, got True: "
+        if not isinstance(attention, SelfAttention):
+            raise ValueError(
+                f"{what}its parts are not known, as its {type(attention).__name__} is not "
+                "Megatron's SelfAttention"
+            )
+        # rows of a query group: heads of q, as many of gate where there is one, a head of k, of v
+        config: Any = attention.config
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        size, has_gate = config.kv_channels, getattr(config, "attention_output_gate", False)
+        sizes = (*[heads // groups * size] * (1 + has_gate), size, size)
+        # this tensor-parallel rank has some of the query groups, whole
+        local = attention.num_query_groups_per_partition
+        if param.shape[0] != local * sum(sizes):
+            raise ValueError(
+                f"{what}it has {param.shape[0]} rows, and {local} query groups of {list(sizes)} "
+                f"rows (num_attention_heads={heads}, num_query_groups={groups}, "
+                f"kv_channels={size}, attention_output_gate={has_gate}) have {local * sum(sizes)}"
+            )
+        sizes_by_param[id(param)] = sizes
+    for _, param, _ in named:
+        setattr(param, SPLIT_SIZES, sizes_by_param.get(id(param)))
 
 
 def has_whole_layout(chunk: Any, recipe: Recipe) -> bool:
@@ -332,10 +320,6 @@ def make_muon(
     return muon
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing, in the place of Megatron's functions that make states: ours makes its own."""
-
-
 @contextlib.contextmanager
 def rebound(names: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
     """Lets names of modules stand for other values within it."""
@@ -346,30 +330,24 @@ def rebound(names: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
 
 
-def adam_beside(choices: Choices) -> Callable[..., Any]:
-    """Megatron's function for Adam's parameters, with its distributed optimizer or without.
-
-    The former is the layer-wise optimizer's way for them where DDP has a layout of whole matrices.
-    """
-    # ours for the distributed optimizer's shards, and Megatron's own for whole weights
+def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
+    """Names that both releases have, with our values in Megatron's place."""
+    # for Adam's parameters: ours for the distributed optimizer's shards, and Megatron's own for
+    # whole weights
     sharded = made_of_shards(choices)
     make = getattr(sharded, MEGATRONS)
 
-    def made(config: Any, *args: Any, **kwargs: Any) -> Any:
-        # a layer-wise optimizer asks for it with a config of the distributed optimizer
+    def adam_beside(config: Any, *args: Any, **kwargs: Any) -> Any:
+        # a layer-wise optimizer asks for it with a config of the distributed optimizer, where DDP
+        # has a layout of whole matrices
         if config.use_distributed_optimizer:
             return sharded(config, *args, **kwargs)
         # whole weights: Megatron's own function makes groups, of our Adam
         factory.Adam = choices.make_adam
         return make(config, *args, **kwargs)
 
-    return made
-
-
-def common_names(choices: Choices) -> list[tuple[Any, str, Any]]:
-    """Names that both releases have, with our values in Megatron's place."""
     return [
-        (factory, "_get_megatron_optimizer_based_on_param_groups", adam_beside(choices)),
+        (factory, "_get_megatron_optimizer_based_on_param_groups", adam_beside),
         (factory, "Adam", choices.make_adam),
         (factory, "USING_PYTORCH_OPTIMIZER", False),
         (factory, "Float16OptimizerWithFloat16Params", WholeFloat16),
@@ -463,9 +441,9 @@ def _emerging(choices: Choices, adams: Choices) -> Callable[..., Any]:
         meshes = meshes_of(recipe, choices, model_chunks, pg_collection)
         copies = copies_of(recipe, choices, model_chunks)
 
-        # Megatron's create function returns an optimizer and what makes its states
+        # Megatron's create function returns an optimizer and what makes its states: ours does
         def create(config: Any, groups: Any, *args: Any) -> tuple[Any, Any]:
-            return make_muon(groups, recipe, choices, meshes, copies), _nothing
+            return make_muon(groups, recipe, choices, meshes, copies), lambda *args, **kwargs: None
 
         # names in Megatron's module, while it makes groups and chains their optimizers
         names = [

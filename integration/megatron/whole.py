@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from megaopt.integration.megatron.adam import MainShardsAdapter
-from megaopt.integration.megatron.checkpoints import align_steps, check_writer
+from megaopt.integration.megatron.checkpoints import Saved, align_steps
 from megaopt.integration.megatron.distributed import Chained
 from megaopt.integration.megatron.gradients import Clipping, Norm, norm_group_of
 from megaopt.muon import SPLIT_SIZES
@@ -86,7 +86,7 @@ class WholeAdapter(MainShardsAdapter):
                 group["step"] = 0
 
 
-class Whole(Clipping):
+class Whole(Clipping, Saved):
     """The common part of both kinds; before Megatron's class among the bases."""
 
     grad_name = "grad"
@@ -145,21 +145,6 @@ class Whole(Clipping):
         super().clip(grad_norm, norms_by_group)
         params = self.get_parameters()
         self._set_grads(params, [None] * len(params))
-
-    def sharded_state_dict(
-        self, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Megatron's, of complete states.
-
-        Raises ImportError for a save without what Megatron's writer needs.
-        """
-        if not is_loading:
-            check_writer()
-        if self.is_stub_optimizer:
-            return {}
-        self.initialize_states()
-        arguments = (model_sharded_state_dict, is_loading, *args)
-        return super().sharded_state_dict(*arguments, **kwargs)
 
 
 class WholeFloat16(Whole, Float16OptimizerWithFloat16Params):

@@ -217,8 +217,8 @@ def _file_of(module: str) -> Path | None:
     if first == "megaopt":
         # files of megaopt's optimizers lie in these two folders
         is_outside = rest[0] == "integration"
-        ours = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
-        folders = map(Path, (ours and ours.submodule_search_locations) or ())
+        spec = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
+        folders = map(Path, (spec and spec.submodule_search_locations) or ())
         files = (file for folder in folders for file in _files(folder, rest[is_outside:]))
         return next(files, None)
     try:

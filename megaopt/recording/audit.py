@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from megaopt.recording.files import Recording, places_of_samples
-from megaopt.recording.laws import (
-    LAWS,
-    PARAM,
-    Evidence,
-    Law,
-    Sample,
-    Update,
-    explanations,
-)
+from megaopt.recording.laws import LAWS, PARAM, Evidence, Law, Sample, Update, explanations
 from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, exact
 from megaopt.recording.samples import (
     CODES,
@@ -149,20 +141,6 @@ class ParameterOwner(NamedTuple):
         return self.rank, self.source
 
 
-class Counted(NamedTuple):
-    """The number of updates that a parameter has had after a step."""
-
-    step: int
-    updates: int
-
-
-class Last(NamedTuple):
-    """A parameter's samples after its last step."""
-
-    owner: ParameterOwner
-    tensors: Tensors
-
-
 class Audit:
     """Goes through a recording once, step by step.
 
@@ -174,9 +152,11 @@ class Audit:
         self.recording, self.report = recording, Report()
         self._owners: dict[str, ParameterOwner] = {}
         """The owners of parameters in the current step, by name."""
-        self._last: dict[str, Last] = {}
+        self._last: dict[str, tuple[ParameterOwner, Tensors]] = {}
+        """Parameters' samples after the last step, and their owners then."""
         self._last_step = 0
-        self._counts: dict[tuple[Any, ...], Counted] = {}
+        self._counts: dict[tuple[Any, ...], tuple[int, int]] = {}
+        """A step, and the updates that a parameter or a group has had after it."""
         self._explained: dict[str, str] = {}
         # by rank: for each optimizer those that share parameters, and so steps, with it
         self._together: list[dict[int, set[int]]] = []
@@ -214,7 +194,7 @@ class Audit:
             # what the next step is compared with
             if tensors:
                 self._last_step = step
-                self._last = {n: Last(self._owners[n], samples) for n, samples in tensors.items()}
+                self._last = {n: (self._owners[n], samples) for n, samples in tensors.items()}
             self.report.steps += 1
         return self.report
 
@@ -289,10 +269,11 @@ class Audit:
             return {}
 
         # another optimizer may go on with the weight, but has a state of its own
-        is_same = last.owner.key == owner.key
+        last_owner, last_tensors = last
+        is_same = last_owner.key == owner.key
         candidates = {
             quantity: tensor
-            for quantity, tensor in last.tensors.items()
+            for quantity, tensor in last_tensors.items()
             if (is_same and not quantity.startswith(OLD) and quantity != "grad")
             or quantity in WEIGHTS
         }
@@ -371,8 +352,8 @@ class Audit:
         # that shares parameters with it
         owner, before = self._owners[name], self._counts.get(self._counted(name, law))
         lines, together = self.recording.ranks[owner.rank].scalars, self._together[owner.rank]
-        if before is not None and step - before.step <= len(self.recording.steps):
-            between, sources = range(before.step + 1, step + 1), together[owner.source]
+        if before is not None and step - before[0] <= len(self.recording.steps):
+            between, sources = range(before[0] + 1, step + 1), together[owner.source]
             if not any(sources.isdisjoint(lines.get(s, ())) for s in between):
                 # steps that the optimizer took, but for those that an overflow left out
                 taken = [s for s in between if self._line(s, owner)]
@@ -381,7 +362,7 @@ class Audit:
                 if not law.counts_groups:
                     digests = self.recording.digests
                     taken = [s for s in taken if s == step or (name, "grad") in digests(s)]
-                return before.updates + len(taken), True
+                return before[1] + len(taken), True
 
         # the first step of an optimizer whose moments were zeros before, or a new state
         is_first = step == self._first[owner.key] and self._fresh[owner.key]
@@ -503,7 +484,7 @@ class Audit:
             self._explained[name] = explanation
             # the state began anew: so do the updates that are counted
             if explanation == STATE_RESET and not law.counts_groups:
-                self._counts[self._counted(name, law)] = Counted(step, 1)
+                self._counts[self._counted(name, law)] = step, 1
             for quantity, verdict in bad.items():
                 label = quantity if quantity != PARAM else param_of(samples)
                 self._find(step, name, label, explanation, verdict.ratio, verdict.off)
@@ -516,7 +497,7 @@ class Audit:
         """Notes that a tensor was checked, with a step count that is known now."""
         self.report.checked += 1
         if context.options["step"]:
-            self._counts[self._counted(name, law)] = Counted(step, context.options["step"])
+            self._counts[self._counted(name, law)] = step, context.options["step"]
 
     def _evidence(self, step: int, owner: ParameterOwner) -> Evidence:
         """Returns the optimizer's own count, and learning rates other than the group's."""

@@ -178,11 +178,6 @@ def _random_state(pair: Pair, step: int) -> Blame | None:
 
 def _forward(pair: Pair, step: int) -> Blame | None:
     """Checks the model's outputs; blames a random state instead that explains them."""
-    blame = _outputs(pair, step)
-    return blame and (_random_state(pair, step) or blame)
-
-
-def _outputs(pair: Pair, step: int) -> Blame | None:
     # modules that both recorded, in the order of the forward pass
     first_rows = _first_rows(pair, step, "forward", pair.modules(step))
     if first_rows:
@@ -191,7 +186,8 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
         ahead = [module for module in order if order[module] < order.get(name, 0)]
         before = f"; that of {ahead[-1]} before it is equal" if ahead else ""
         text = f"the output of {name} is the first that differs{call}{before}"
-        return Blame(step, "forward", name, "forward", text, keys)
+        blame = Blame(step, "forward", name, "forward", text, keys)
+        return _random_state(pair, step) or blame
 
     # no output differs, or none was recorded: losses are the outputs left
     if not pair.says("losses", step):
@@ -207,7 +203,7 @@ def _outputs(pair: Pair, step: int) -> Blame | None:
         return None
     seen = "after the last block" if pair.records("forward", step) else "seen first in the loss"
     text = f"{seen}: loss {unlike[0]}, and {unlike[1]}"
-    return Blame(step, "forward", "loss", "loss", text)
+    return _random_state(pair, step) or Blame(step, "forward", "loss", "loss", text)
 
 
 def _first_rows(

@@ -404,11 +404,6 @@ class Rank:
         )
         return list(dict.fromkeys(place for place in row_places if place is not None))
 
-    @property
-    def sampled(self) -> set[int]:
-        """The steps of which there are samples."""
-        return {step for step, _ in self._samples}
-
     def alike(self, peer: Rank, step: int) -> bool:
         """Returns whether a step has the same numbers, rows and values in the same order.
 
@@ -600,7 +595,7 @@ class Recording:
     @cached_property
     def sampled(self) -> list[int]:
         """The steps of which there are samples, ascending."""
-        return sorted({step for rank in self.ranks for step in rank.sampled} & set(self.steps))
+        return sorted({step for rank in self.ranks for step, _ in rank._samples} & set(self.steps))
 
     def alike(self, recording: Recording, step: int) -> bool:
         """Returns whether all ranks have the same numbers and rows of a step; see `Rank.alike`."""

@@ -23,15 +23,7 @@ from megaopt.kernels.files import replacing
 from megaopt.recording import checks
 from megaopt.recording.checks import RecordingError, dict_of, is_float, list_of, read_json, require
 from megaopt.recording.compare import Comparison, compare
-from megaopt.recording.files import (
-    Digest,
-    Key,
-    Recording,
-    Summed,
-    Value,
-    hexadecimal,
-    without_none,
-)
+from megaopt.recording.files import Digest, Key, Recording, Summed, Value, hexadecimal, without_none
 from megaopt.recording.measure import Array, as_numbers
 from megaopt.recording.pair import family, flat, shown
 

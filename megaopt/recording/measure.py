@@ -21,24 +21,22 @@ def as_numbers(bits: Array, dtype: str) -> Array:
         dtype: as torch prints it, without "torch."; codes of an unknown one count as numbers.
     """
     with numpy.errstate(invalid="ignore"):  # of a NaN that signals
-        return _as_numbers(bits, dtype)
-
-
-def _as_numbers(bits: Array, dtype: str) -> Array:
-    if dtype == "float64":
-        return bits.view(numpy.float64)
-    if dtype == "bfloat16":
-        return (bits.astype("<u4") << 16).view(numpy.float32).astype(numpy.float64)
-    if dtype in FLOATS:
-        return bits.astype(f"<u{FLOATS[dtype]}").view(f"<f{FLOATS[dtype]}").astype(numpy.float64)
-    if dtype == "float8_e5m2":
-        return (bits.astype("<u2") << 8).view(numpy.float16).astype(numpy.float64)
-    if dtype == "float8_e4m3fn":
-        # 3 mantissa bits below an exponent of bias 7: those of an fp16 of bias 15, 2**8 times
-        code = bits.astype("<u2")
-        halves = ((code & 0x80) << 8 | (code & 0x7F) << 7).view(numpy.float16)
-        return numpy.where(code & 0x7F == 0x7F, numpy.nan, halves.astype(numpy.float64) * 256)
-    return bits.astype(numpy.float64)
+        if dtype == "float64":
+            return bits.view(numpy.float64)
+        if dtype == "bfloat16":
+            return (bits.astype("<u4") << 16).view(numpy.float32).astype(numpy.float64)
+        if dtype in FLOATS:
+            return (
+                bits.astype(f"<u{FLOATS[dtype]}").view(f"<f{FLOATS[dtype]}").astype(numpy.float64)
+            )
+        if dtype == "float8_e5m2":
+            return (bits.astype("<u2") << 8).view(numpy.float16).astype(numpy.float64)
+        if dtype == "float8_e4m3fn":
+            # 3 mantissa bits below an exponent of bias 7: those of an fp16 of bias 15, 2**8 times
+            code = bits.astype("<u2")
+            halves = ((code & 0x80) << 8 | (code & 0x7F) << 7).view(numpy.float16)
+            return numpy.where(code & 0x7F == 0x7F, numpy.nan, halves.astype(numpy.float64) * 256)
+        return bits.astype(numpy.float64)
 
 
 def _places(bits: Array, dtype: str) -> Array:

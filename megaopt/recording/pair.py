@@ -244,10 +244,10 @@ class Pair:
             if rest:
                 lines.append(f"only {letter} has {span(rest)}; compared: {first} to {last}")
         # options that differ all the same, and did not at the first step
-        known = {difference.name for difference in self.options(first)} if is_same else set()
+        usual = {difference.name for difference in self.options(first)} if is_same else set()
         for step in self.steps[1:] if is_same else ():
             apart_here = [] if self.is_alike(step) else self.options(step)
-            words = [str(option) for option in apart_here if option.name not in known]
+            words = [str(option) for option in apart_here if option.name not in usual]
             if words:
                 what = f"which show in no tensor: {'; '.join(words)}"
                 return [*lines, f"step {step} has other options, {what}"]

@@ -174,7 +174,7 @@ class Recorder:
         # functions of torch and Megatron that are watched, and what hears of their calls
         pairs = (
             (BACKWARD, self._backward),
-            (PIPELINE, self._pipeline_backward),
+            (PIPELINE, self._backward),
             (CLIP, self._clip),
             (SCALER, self._scale),
             (CAPTURE_BEGIN, self._begin_capture),
@@ -352,7 +352,7 @@ class Recorder:
     def _backward(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         arguments = [*args, *named.values()]
         if any(argument is not None for argument in arguments[1:2]):
-            return  # with a gradient: an output of another rank's input, no loss
+            return  # with a gradient, as Megatron has them: an output of another rank's input
         tensors, is_wanted = arguments[0], self._wanted or self._graph is not None
         # a loss has one element, and comes from the models; without models every one counts
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
@@ -372,12 +372,6 @@ class Recorder:
                     waiting += [successor for successor, _ in function.next_functions]
             if is_heard:
                 self.loss(tensor)
-
-    def _pipeline_backward(self, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-        """Hears of Megatron's own: of a loss, or of an output with the next stage's gradient."""
-        output, gradient = args
-        if gradient is None:
-            self._backward((output,), {})
 
     def _clip(self, args: tuple[Any, ...], named: dict[str, Any]) -> Callable[[Any], None] | None:
         parameters = args[0] if args else named.get("parameters", ())

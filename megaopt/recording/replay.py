@@ -65,11 +65,26 @@ def replay(
         )
     classes = {source: recorded.optimizers[source]["class"] for source in sources}
     kinds = {source: _kind(path, recorded, backend, trusted) for source, path in classes.items()}
+
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     lines: list[str] = []
     for source, kind in kinds.items():
         described = recorded.described(source, step) or [recorded.optimizers[source]]
         arguments = (described[0]["groups"], numbers[source], backend)
-        tensors = _read(paths[source])
+        # the step's tensors by parameter, then by quantity
+        path, tensors = paths[source], Kept()
+        try:
+            content = load_file(path)
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+            raise RecordingError(
+                f"the file of kept tensors {str(path)!r} must be whole, got one that cannot be"
+                f" read: {error}"
+            ) from error
+        for key, tensor in content.items():
+            name, _, quantity = key.rpartition("|")
+            tensors.setdefault(name, {})[quantity] = tensor
         try:
             lines += _differences(kind, tensors, *arguments)
         except RecordingError:
@@ -81,24 +96,6 @@ def replay(
                 f" take, got {words}"
             ) from error
     return lines
-
-
-def _read(path: Path) -> Kept:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    step_tensors: Kept = {}
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        raise RecordingError(
-            f"the file of kept tensors {str(path)!r} must be whole, got one that cannot be read:"
-            f" {error}"
-        ) from error
-    for key, tensor in tensors.items():
-        name, _, quantity = key.rpartition("|")
-        step_tensors.setdefault(name, {})[quantity] = tensor
-    return step_tensors
 
 
 def _differences(
@@ -217,8 +214,8 @@ def _file_of(module: str) -> Path | None:
     if first == "megaopt":
         # files of megaopt's optimizers lie in these two folders
         is_outside = rest[0] == "integration"
-        ours = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
-        folders = map(Path, (ours and ours.submodule_search_locations) or ())
+        spec = importlib.util.find_spec("megaopt.integration" if is_outside else "megaopt")
+        folders = map(Path, (spec and spec.submodule_search_locations) or ())
         files = (file for folder in folders for file in _files(folder, rest[is_outside:]))
         return next(files, None)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy
@@ -61,41 +62,36 @@ DECODERS: dict[str, Callable[[Bits], Bits]] = {
 """Functions that make numbers of bits, by dtype."""
 
 
+@dataclass
 class ParameterSamples:
-    """One parameter's samples of a step.
+    """One parameter's samples of a step."""
 
-    Args:
-        rank: the place of the first rank that has some.
-        source: the optimizer's number there.
-    """
-
-    def __init__(self, rank: int, source: int) -> None:
-        self.rank, self.source = rank, source
-        self.tensors: Tensors = {}
-        self.is_double = False
-        """Whether there are two tensors of this name, as older versions recorded some."""
-        self._ranks: dict[str, int] = {}
-
-    def add(self, rank: int, value: Value, held: int, bits: Bits) -> None:
-        """Adds the samples that a rank has."""
-        mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
-        before = self.tensors.get(value.quantity)
-        if before is not None:
-            self.is_double |= self._ranks[value.quantity] == rank
-            if len(before.bits) == len(bits):
-                bits, mask = numpy.where(mask, bits, before.bits), mask | before.held
-        self._ranks[value.quantity] = rank
-        self.tensors[value.quantity] = Tensor(value, bits, mask)
+    rank: int
+    """The place of the first rank that has some."""
+    source: int
+    """The optimizer's number there."""
+    tensors: Tensors = field(default_factory=dict)
+    is_double: bool = False
+    """Whether there are two tensors of this name, as older versions recorded some."""
 
 
 def stepped_in(recording: Recording, step: int) -> dict[str, ParameterSamples]:
     """All samples of a step, by parameter."""
     steps_by_param: dict[str, ParameterSamples] = {}
+    last_ranks: dict[tuple[str, str], int] = {}
     for place, rank in enumerate(recording.ranks):
         for source in sorted(rank.scalars.get(step, ())):
             for value, held, bits in rank.samples(step, source):
                 stepped = steps_by_param.setdefault(value.name, ParameterSamples(place, source))
-                stepped.add(place, value, held, bits)
+                # each rank has some of a tensor's samples; a second tensor comes from the same one
+                mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
+                key, before = (value.name, value.quantity), stepped.tensors.get(value.quantity)
+                if before is not None:
+                    stepped.is_double |= last_ranks[key] == place
+                    if len(before.bits) == len(bits):
+                        bits, mask = numpy.where(mask, bits, before.bits), mask | before.held
+                last_ranks[key] = place
+                stepped.tensors[value.quantity] = Tensor(value, bits, mask)
     return steps_by_param
 
 

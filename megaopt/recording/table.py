@@ -236,10 +236,7 @@ class _Group:
     """The rows of one device."""
 
     def __init__(
-        self,
-        parts: Sequence[tuple[int, Value, ShardRange]],
-        tensors: Tensors,
-        number: Number,
+        self, parts: Sequence[tuple[int, Value, ShardRange]], tensors: Tensors, number: Number
     ) -> None:
         # (place of the tensor, the slice that the piece is; None where it is all of the tensor)
         self._parts = list[tuple[int, slice | None]]()

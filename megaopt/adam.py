@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,14 +16,6 @@ from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import NOT_NEGATIVE
 from megaopt.options.choices import Contract, MakesStates
 from megaopt.options.options import VARIANTS, Numbers, Options, SharedOptions, StepOptions
-from megaopt.saving.parse import NOT_MADE, WRITTEN
-from megaopt.saving.torch_state import (
-    OURS,
-    adam_group,
-    check_counted,
-    plain_states,
-    with_counts,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,32 +170,9 @@ class FusedAdam(FusedOptimizer):
             ValueError: a weight has a master and drop_masters is False; a weight is in fp8; a group
                 has bias_correction=False, no lr, or more steps than torch's fp32 count holds.
         """
-        return torch_state_dict(self, drop_masters)
+        from megaopt.saving.torch_state import adam_state_dict
+
+        return adam_state_dict(self, self._owned, drop_masters)
 
 
 show_options(FusedAdam, AdamOptions, SharedOptions, StepOptions)
-
-
-# --- state dicts for torch
-
-
-def torch_state_dict(optimizer: FusedOptimizer, drop_masters: bool) -> dict[str, Any]:
-    """See FusedAdam.to_torch_state_dict."""
-    owned, options = optimizer._owned, optimizer.options
-    for index, group in enumerate(optimizer.param_groups):
-        _check(group, options, f"group {index}")
-    packed = optimizer.state_dict()
-    plain = plain_states(optimizer, owned, packed["state"], drop_masters)
-    groups = [
-        adam_group({key: group[key] for key in group if key not in OURS}, options)
-        for group in packed["param_groups"]
-    ]
-    entries = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
-    states = with_counts(plain, owned, packed["state"])
-    return {**entries, "state": states, "param_groups": groups}
-
-
-def _check(group: Mapping[str, Any], options: Options, where: str) -> None:
-    check_counted(group, options, where)
-    if not group["bias_correction"]:
-        raise ValueError(f"{where}: bias_correction must be True, as torch's always is, got False")

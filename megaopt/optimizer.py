@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaopt.kernels.digest.launch import StepDigests
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.untraced import torchs, unless_heard, untraced
 from megaopt.options.checks import one_of, refuse, shown
@@ -20,8 +19,6 @@ from megaopt.options.placement import Homes, placement_of
 from megaopt.options.replicas import Replicas, checked_replicas
 from megaopt.params.dtensor import locals_of
 from megaopt.params.flat import check_not_flattened
-from megaopt.saving import state_dict as state_dicts
-from megaopt.state.access import set_scaled, unscaled
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, clear_moments, picklable
@@ -31,7 +28,7 @@ from megaopt.step.request import Asked
 from megaopt.step.stepper import Stepper
 
 if TYPE_CHECKING:
-    from megaopt.step.digests import StepDigests
+    from megaopt.kernels.digest.launch import StepDigests
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -416,6 +413,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a state that is not there, or yet: a step makes it, of parameters as
         makes_states says, and `initialize_state` of any.
         """
+        from megaopt.state.access import unscaled
+
         return unscaled(self._owned, self.state, param, state_name)
 
     @torch.no_grad()
@@ -431,6 +430,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if not isinstance(unscaled_state, torch.Tensor):
             return
+        from megaopt.state.access import set_scaled
+
         # a parameter that is in no group any more may still have a state
         owned = self._owned
         if not (isinstance(param, torch.Tensor) and param in self.state):
@@ -462,6 +463,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError where ranks differed in the last step, which then left it out; and for a
         state that no load would take, as of a group that asks for another rule since.
         """
+        from megaopt.saving import state_dict as state_dicts
+
         # sized: torch.distributed.checkpoint compares sizes, and loads into what is there
         self.stepper.hear(self.param_groups)
         owned, sized = self._owned, is_asked_by_torch()
@@ -475,6 +478,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _packed(self, owned: Owned) -> dict[str, Any]:
         """State and groups as torch packs them; states of parameters in no group are left out."""
+        from megaopt.saving import state_dict as state_dicts
+
         # names of another count than the parameters say nothing
         for index, group in enumerate(owned.groups):
             if not state_dicts.has_its_names(group):
@@ -526,6 +531,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 cannot be written. After this and any other error nothing has
                 changed.
         """
+        from megaopt.saving import state_dict as state_dicts
+
         if isinstance(state_dict, Mapping):
             state_dict = dict(state_dict)  # a hook may write into it
         # as torch: a hook may return another dict

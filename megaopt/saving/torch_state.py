@@ -10,6 +10,7 @@ import torch
 from megaopt.options.checks import NOT_NEGATIVE, number
 from megaopt.options.options import FORMATS, Options, check_group
 from megaopt.params.view import SCALE, STEP
+from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import MASTER
 
@@ -88,3 +89,23 @@ def adam_group(group: Mapping[str, Any], options: Any) -> dict[str, Any]:
         "fused": True if options.contract == "torch" else None,
         "decoupled_weight_decay": getattr(options, "adam_w_mode", True),
     }
+
+
+def adam_state_dict(optimizer: Any, owned: Owned, drop_masters: bool) -> dict[str, Any]:
+    """See FusedAdam.to_torch_state_dict; owned: the optimizer's."""
+    for index, group in enumerate(optimizer.param_groups):
+        where = f"group {index}"
+        check_counted(group, optimizer.options, where)
+        if not group["bias_correction"]:
+            raise ValueError(
+                f"{where}: bias_correction must be True, as torch's always is, got False"
+            )
+    packed = optimizer.state_dict()
+    plain = plain_states(optimizer, owned, packed["state"], drop_masters)
+    groups = [
+        adam_group({key: group[key] for key in group if key not in OURS}, optimizer.options)
+        for group in packed["param_groups"]
+    ]
+    entries = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
+    states = with_counts(plain, owned, packed["state"])
+    return {**entries, "state": states, "param_groups": groups}

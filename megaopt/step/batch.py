@@ -25,9 +25,9 @@ from megaopt.state.ownership import Versions
 from megaopt.state.tensors import state_name
 from megaopt.state.watch import Grads, Guards, Seen, Shards, Watch
 from megaopt.step.counts import StepRows
-from megaopt.step.float8 import Float8
 
 if TYPE_CHECKING:
+    from megaopt.step.float8 import Float8
     from megaopt.step.matrix import Matrices
     from megaopt.step.ranks.meeting import Meeting
 

@@ -22,7 +22,6 @@ from megaopt.state.watch import Grads, grads_of
 from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.counts import StepRows, new_count, rows_of
-from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
 from megaopt.step.probing import is_asked_by_torch
 
@@ -270,8 +269,13 @@ def _batch(
     plan_of: Any = partial(backend.plan, numels=numels, groups=rows, device=device, places=spots)
     # fp8 weights have tensors behind the parameters
     is_float8 = formats.cast is not None
-    float8 = Float8(formats, places, params, states) if is_float8 else None
-    extents = [view.extent for view in views] if is_float8 else None
+    float8: Any = None
+    extents: Any = None
+    if is_float8:
+        from megaopt.step.float8 import Float8, plan_formats
+
+        float8 = Float8(formats, places, params, states)
+        extents = [view.extent for view in views]
     plan: Any = None
     matrices: Any = None
     if formats.matrix is not None:

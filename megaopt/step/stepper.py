@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.kernels.chunks.table import is_capturing
-from megaopt.kernels.digest.launch import StepDigests
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.checks import one_of
@@ -32,7 +31,7 @@ from megaopt.step.request import NOTHING, Asked, check_met, request_of
 from megaopt.step.stages import StageLists, StepRun, arranged, leave_out_digests
 
 if TYPE_CHECKING:
-    from megaopt.step.digests import StepDigests
+    from megaopt.kernels.digest.launch import StepDigests
 
 States = Any
 """The state of each parameter; a defaultdict, as torch.optim.Optimizer has it."""

@@ -54,8 +54,17 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     used = [entry for entry in tensors if entry.tensor.numel()]
     for device in sorted({str(entry.tensor.device) for entry in used}):
         on_device = [entry for entry in used if str(entry.tensor.device) == device]
-        for cluster in _clusters(on_device):
-            _check_elements([on_device[index] for index in cluster])
+        # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
+        begins = numpy.array([entry.tensor.data_ptr() for entry in on_device], dtype=numpy.int64)
+        ends = numpy.array([_end(entry.tensor) for entry in on_device], dtype=numpy.int64)
+        order = numpy.argsort(begins, kind="stable")
+        reached = numpy.maximum.accumulate(ends[order])
+        starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
+        for part in numpy.split(order, starts):
+            cluster = [on_device[index] for index in part.tolist()]
+            # tensors that meet no other, and are contiguous, cannot overlap
+            if len(cluster) > 1 or not cluster[0].tensor.is_contiguous():
+                _check_elements(cluster)
 
 
 def _end(tensor: torch.Tensor) -> int:
@@ -63,19 +72,6 @@ def _end(tensor: torch.Tensor) -> int:
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _clusters(tensors: Sequence[NamedTensor]) -> list[list[int]]:
-    """Places of tensors whose ranges meet, and of single ones that may overlap themselves."""
-    # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
-    begins = numpy.array([entry.tensor.data_ptr() for entry in tensors], dtype=numpy.int64)
-    ends = numpy.array([_end(entry.tensor) for entry in tensors], dtype=numpy.int64)
-    order = numpy.argsort(begins, kind="stable")
-    reached = numpy.maximum.accumulate(ends[order])
-    starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
-    # tensors that meet no other, and are contiguous, cannot overlap
-    parts = [part.tolist() for part in numpy.split(order, starts)]
-    return [part for part in parts if len(part) > 1 or not tensors[part[0]].tensor.is_contiguous()]
 
 
 def _check_elements(tensors: Sequence[NamedTensor]) -> None:

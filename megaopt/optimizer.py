@@ -78,7 +78,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         # torch has made a plain defaultdict; masters are checked against all groups at once
         self.state = States(dict)
         self.master_weights = master_weights
-        self._owned.check_places()  # once: it looks at all parameters
+        if options.draws:
+            self._owned.check_places()  # once: it looks at all parameters
 
     @property
     def rule(self) -> Rule:
@@ -264,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for place, param in enumerate(group["params"]):
                 self._check_param(param, owned.label(index, place))
             # all groups together: random bits that two parameters would share
-            if not self._is_being_made:
+            if self.options.draws and not self._is_being_made:
                 owned.check_places()
             # under capturable lr and step of all groups become tensors on the device
             numbers = owned.device_numbers(self.param_groups) if self.options.capturable else []

@@ -133,7 +133,7 @@ class GradientRelease:
         param_list: list[Any] = list(params)  # torch's method has no types
         self._handles = [param.register_post_accumulate_grad_hook(hook) for param in param_list]
         self._handles.append(optimizer.register_step_pre_hook(_check_step))
-        optimizer.stepper.writes.said.add(NO_GRADIENTS)  # they are gone at optimizer.step()
+        optimizer.stepper.writes.warning_keys.add(NO_GRADIENTS)  # they are gone at optimizer.step()
         RELEASED[optimizer] = self
         optimizer._is_released = True
 
@@ -228,7 +228,7 @@ class GradientRelease:
         stepper = self._alone.get(param)
         if stepper is None:
             # without replicas: ranks would wait for each parameter's update by itself
-            arguments = (masters, whole.homes, Replicas(), whole.writes.said)
+            arguments = (masters, whole.homes, Replicas(), whole.writes.warning_keys)
             stepper = Stepper(whole.options, whole.rule, *arguments)
             versions = Versions([param], (), whole.writes.versions, optimizer.state)
             stepper.writes.versions = versions

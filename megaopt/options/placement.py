@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from megaopt.kernels.host_memory import HostMemory, pinning
+from megaopt.kernels.host_memory import HostMemory, Pinning, pinning
 from megaopt.options.checks import refuse
 
 STATE_DEVICE = "state_device"
@@ -78,22 +78,23 @@ class Home:
             )
 
 
+@dataclass(eq=False)
 class Homes:
-    """The homes of an optimizer's states; `default` is of parameters whose group says nothing."""
+    """The homes of an optimizer's states."""
 
-    def __init__(self, default: Placement) -> None:
-        self.default, self.by = default, pinning()
-        self.groups: dict[torch.Tensor, Placement] = {}
-        """The placement of parameters whose group gave one."""
-        self._memories: dict[torch.device, HostMemory] = {}
+    default: Placement
+    """The placement of parameters whose group says nothing."""
+    groups: dict[torch.Tensor, Placement] = field(default_factory=dict)
+    """That of the others."""
+    by: Pinning = field(default_factory=pinning)
+    _memories: dict[torch.device, HostMemory] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns everything but the memory, for pickle and deepcopy."""
         return {"default": self.default, "groups": self.groups}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["default"])  # type: ignore[misc]  # as new
-        self.groups = state["groups"]
+        self.__init__(**state)  # type: ignore[misc]  # as new
 
     def of(self, param: torch.Tensor) -> Home | None:
         """The home of a parameter's state; None where that is beside the weight."""

@@ -20,9 +20,8 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS, WEIGHTS, Format
 from megaopt.kernels.step.reference import store_scaled
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import locals_of
 from megaopt.params.view import SCALE
-from megaopt.state.tensors import MASTER, State
+from megaopt.state.tensors import MASTER
 from megaopt.state.watch import is_plain_class
 
 # A scale of fp8 codes is known by its inverse alone, which is rounded, and so is the inverse's own
@@ -66,6 +65,8 @@ class Versions:
         # int64, in the order of the tensors: compared, and counted up, by the extension
         row = [self._known[tensor] for tensor in self._tensors]
         self._row = numpy.array(row, dtype=numpy.int64)
+        self.counted = self._tensors, self._row
+        """The tensors whose counters count writes to stepped weights, and the versions noted."""
         self._rows = {tensor: index for index, tensor in enumerate(self._tensors)}
         # where weights lay, and the master of each: both outlive the batches
         spots = {} if before is None else before._spots
@@ -100,11 +101,6 @@ class Versions:
 
     def _noted(self) -> dict[torch.Tensor, int]:
         return {**self._known, **dict(zip(self._tensors, self._row.tolist(), strict=True))}
-
-    @property
-    def counted(self) -> tuple[list[torch.Tensor], numpy.ndarray]:
-        """The tensors whose counters count writes to stepped weights, and the versions noted."""
-        return self._tensors, self._row
 
     def moved(self, written: Sequence[int], elsewhere: bool) -> list[int]:
         """Places of the stepped parameters that somebody has written or replaced since.
@@ -286,24 +282,6 @@ def refreshed(
 
 
 # --- a model that became fp32
-
-
-def commit(state: Any, completed: Mapping[torch.Tensor, State]) -> None:
-    """Takes over completed states; a weight that became fp32 takes its master's value.
-
-    Args:
-        state: the optimizer's.
-        completed: by parameter.
-    """
-    # all values first: an error leaves everything as it is
-    weights = {param: view_of(param).local for param in completed}
-    values = {p: widened(weights[p], locals_of(state.get(p, {}))) for p in completed}
-    for param, new_state in completed.items():
-        value = values[param]
-        # the weight is its own master now
-        if new_state.get(MASTER) is None and value is not None:
-            weights[param].copy_(value)
-        state[param].update(new_state)
 
 
 def widened(weight: torch.Tensor, state: Mapping[str, Any]) -> torch.Tensor | None:

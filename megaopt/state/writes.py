@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +21,15 @@ class MissingMastersWarning(UserWarning):
     """16-bit weights are stepped without fp32 masters, and nobody asked for that."""
 
 
+@dataclass(eq=False)
 class ExternalWrites:
-    """Notices weights that were written between steps, and warns once of what that means.
+    """Notices weights that were written between steps, and warns once of what that means."""
 
-    Args:
-        warning_keys: keys of the warnings that were given, to share with others.
-    """
-
-    def __init__(self, warning_keys: set[str] | None = None) -> None:
-        self.versions = Versions([])
-        self.said: set[str] = set() if warning_keys is None else warning_keys
-        self.unstepped: set[int] = set()
-        """Ids of parameters whose masters were made here: until a step is counted, they follow."""
+    warning_keys: set[str]
+    """The keys of the warnings that were given, to share with others."""
+    versions: Versions = field(default_factory=lambda: Versions([]))
+    unstepped: set[int] = field(default_factory=set)
+    """Ids of parameters whose masters were made here: until a step is counted, they follow."""
 
     def reset(
         self, params: Iterable[torch.Tensor], state: Mapping[Any, Any], written: Iterable[int] = ()
@@ -80,8 +78,10 @@ class ExternalWrites:
                     "refresh_masters() takes them over"
                 )
             # under capturable the host does not wait to know
-            if not ("written" in self.said or owned.options.capturable) and bool(is_written):
-                self.said.add("written")
+            if not ("written" in self.warning_keys or owned.options.capturable) and bool(
+                is_written
+            ):
+                self.warning_keys.add("written")
                 warn_caller(
                     f"{label} was written outside the optimizer: its master takes the "
                     "written values. on_external_write='error' refuses such writes, 'ignore' puts "
@@ -92,8 +92,8 @@ class ExternalWrites:
         """Warns once where states were deleted with their masters, and new ones are made."""
         # those that had been compared with a master, and come without one
         lost = [param for param in params if param in self.versions.compared]
-        if lost and "lost masters" not in self.said:
-            self.said.add("lost masters")
+        if lost and "lost masters" not in self.warning_keys:
+            self.warning_keys.add("lost masters")
             warn_caller(
                 f"{len(lost)} parameters ({owned.labels[owned.index(lost[0])]} the first) have no "
                 "master any more, which was in the state: a new one starts from the weight as it "
@@ -105,12 +105,12 @@ class ExternalWrites:
         """Warns once where nobody said whether 16-bit weights are to have masters."""
         is_chosen = owned.options.dtype is not None or owned.masters is not None
         drawn = owned.options.weight_rounding == "stochastic"  # then no update is lost
-        if is_chosen or drawn or "no masters" in self.said:
+        if is_chosen or drawn or "no masters" in self.warning_keys:
             return
         labels = dict(zip(owned.params, owned.labels, strict=True))
         short = [labels[p] for p in params if p.dtype in (torch.bfloat16, torch.float16)]
         if short:
-            self.said.add("no masters")
+            self.warning_keys.add("no masters")
             warn_caller(
                 f"{len(short)} parameters ({short[0]} the first) are 16-bit and have no fp32 "
                 "master: updates smaller than half a unit in a weight's last place are lost, and "
@@ -127,8 +127,8 @@ class ExternalWrites:
         messages: by key.
         """
         for key, message in messages.items():
-            if f"key {key}" not in self.said:
-                self.said.add(f"key {key}")
+            if f"key {key}" not in self.warning_keys:
+                self.warning_keys.add(f"key {key}")
                 warn_caller(message)
 
 

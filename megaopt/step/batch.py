@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,6 @@ import torch
 from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
-from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.native import is_worth_building, same_objects
 from megaopt.options.placement import MASTER, STEP
 from megaopt.params.dtensor import local_of
@@ -385,19 +384,13 @@ def can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def check_capture(
-    device: torch.device, capturable: bool, backend: Callable[[torch.device], str]
-) -> bool:
-    """Whether a CUDA graph captures; RuntimeError for a step that reads numbers of the host.
+def check_capture(name: str, capturable: bool) -> None:
+    """Raises RuntimeError for a step within a capture that reads numbers of the host.
 
     Args:
-        device: the optimizer's.
+        name: the backend's.
         capturable: whether numbers are on the device.
-        backend: names that of a device.
     """
-    if not is_capturing(device):
-        return False
-    name = backend(device)
     if name != "triton":
         raise RuntimeError(
             f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
@@ -408,19 +401,15 @@ def check_capture(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
             "step's lr and step for ever; pass capturable=True"
         )
-    return True
 
 
-def check_captured_batches(device: torch.device, last: Batches | None, fit: bool) -> None:
-    """Raises RuntimeError for what a step can do only outside a graph.
+def check_captured_batches(last: Batches | None, fit: bool) -> None:
+    """Raises RuntimeError within a capture for what a step can do only outside one.
 
     Args:
-        device: the optimizer's.
         last: the batches of the last step.
         fit: whether this step has the same.
     """
-    if not is_capturing(device):
-        return
     if last is None or not fit:
         raise RuntimeError(
             "a CUDA graph is being captured, and the parameters, gradients or states are not those "

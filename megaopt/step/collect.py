@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.options.placement import MASTER, REPLACED, STEP
-from megaopt.params import ParamView
-from megaopt.params.dtensor import local_of
+from megaopt.params import ParamView, view_of
+from megaopt.params.dtensor import local_of, locals_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions, commit
+from megaopt.state.ownership import Versions, widened
 from megaopt.state.tensors import State, completed_state, state_name, written_tensors
 from megaopt.state.watch import Grads, grads_of
 from megaopt.state.writes import ExternalWrites, warn_caller
@@ -100,10 +101,12 @@ def collect(
             check_readable(grad, view.param, label)
     # then masters and random bits
     external = owned.external_masters()
-    owned.check_places()
+    if owned.options.draws:
+        owned.check_places()
     # pinned memory for all states that are to be in host memory, in one piece a device
     collected = Collected({}, {}, places, set())
-    with owned.room(state, chosen):
+    is_apart = any(views[place].home is not None for place in chosen)
+    with owned.room(state, chosen) if is_apart else nullcontext():
         _sort(owned, state, grads, external, chosen, collected)
     # everything that the step will write, to be sure that no element is written twice
     named = dict(zip(owned.params, zip(views, labels, strict=True), strict=True))
@@ -131,7 +134,8 @@ def _sort(
     for place in chosen:
         view, grad = owned.views[place], grads[place]
         old_state = state.get(view.param, {})
-        check_rule(owned, view, old_state, owned.labels[place])
+        if owned.options.MATRIX is not None:
+            check_rule(owned, view, old_state, owned.labels[place])
         # the gradient's dtype is part of them: another one makes another kernel
         formats = owned.formats(view) if grad is None else owned.formats(view, grad.dtype)
         # old tensors stay, missing ones are made; nothing is taken over yet
@@ -202,13 +206,15 @@ def new_batches(
     # checks alone: nothing has changed if one of these raises
     collected = collect(owned, state, grads, check)
     if not collected.kinds:
-        _warn_without_gradients(owned, writes.said)
+        _warn_without_gradients(owned, writes.warning_keys)
     writes.warn_without_masters(owned, collected.states)
     take_over(owned, state, collected.states, writes)  # now that nothing was refused
     # version counters of the weights that these batches write
     writes.versions = Versions(owned.params, collected.places, writes.versions, state)
     # which row of scalars each parameter takes, then a batch for each kind
-    counts = rows_of(owned, state, collected.places)
+    counts = StepRows()
+    if owned.options.counts_apart:
+        counts = rows_of(owned, state, collected.places)
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
@@ -250,7 +256,15 @@ def take_over(
         writes.warn_of_lost_masters(owned, lost)
     # masters made here follow their weights until a first step is counted
     writes.unstepped |= {id(param) for param in lacking if not state.get(param)}
-    commit(state, completed)
+    # all values first: an error leaves everything as it is
+    weights = {param: view_of(param).local for param in completed}
+    values = {p: widened(weights[p], locals_of(state.get(p, {}))) for p in completed}
+    for param, new_state in completed.items():
+        value = values[param]
+        # a weight that became fp32 takes its master's value: it is its own master now
+        if new_state.get(MASTER) is None and value is not None:
+            weights[param].copy_(value)
+        state[param].update(new_state)
     writes.versions.match(lacking, state)
 
 

@@ -43,7 +43,7 @@ class StepRows:
         return all(groups[index]["step"] == int(count["step"]) for index, count in self.with_group)
 
 
-@dataclass
+@dataclass(eq=False)
 class GivenCounts:
     """Step counts in state dicts: they go on with the optimizer's, as the moments there do.
 
@@ -102,14 +102,11 @@ def new_count(owned: Owned, value: int = 0) -> torch.Tensor:
 
 
 def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> StepRows:
-    """The rows of the parameters at these places, whose states are complete.
+    """The rows of the parameters at these places, whose states are complete and have counts.
 
     With capturable=True the host waits for the counts.
     """
-    # counts of groups alone: each parameter takes its group's row
     rows, chosen = StepRows(), list(places)
-    if not owned.options.counts_apart:
-        return rows
     _leave_groups(owned, state, set(chosen))
     # one row for each pair of group and count, whatever parameters have it
     of_groups = [int(group["step"]) for group in owned.groups]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice, repeat
@@ -31,7 +31,7 @@ Prepared = dict[torch.device, tuple[Any, Any]]
 """The scalars of each device, if they are made there, and the controls."""
 
 
-@dataclass
+@dataclass(eq=False)
 class StepRun:
     """One step on its way."""
 
@@ -242,6 +242,23 @@ def _preparation(stepper: Stepper, owned: Owned, device: torch.device) -> Any:
         with torch.inference_mode(False):  # later steps write its buffers
             preparations[device] = backend.preparation(owned.rule, device)
     return preparations[device]
+
+
+def norm_of(preparations: Mapping[torch.device, Any]) -> torch.Tensor:
+    """See FusedOptimizer.grad_norm."""
+    measured = [preparation for preparation in preparations.values() if preparation.measured]
+    if not measured:
+        raise RuntimeError(
+            "no step has measured the norm yet: a step with clip_norm, or under "
+            "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
+        )
+    if len(measured) != 1:
+        raise RuntimeError(
+            f"grad_norm is known on {len(measured)} devices: a step with clip_norm, or "
+            "under nonfinite='skip', with all parameters on one device, finds it"
+        )
+    norm: torch.Tensor = measured[0].norm
+    return norm
 
 
 def nonfinite(run: StepRun, device: torch.device) -> torch.Tensor:

@@ -26,9 +26,9 @@ from megaopt.step.collect import Check, completed_states, new_batches, resolve_g
 from megaopt.step.counts import GivenCounts
 from megaopt.step.gradients import check_written_grads
 from megaopt.step.probing import is_asked_by_torch, is_probe
-from megaopt.step.ranks.ties import Ties
+from megaopt.step.ranks.ties import Ties, disagree
 from megaopt.step.request import NOTHING, Asked, check_met, request_of
-from megaopt.step.stages import StageLists, StepRun, arranged, leave_out_digests
+from megaopt.step.stages import StageLists, StepRun, arranged, leave_out_digests, norm_of
 
 if TYPE_CHECKING:
     from megaopt.kernels.digest.launch import StepDigests
@@ -65,7 +65,7 @@ class Stepper:
         self.options, self.masters, self.homes = options, masters, homes
         self.replicas = replicas
         self.rule = rule.drawing if options.draws else rule
-        self.writes = ExternalWrites(warnings)
+        self.writes = ExternalWrites(set() if warnings is None else warnings)
         self.quantities: tuple[str, ...] = ()
         """The quantities that steps record digests of."""
         self.passes = True
@@ -116,21 +116,7 @@ class Stepper:
     @property
     def norm(self) -> torch.Tensor:
         """See FusedOptimizer.grad_norm."""
-        measured = [
-            preparation for preparation in self.preparations.values() if preparation.measured
-        ]
-        if not measured:
-            raise RuntimeError(
-                "no step has measured the norm yet: a step with clip_norm, or under "
-                "nonfinite='skip' or 'error', does, unless found_inf leaves it out"
-            )
-        if len(measured) != 1:
-            raise RuntimeError(
-                f"grad_norm is known on {len(measured)} devices: a step with clip_norm, or "
-                "under nonfinite='skip', with all parameters on one device, finds it"
-            )
-        norm: torch.Tensor = measured[0].norm
-        return norm
+        return norm_of(self.preparations)
 
     def record_digests(self, quantities: Iterable[str] | None, passes: bool) -> None:
         """See FusedOptimizer.record_digests."""
@@ -224,7 +210,9 @@ class Stepper:
             if self._can_capture is None or (self._can_capture and is_capturing(self._device)):
                 # before anything that waits for a device, which would break a capture
                 owned = self.owned(groups)
-                captures = check_capture(owned.device, self.options.capturable, owned.backend)
+                captures = is_capturing(owned.device)
+                if captures:
+                    check_capture(owned.backend(owned.device), self.options.capturable)
             # a first step may be a question for states alone
             if not self.was_stepped and self._makes_states(
                 groups, state, request, arguments, check
@@ -270,7 +258,7 @@ class Stepper:
             if run.meeting is not None:
                 check_met(request)
         except Exception:
-            self._withdraw(groups, state, arguments, False)
+            self.ties.withdraw(self.owned(groups), state, arguments)
             raise
         return run
 
@@ -292,15 +280,13 @@ class Stepper:
 
         Args: as for `step`.
         """
-        # the others wait where this rank would have gone
-        self._withdraw(groups, state, arguments, self._waits_to_agree())
-
-    def _withdraw(
-        self, groups: Sequence[Group], state: States, arguments: Asked, is_first: bool
-    ) -> None:
-        measures = arguments.clip_norm is not None or arguments.skips_nonfinite(self.options)
-        waits, is_probe_alone = arguments.waits(self.options), is_first and is_asked_by_torch()
-        self.ties.withdraw(self.owned(groups), state, measures, waits, is_first, is_probe_alone)
+        # the others wait where this rank would have gone: before a first step to agree
+        is_alone = is_asked_by_torch()
+        met = self.ties.first_met(self.owned(groups), is_alone) if self._waits_to_agree() else []
+        if met:
+            disagree(met)
+        else:
+            self.ties.withdraw(self.owned(groups), state, arguments)
 
     # --- what there is to step
 
@@ -319,56 +305,47 @@ class Stepper:
         batches, self._batches = self._batches, None  # only batches that fit may stay
         # one pass over all tensors, mostly in C: None where something is not what it was
         seen = None if batches is None else batches.look(groups, state, decoupled)
-        # a capture is refused in there where batches would have to be made anew
         if seen is None or captures:
-            self._is_on_one_device = False
-            batches, seen = self._gathered(batches, seen, groups, state, decoupled, check)
+            self._is_on_one_device, owned = False, self.owned(groups)
+            # a gradient on its way, or with a sign pending, was replaced: the batches may fit now
+            if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
+                for batch in batches.batches:  # the look that failed may have noted some addresses
+                    batch.plan.stale = True
+                self._is_elsewhere = True
+                seen = batches.look(groups, state, decoupled)
+            # within a capture only the last step's batches will do
+            if is_capturing(owned.device):
+                check_captured_batches(batches, seen is not None)
+            # everything is checked, states are completed, tables are made
+            if seen is None:
+                batches = self._new_batches(owned, state, decoupled, check)
+                seen = batches.look(groups, state, decoupled)
+            if seen is None:
+                raise RuntimeError("batches made from the tensors at hand do not fit them")
         assert batches is not None
         # kept until a step takes masters over, though this one may fail before it
         self._is_elsewhere |= seen.elsewhere
         self._batches = batches
         return batches, seen
 
-    def _gathered(
-        self,
-        batches: Batches | None,
-        seen: Seen | None,
-        groups: Sequence[Group],
-        state: States,
-        decoupled: bool,
-        check: Check | None,
-    ) -> tuple[Batches | None, Seen]:
-        """The batches, made anew where they do not fit; refused where a graph captures that."""
-        owned = self.owned(groups)
-        # a gradient on its way, or with a sign pending, was replaced: the batches may fit now
-        if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
-            for batch in batches.batches:  # the look that failed may have noted some addresses
-                batch.plan.stale = True
-            self._is_elsewhere = True
-            seen = batches.look(groups, state, decoupled)
-        # within a capture only the last step's batches will do
-        check_captured_batches(owned.device, batches, seen is not None)
-        # everything is checked, states are completed, tables are made
-        if seen is None:
-            grads = grads_of(owned.params, decoupled)
-            batches = new_batches(owned, state, grads, check, self.writes)
-            # digests of what a step reads and stores, where somebody records them
-            if self.quantities:
-                from megaopt.step.digests import BatchDigests  # few record any
+    def _new_batches(
+        self, owned: Owned, state: States, decoupled: bool, check: Check | None
+    ) -> Batches:
+        grads = grads_of(owned.params, decoupled)
+        batches = new_batches(owned, state, grads, check, self.writes)
+        # digests of what a step reads and stores, where somebody records them
+        if self.quantities:
+            from megaopt.step.digests import BatchDigests  # few record any
 
-                arguments = owned, self.quantities, self.passes
-                all_digests = [BatchDigests(batch, *arguments) for batch in batches.batches]
-                batches.digests = [digests for digests in all_digests if digests.names]
-            # whom a step meets, and its stages
-            self.ties.look(owned)
-            asking = (False, True)
-            self.stages = {a: arranged(batches, self.options, self.ties, a) for a in asking}
-            self._is_elsewhere, self._device = True, owned.device
-            self._can_capture = can_capture(self._device)
-            seen = batches.look(groups, state, decoupled)
-        if seen is None:
-            raise RuntimeError("batches made from the tensors at hand do not fit them")
-        return batches, seen
+            arguments = owned, self.quantities, self.passes
+            all_digests = [BatchDigests(batch, *arguments) for batch in batches.batches]
+            batches.digests = [digests for digests in all_digests if digests.names]
+        # whom a step meets, and its stages
+        self.ties.look(owned)
+        self.stages = {a: arranged(batches, self.options, self.ties, a) for a in (False, True)}
+        self._is_elsewhere, self._device = True, owned.device
+        self._can_capture = can_capture(self._device)
+        return batches
 
     def make_states(
         self, groups: Sequence[Group], state: States, places: Iterable[int], check: Check | None

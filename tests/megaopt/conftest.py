@@ -3,7 +3,7 @@ import pytest
 from megaopt import galore
 from megaopt.kernels.chunks import table
 from megaopt.kernels.step import preparation
-from megaopt.step import batch, stepper
+from megaopt.step import stepper
 from megaopt.step.ranks import ties
 
 
@@ -13,7 +13,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (stepper, batch, ties, galore, table, preparation):
+        for module in (stepper, ties, galore, table, preparation):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

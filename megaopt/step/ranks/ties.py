@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ from megaopt.step.ranks.sharers import Sharers, is_exchanged, sharers_of
 if TYPE_CHECKING:
     from megaopt.state.owned import Owned
     from megaopt.step.ranks.meeting import Meeting
+    from megaopt.step.request import Asked
     from megaopt.step.stages import StepRun
 
 LONGEST = 1000
@@ -27,19 +29,21 @@ class RankTies(NamedTuple):
     """The ranks that hold other parts of its parameters."""
 
 
+@dataclass(eq=False)
 class Ties:
     """The ties of one stepper, as its batches have them and as all ranks have agreed on them."""
 
-    def __init__(self) -> None:
-        self.has_agreed = False
-        """Ranks that hold parts of matrices have compared what they are going to step."""
-        self.is_shared = False
-        """Other ranks hold parts of the same parameters."""
-        self.meeting: Meeting | None = None
-        """The meeting of the last step."""
-        self.now = self.agreed = RankTies(None, [])
-        """The batches' ties, and those that all ranks agreed on last: other ranks go by these,
-        whatever this rank's groups have become."""
+    has_agreed: bool = False
+    """Ranks that hold parts of matrices have compared what they are going to step."""
+    is_shared: bool = False
+    """Other ranks hold parts of the same parameters."""
+    meeting: Meeting | None = None
+    """The meeting of the last step."""
+    now: RankTies = field(default_factory=lambda: RankTies(None, []))
+    """The batches' ties."""
+    agreed: RankTies = field(default_factory=lambda: RankTies(None, []))
+    """The ties that all ranks agreed on last: other ranks go by these, whatever this rank's groups
+    have become."""
 
     def reset(self, owned: Owned) -> None:
         """Takes note that parameters or groups are others."""
@@ -67,7 +71,7 @@ class Ties:
                 ask alone.
         """
         # in the order that all ranks have, whatever their groups say now
-        met = self._first_met(owned, asked_alone)
+        met = self.first_met(owned, asked_alone)
         # within a capture the host could not read the answer
         if not met or is_capturing(met[0].device):
             return
@@ -80,10 +84,7 @@ class Ties:
             settings = owned.settings()
             alike = settings, owned.described(), clip_norm
         except Exception:
-            # this rank has nothing to compare: the others hear that it raises
-            meeting = agreement_of(met, None)
-            if meeting is not None:
-                meeting.withdraw(False)
+            disagree(met)  # this rank has nothing to compare
             raise
         got = f"{len(owned.params)} parameters in groups {settings[0]}"
         meeting = agreement_of(met, alike, got[:LONGEST], partial(facts_of, owned, clip_norm))
@@ -92,7 +93,7 @@ class Ties:
             meeting.compare()
         self.has_agreed = True
 
-    def _first_met(self, owned: Owned, asked_alone: bool) -> list[Sharers]:
+    def first_met(self, owned: Owned, asked_alone: bool) -> list[Sharers]:
         """Returns whom this rank meets before a first step."""
         views = owned.usual_views
         if asked_alone and not any(view.is_sharded for view in views):
@@ -101,52 +102,33 @@ class Ties:
 
     # --- steps
 
-    def withdraw(
-        self,
-        owned: Owned,
-        state: Mapping[Any, Any],
-        measures: bool,
-        waits: bool,
-        first: bool = False,
-        asked_alone: bool = False,
-    ) -> None:
+    def withdraw(self, owned: Owned, state: Mapping[Any, Any], arguments: Asked) -> None:
         """Meets the ranks in the place of `Meeting.meet`, where they go by what they know.
 
         Args:
             owned: the optimizer's.
             state: the optimizer's.
-            measures: whether the step measures its gradients.
-            waits: whether the host waits to know if there is a step.
-            first: the others wait in `agree`, if this rank meets any there.
-            asked_alone: as for `agree`.
+            arguments: the step's.
         """
-        views = owned.shared_views
-        met = self._first_met(owned, asked_alone) if first else []
-        # nobody holds a part
-        if not (met or views or self.agreed.sharers):
-            return
-        from megaopt.step.ranks.meeting import agreement_of, meeting_of
-
-        if met:
-            meeting = agreement_of(met, None)
-            if meeting is not None:
-                meeting.withdraw(False)
-            return
         # whom others take this rank to meet: by what all agreed on, and by parameters that are new
+        views = owned.shared_views
         exchanged, sharers = self.agreed
+        # nobody holds a part
+        if not (views or sharers):
+            return
+        from megaopt.step.ranks.meeting import meeting_of
+
         new = [view for view in views if exchanged is None or not state.get(view.param)]
         # ranks that send each other parts of matrices meet in every step, as if gradients were
         # measured
         exchanges = bool(exchanged) or any(map(is_exchanged, new))
+        skips = arguments.skips_nonfinite(owned.options)
+        measures = exchanges or arguments.clip_norm is not None or skips
         meeting = meeting_of(
-            views,
-            measures=exchanges or measures,
-            last=self.meeting,
-            met=sharers,
-            exchanges=exchanges,
+            views, measures=measures, last=self.meeting, met=sharers, exchanges=exchanges
         )
         if meeting is not None:
-            meeting.withdraw(waits)
+            meeting.withdraw(arguments.waits(owned.options))
 
     def meeting_for(self, run: StepRun, needs_norm: bool) -> Meeting | None:
         """Returns the meeting with ranks that hold other parts of the parameters.
@@ -178,3 +160,12 @@ class Ties:
             batches.meetings[measures] = meeting
         self.meeting = meeting
         return meeting
+
+
+def disagree(met: Sequence[Sharers]) -> None:
+    """Tells the ranks that compare what they have that this one raises an error."""
+    from megaopt.step.ranks.meeting import agreement_of
+
+    meeting = agreement_of(met, None)
+    if meeting is not None:
+        meeting.withdraw(False)

@@ -175,7 +175,7 @@ class TorchBucket:
         """The sums that ranks add up between `direct` and `send`."""
         # of one step: what one phase makes and a later one reads
         self.notes: Any = None
-        """What is known of the matrices by the sums; None where this rank failed to make it."""
+        """The notes of the matrices by the sums; None where this rank failed to make them."""
         self._directions: Tensors = []
         self._out: Tensors = []
 

@@ -93,18 +93,16 @@ def coefficients_of(coefficients: str | Sequence[Any], steps: int) -> tuple[Trip
         return (*triples[:steps], *islice(cycle(again), max(steps - len(triples), 0)))
 
     # three numbers are one triple for all steps; anything else is a list of triples
-    triples = (tuple(coefficients),) * steps if _is_triple(coefficients) else tuple(coefficients)
-    for triple in triples:
-        if not _is_triple(triple):
-            raise ValueError(
-                f"ns_coefficients must be triples of numbers a, b and c, got {triple!r}"
-            )
-    if len(triples) < steps:
+    rows: list[Any] = [coefficients] * steps if _is_triple(coefficients) else list(coefficients)
+    for row in rows:
+        if not _is_triple(row):
+            raise ValueError(f"ns_coefficients must be triples of numbers a, b and c, got {row!r}")
+    if len(rows) < steps:
         raise ValueError(
-            f"ns_coefficients must have a triple for each of {steps} steps, got {len(triples)}"
+            f"ns_coefficients must have a triple for each of {steps} steps, got {len(rows)}"
         )
     # triples beyond the steps are left out
-    return tuple((float(a), float(b), float(c)) for a, b, c in triples[:steps])
+    return tuple((float(a), float(b), float(c)) for a, b, c in rows[:steps])
 
 
 def _is_triple(value: Any) -> bool:

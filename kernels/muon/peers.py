@@ -158,7 +158,7 @@ class PeerSteps:
             row = None if controls is None else controls[group]
             grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
             # behind those of others in the row
-            numbers = scalars[group][:length][-COUNT:]
+            numbers: Any = scalars[group][:length][-COUNT:]
             self._step(param, grad, tensors["momentum_buffer"], numbers, self._how)
             # the weight is the master, rounded
             if "master" in tensors:

@@ -24,7 +24,6 @@ from megaopt.state.watch import Grads, grads_of
 from megaopt.state.writes import ExternalWrites, warn_caller
 from megaopt.step.batch import Batch, Batches
 from megaopt.step.counts import StepRows, new_count, rows_of
-from megaopt.step.float8 import Float8, plan_formats
 from megaopt.step.gradients import check_readable, resolved
 from megaopt.step.probing import is_asked_by_torch
 
@@ -285,10 +284,15 @@ def _batch(
     plan_of: Any = partial(backend.plan, numels=numels, groups=rows, device=device, places=spots)
     # fp8 weights have tensors behind the parameters
     is_float8 = formats.cast is not None
-    float8 = Float8(formats, places, params, states) if is_float8 else None
-    extents = [view.extent for view in views] if is_float8 else None
     plan: Any = None
+    float8: Any = None
     matrices: Any = None
+    extents = None
+    if is_float8:
+        from megaopt.step.float8 import Float8, plan_formats  # where there are such weights
+
+        float8 = Float8(formats, places, params, states)
+        extents = [view.extent for view in views]
     if formats.matrix is not None:
         # only optimizers with a rule for matrices load what steps them
         from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats

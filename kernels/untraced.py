@@ -33,6 +33,7 @@ def untraced(function: Callable[Given, Result]) -> Callable[Given, Result]:
             disabled = sys.modules["torch._dynamo"].disable(plain)
         return disabled(*args, **named)
 
+    vars(called)["plain"] = function
     return called
 
 
@@ -49,6 +50,10 @@ def torchs(name: str) -> Callable[..., Any]:
 
 def unless_heard(step: Callable[..., Any], hooked: Callable[..., Any]) -> Callable[..., Any]:
     """A step() with torch's hooks and range for profiles, or without where nobody hears of them."""
+    # as long as nobody has imported the compiler the function that `untraced` was given serves;
+    # other decorators copy its attribute, and wrap something else
+    plain: Any = getattr(step, "plain", step)
+    plain = plain if getattr(step, "__wrapped__", None) is plain else step
 
     @functools.wraps(hooked)
     def called(optimizer: Any, *args: Any, **named: Any) -> Any:
@@ -64,6 +69,8 @@ def unless_heard(step: Callable[..., Any], hooked: Callable[..., Any]) -> Callab
             )
             or getattr(monitor, "_monitor_singleton", None) is not None
         )
-        return hooked(optimizer, *args, **named) if is_heard else step(optimizer, **named)
+        if is_heard:
+            return hooked(optimizer, *args, **named)
+        return (step if "torch._dynamo" in sys.modules else plain)(optimizer, **named)
 
     return called

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, get_args
@@ -127,8 +127,12 @@ class GaLoreOptions(Options):
         if rank is None or is_embedding or len(shape) != 2 or not saves(rank, shape):
             return None
         side, split = side_of(group["proj_type"], *shape), view_of(param).split
-        # the rows of one rank are projected on the right without the others
-        is_alone = side == RIGHT and split is not None and _splits_rows(param, split[1])
+        # the rows of one rank are projected on the right without the others: of a DTensor that one
+        # dimension of its mesh splits by rows
+        dims, is_alone = () if split is None else split[1], False
+        if side == RIGHT and len(dims) == 1:
+            placement: Any = param.placements[dims[0]]  # type: ignore[attr-defined]  # a DTensor's
+            is_alone = bool(placement.is_shard(0))
         is_whole = hasattr(param, PARTS) or not (split is None or is_alone)
         rule = GALORE_WHOLE if is_whole else GALORE
         return Matrix(rule, LowRank(side, rank, self.precision, self.refresh, self.stagger))
@@ -146,20 +150,16 @@ class GaLoreOptions(Options):
             return
         if not _is_count(rank):
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
+        # parameters that cannot be projected
         for index, param in enumerate(group["params"]):
-            self._check_matrix(param, group, where, f"its parameter {index}")
-
-    def _check_matrix(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
-        """Raises ValueError for a parameter of a group with a rank that cannot be projected."""
-        view, alone = view_of(param), f"None beside {which}, a"
-        allowed = None
-        if type(view) not in (ParamView, DTensorView):
-            kind = type(param).__name__
-            allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
-        if is_flat_part(param) and not hasattr(param, PARTS):
-            allowed = f"{alone} {FLAT}"
-        if allowed is not None:
-            refuse(f"{where}: rank", allowed, group["rank"])
+            view, alone, allowed = view_of(param), f"None beside its parameter {index}, a", None
+            if type(view) not in (ParamView, DTensorView):
+                kind = type(param).__name__
+                allowed = f"{alone} {kind}: only plain matrices and DTensors are projected yet"
+            if is_flat_part(param) and not hasattr(param, PARTS):
+                allowed = f"{alone} {FLAT}"
+            if allowed is not None:
+                refuse(f"{where}: rank", allowed, rank)
 
     def check_saved(self, saved: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for a group of this optimizer's that lacks a number."""
@@ -171,11 +171,6 @@ class GaLoreOptions(Options):
                 f"{where} of the state dict must have {', '.join(self.names_but_step)}, as this "
                 f"optimizer saves them, got none of {', '.join(missing)}"
             )
-
-
-def _splits_rows(param: Any, dims: Sequence[int]) -> bool:
-    """Whether a DTensor is split over these dimensions of its mesh by rows: over one."""
-    return len(dims) == 1 and bool(param.placements[dims[0]].is_shard(0))
 
 
 def _is_count(value: object) -> bool:

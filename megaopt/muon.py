@@ -191,7 +191,9 @@ class MuonOptions(Options):
         name, sizes = "split_sizes", group["split_sizes"]
         if sizes is None:
             name, sizes = SPLIT_SIZES, getattr(param, SPLIT_SIZES, None)
-        if sizes is not None and not _are_sizes(sizes):
+        is_list = isinstance(sizes, (list, tuple)) and len(sizes) > 0
+        are_sizes = is_list and all(type(size) is int and size >= 1 for size in sizes)
+        if sizes is not None and not are_sizes:
             refuse(name, "None or a list of whole numbers >= 1", sizes)
         adjust, coefficients = group["adjust_lr_fn"], group["ns_coefficients"]
         if not isinstance(adjust, (str, NoneType)):
@@ -253,11 +255,6 @@ class MuonOptions(Options):
             refuse(name, f"False beside {which}, a {kind}", use_muon)
         with errors_of(label):
             self.how(group, param).pieces(whole_shape_of(param))
-
-
-def _are_sizes(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    return is_list and all(type(size) is int and size >= 1 for size in value)
 
 
 # --- the optimizer
@@ -481,14 +478,25 @@ def torch_state_dict(
     """See FusedMuon.to_torch_state_dict."""
     owned, options = optimizer._owned, optimizer.options
     rules = ["adamw" if view.matrix is None else "muon" for view in owned.views]
-    target = _checked_rule(rule, rules)
+    one_of("rule", rule, (None, *TORCHS, BOTH))
+    if rule is None and len({*rules}) > 1:
+        raise ValueError(
+            "rule must be 'muon', for torch.optim.Muon, and in a second call 'adamw', for "
+            "torch.optim.AdamW, as each steps some of the parameters, or 'both', for another "
+            "FusedMuon; got None"
+        )
+    target: str = rule or (rules[0] if rules else "muon")
     packed = optimizer.state_dict()
     chosen = [place for place, stepped_by in enumerate(rules) if target in (stepped_by, BOTH)]
     numbers = {place: number for number, place in enumerate(chosen)}
     packed_states = {place: packed["state"][place] for place in chosen if place in packed["state"]}
     groups = []
     for index, group in enumerate(packed["param_groups"]):
-        subgroup = _renumbered(group, numbers)
+        # the parameters that have numbers, under these
+        mask = [place in numbers for place in group["params"]]
+        lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
+        lists["params"] = [numbers.get(place) for place in group["params"]]
+        subgroup = {**group, **{key: [*compress(values, mask)] for key, values in lists.items()}}
         if target == BOTH:  # without formats and contracts
             entries = {
                 key: subgroup[key] for key in subgroup if key not in ("contract", FORMATS, BESIDE)
@@ -506,25 +514,6 @@ def torch_state_dict(
     rest = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
     numbered_states = {numbers[place]: state for place, state in states.items()}
     return {**rest, "state": numbered_states, "param_groups": groups}
-
-
-def _checked_rule(rule: str | None, rules: Sequence[str]) -> str:
-    one_of("rule", rule, (None, *TORCHS, BOTH))
-    if rule is None and len({*rules}) > 1:
-        raise ValueError(
-            "rule must be 'muon', for torch.optim.Muon, and in a second call 'adamw', for "
-            "torch.optim.AdamW, as each steps some of the parameters, or 'both', for another "
-            "FusedMuon; got None"
-        )
-    return rule or next(iter(rules), "muon")
-
-
-def _renumbered(group: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
-    """Returns a group with the parameters that have numbers, under these."""
-    mask = [place in numbers for place in group["params"]]
-    lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
-    lists["params"] = [numbers.get(place) for place in group["params"]]
-    return {**group, **{key: [*compress(values, mask)] for key, values in lists.items()}}
 
 
 def _torch_group(

@@ -113,7 +113,10 @@ class Owned:
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
         view = view_of(param, matrix, None if matrix is None else self.replicas.of(param))
-        view.home = self.homes.of(param)
+        # states are beside weights unless somebody asked for host memory
+        homes = self.homes
+        if homes.groups or homes.default.moments or homes.default.masters:
+            view.home = homes.of(param)
         return view
 
     @property

@@ -95,7 +95,7 @@ class Batch:
     _copies: Buffers = field(default_factory=dict)
     _written_grads: list[torch.Tensor] = field(default_factory=list)
     """The gradients that the step stores unscaled."""
-    _host_addresses: list[list[int]] = field(default_factory=list)
+    host_addresses: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.device = self.params[0].device
@@ -144,13 +144,6 @@ class Batch:
             sharded=self.sharded,
         )
         return guards if self.float8 is None else self.float8.guards(guards)
-
-    def host_memory_moved(self) -> bool:
-        """Returns whether a state in host memory has moved: it may not be pinned there."""
-        # addresses by slot and parameter; none before the first look
-        now = [[tensor.data_ptr() for tensor in self.tensors(slot)] for slot in self.apart]
-        before, self._host_addresses = self._host_addresses, now
-        return before not in ([], now)
 
     # --- a step of a plan without addresses
 
@@ -338,8 +331,14 @@ class Batches:
         # a table that is stale is sent to the device before the launch
         for batch, moved in zip(self.batches, seen.moved, strict=True):
             batch.plan.stale = batch.plan.stale or moved
-        moved_apart = [batch.host_memory_moved() for batch in self._apart]  # all are noted
-        if any(moved_apart):
+        # states in host memory that have moved may not be pinned where they are now
+        is_any_moved = False
+        for batch in self._apart:  # all are noted
+            # addresses by slot and parameter; none before the first look
+            places = [[t.data_ptr() for t in batch.tensors(slot)] for slot in batch.apart]
+            is_any_moved |= batch.host_addresses not in ([], places)
+            batch.host_addresses = places
+        if is_any_moved:
             return None
         return seen if elsewhere == seen.elsewhere else seen._replace(elsewhere=elsewhere)
 

@@ -283,15 +283,15 @@ def _batch(
     plan_of: Any = partial(backend.plan, numels=numels, groups=rows, device=device, places=spots)
     # fp8 weights have tensors behind the parameters
     is_float8 = formats.cast is not None
+    plan: Any = None
     float8: Any = None
-    extents: Any = None
+    matrices: Any = None
+    extents = None
     if is_float8:
-        from megaopt.step.float8 import Float8, plan_formats
+        from megaopt.step.float8 import Float8, plan_formats  # where there are such weights
 
         float8 = Float8(formats, places, params, states)
         extents = [view.extent for view in views]
-    plan: Any = None
-    matrices: Any = None
     if formats.matrix is not None:
         # only optimizers with a rule for matrices load what steps them
         from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats

@@ -107,7 +107,14 @@ def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
     With capturable=True the host waits for the counts.
     """
     rows, chosen = StepRows(), list(places)
-    _leave_groups(owned, state, set(chosen))
+    # parameters that rest get a copy of their count where the group's own tensor goes on with this
+    # step, which they do not take
+    stepped, group_counts = set(chosen), {id(group["step"]) for group in owned.groups}
+    for place, param in enumerate(owned.params):
+        param_state = state.get(param, {})
+        if place not in stepped and id(param_state.get(STEP)) in group_counts:
+            with torch.inference_mode(False):
+                param_state[STEP] = param_state[STEP].clone()
     # one row for each pair of group and count, whatever parameters have it
     of_groups = [int(group["step"]) for group in owned.groups]
     shared: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
@@ -116,30 +123,22 @@ def rows_of(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
     for place, param_state, count in zip(chosen, states, _numbers(states), strict=True):
         group = owned.group_numbers[place]
         if (group, count) not in shared:
-            shared[group, count] = _new_row(owned, rows, group, count, of_groups[group])
+            is_with_group, on_device = count == of_groups[group], owned.options.capturable
+            # on the device the group's own tensor counts for them
+            if is_with_group and on_device:
+                shared[group, count] = group, owned.groups[group]["step"]
+            else:
+                tensor = new_count(owned, count)
+                # numpy's array shares the tensor's memory: the host raises it without torch
+                entry = (group, {"step": tensor if on_device else tensor.numpy()})
+                # rows apart come behind those of the groups
+                (rows.with_group if is_with_group else rows.apart).append(entry)
+                row = group if is_with_group else len(owned.groups) + len(rows.apart) - 1
+                shared[group, count] = row, tensor
         row, param_state[STEP] = shared[group, count]
         if row != group:
             rows.by_place[place] = row
     return rows
-
-
-def _new_row(
-    owned: Owned, rows: StepRows, group: int, count: int, of_group: int
-) -> tuple[int, torch.Tensor]:
-    """A row's number, and the tensor of its count."""
-    # on the device the group's own tensor counts for them
-    is_with_group, on_device = count == of_group, owned.options.capturable
-    if is_with_group and on_device:
-        return group, owned.groups[group]["step"]
-    tensor = new_count(owned, count)
-    # numpy's array shares the tensor's memory: the host raises it without torch
-    entry = (group, {"step": tensor if on_device else tensor.numpy()})
-    if is_with_group:
-        rows.with_group.append(entry)
-        return group, tensor
-    # rows apart come behind those of the groups
-    rows.apart.append(entry)
-    return len(owned.groups) + len(rows.apart) - 1, tensor
 
 
 def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[int]) -> None:
@@ -172,17 +171,6 @@ def restart(owned: Owned, state: Mapping[Any, dict[str, Any]], places: Iterable[
     for index in groups - shared:
         group = owned.groups[index]
         group["step"] = group["step"].zero_() if owned.options.capturable else 0
-
-
-def _leave_groups(owned: Owned, state: Mapping[Any, dict[str, Any]], stepped: set[int]) -> None:
-    """Gives parameters that rest a copy of their count, where the group's own tensor goes on."""
-    # the groups' tensors go up with this step, which these parameters do not take
-    counts = {id(group["step"]) for group in owned.groups}
-    for place, param in enumerate(owned.params):
-        param_state = state.get(param, {})
-        if place not in stepped and id(param_state.get(STEP)) in counts:
-            with torch.inference_mode(False):
-                param_state[STEP] = param_state[STEP].clone()
 
 
 def _numbers(states: Sequence[Mapping[str, Any]]) -> list[int]:

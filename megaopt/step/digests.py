@@ -40,7 +40,10 @@ class BatchDigests:
         places = [owned.place(place) for place in batch.positions]
         # whether passes are launches, and which slots the step's launch sums up itself
         self._launches = owned.backend(batch.device) == "triton" and batch.device.type == "cuda"
-        self._launched = self._in_launch(places)
+        plan, chosen = batch.plan, [slot for slot in self.names if slot in batch.formats.by_slot]
+        self._launched: torch.Tensor | None = None
+        if isinstance(plan, TritonPlan) and chosen:  # torch's plans have no launch to add to
+            self._launched = plan.sum_digests(chosen, places)
         slots = batch.plan.digest_slots if isinstance(batch.plan, TritonPlan) else ()
         self._of_launch = {slot: self.names[slot] for slot in slots}
         # only what costs no pass of its own
@@ -51,13 +54,6 @@ class BatchDigests:
         self._places = {slot: _places(views, batch.formats, slot, places) for slot in self.names}
         self._own_passes: dict[str, Digests] = {}
         self._by_slot: dict[str, torch.Tensor] = {}
-
-    def _in_launch(self, places: list[Place]) -> torch.Tensor | None:
-        plan, slots = self.batch.plan, [s for s in self.names if s in self.batch.formats.by_slot]
-        # torch's plans have no launch to add to
-        if not isinstance(plan, TritonPlan) or not slots:
-            return None
-        return plan.sum_digests(slots, places)
 
     def begin(self, grads: Grads) -> None:
         """Prepares the launch's digests, and makes those of gradients, before the launch."""
@@ -126,10 +122,9 @@ def _places(
         return places
     # scales count blocks, packed codes several elements each
     together = form.block if slot.endswith("_scale") else form.packed
-    return [_joined(place, together) if together else Place(0) for place in places]
-
-
-def _joined(place: Place, count: int) -> Place:
-    """The place where so many elements are one."""
-    number, first, run, stride = place
-    return Place(number, first // count, max(run // count, 1), stride // count)
+    return [
+        Place(number, first // together, max(run // together, 1), stride // together)
+        if together
+        else Place(0)
+        for number, first, run, stride in places
+    ]

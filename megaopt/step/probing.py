@@ -63,7 +63,8 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         decoupled: whether it reads decoupled_grad.
     """
     # lr says on all ranks alike whether they go on to the exchange
-    for lr in [group.get("lr") for group in owned.groups]:
+    lrs: list[Any] = [group.get("lr") for group in owned.groups]
+    for lr in lrs:
         # the step refuses by name what is no number
         is_tensor = isinstance(lr, torch.Tensor) and lr.numel() == 1
         if not (isinstance(lr, (int, float)) or is_tensor) or float(lr):
@@ -87,13 +88,14 @@ def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     if any(state.values()) or not grads or any(grad is None for grad in grads):
         return False
     decoupled_grads = grads_of(owned.params, decoupled=True) if decoupled else []
-    return all(grad is None for grad in decoupled_grads) and all(map(_is_zero, grads))
-
-
-def _is_zero(grad: Any) -> bool:
-    """Whether a gradient can be read, and this rank's part of it is 0."""
-    local = local_of(grad)
-    return type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
+    if not all(grad is None for grad in decoupled_grads):
+        return False
+    # each can be read, and this rank's part of it is 0
+    shards = map(local_of, grads)
+    return all(
+        type(local) in PLAIN and local.layout == torch.strided and not bool(local.any())
+        for local in shards
+    )
 
 
 def on_any_rank(flags: Sequence[bool], views: Sequence[ParamView]) -> list[bool]:

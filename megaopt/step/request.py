@@ -49,8 +49,25 @@ def request_of(arguments: Asked, options: Options, groups: int) -> Request:
     is_given = not (clip_norm is coefficient is grad_scale is found_inf is None)
     if options.nonfinite == "propagate" and not is_given:
         return NOTHING
-    _check_clipping(clip_norm, coefficient, groups)
-    _check_scaler(grad_scale, found_inf, groups)
+    # a clip_norm or clip_coefficient that cannot be used, or both
+    if clip_norm is not None:
+        if isinstance(clip_norm, torch.Tensor):
+            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
+        number("clip_norm", clip_norm, POSITIVE)
+    if coefficient is not None and not _is_one(coefficient, {torch.float32}, groups):
+        refuse(
+            "clip_coefficient",
+            "one element of torch.float32, or one for each group, in a plain tensor",
+            coefficient,
+        )
+    if coefficient is not None and clip_norm is not None:
+        refuse("clip_norm", "None beside clip_coefficient", clip_norm)
+    # attributes that no GradScaler sets
+    if grad_scale is not None and not _is_one(grad_scale, NUMBERS, groups):
+        refuse("grad_scale", f"None or {NUMBER_TENSOR}, as a GradScaler sets it", grad_scale)
+    is_number = isinstance(found_inf, (int, float)) and found_inf == 0
+    if not (found_inf is None or is_number or _is_one(found_inf, {*NUMBERS, torch.bool}, groups)):
+        refuse("found_inf", f"None, 0 or {NUMBER_TENSOR}", found_inf)
     # tensors stay on the device: nothing waits for them
     request = Request(
         grad_scale=_in_memory(grad_scale),
@@ -84,34 +101,6 @@ def check_met(request: Request) -> None:
             "one number where other ranks hold parts of the parameters, as all skip or none"
         )
         refuse("found_inf", requirement, found_inf)
-
-
-def _check_clipping(clip_norm: Any, coefficient: Any, groups: int) -> None:
-    """Raises ValueError for a clip_norm or clip_coefficient that cannot be used, or for both."""
-    if clip_norm is not None:
-        if isinstance(clip_norm, torch.Tensor):
-            refuse("clip_norm", "a number of the host; clip_coefficient may be a tensor", clip_norm)
-        number("clip_norm", clip_norm, POSITIVE)
-    if coefficient is None:
-        return
-    if not _is_one(coefficient, {torch.float32}, groups):
-        refuse(
-            "clip_coefficient",
-            "one element of torch.float32, or one for each group, in a plain tensor",
-            coefficient,
-        )
-    if clip_norm is not None:
-        refuse("clip_norm", "None beside clip_coefficient", clip_norm)
-
-
-def _check_scaler(grad_scale: Any, found_inf: Any, groups: int) -> None:
-    """Raises ValueError for attributes that no GradScaler sets."""
-    if grad_scale is not None and not _is_one(grad_scale, NUMBERS, groups):
-        refuse("grad_scale", f"None or {NUMBER_TENSOR}, as a GradScaler sets it", grad_scale)
-    if found_inf is None or _is_one(found_inf, {*NUMBERS, torch.bool}, groups):
-        return
-    if not (isinstance(found_inf, (int, float)) and found_inf == 0):
-        refuse("found_inf", f"None, 0 or {NUMBER_TENSOR}", found_inf)
 
 
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:

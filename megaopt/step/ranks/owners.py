@@ -149,13 +149,6 @@ def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: i
     return owners
 
 
-def cost_of(shape: Sequence[int]) -> float:
-    """Multiply-adds of a step of Newton and Schulz, of a matrix [rows, columns]."""
-    # A = X @ X.T and a product with X take short * short * long each, A @ A takes short**3
-    short, long = sorted((shape[0], math.prod(shape[1:])))
-    return float(short * short * (2 * long + short))
-
-
 def group_of(mesh: Any) -> Any:
     """The group of all ranks of a mesh; the first call meets them, where it has many dimensions."""
     # a mesh made after destroy_process_group may equal one from before it
@@ -172,12 +165,6 @@ def _group_of(mesh: Any, world: Any) -> Any:
         return world
     # only the ranks of the mesh call it: others are not waited for
     return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def _is_nccl(group: Any) -> bool:
-    """Whether NCCL carries a group's messages of GPUs: one after another, as they are called."""
-    backends = dist.get_backend_config(group).split(",")  # of each type of device
-    return "cuda:nccl" in backends
 
 
 class RankBucket:
@@ -221,7 +208,12 @@ class RankBucket:
                 box = common(local_box, whole)
                 numel = math.prod(sizes_of(box))
                 if numel:
-                    first = _offset(within(box, local_box), sizes_of(local_box))
+                    # the first number of the run in the shard, row by row
+                    shape, inner = sizes_of(local_box), within(box, local_box)
+                    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+                    first = sum(
+                        start * step for (start, _), step in zip(inner, strides, strict=True)
+                    )
                     owned_parts.append((MatrixPart(index, first, numel), owners[index]))
                     returned[owners[index]] += numel
         # updates come back in the order of the owners' ranks, not in that of the parts: where each
@@ -338,12 +330,6 @@ def _local_runs(
     return runs
 
 
-def _offset(box: Box, shape: Sequence[int]) -> int:
-    """The first number of a box in a tensor."""
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
-
-
 class Owners:
     """The ranks of a mesh: megaopt.kernels.matrix.exchange.Exchange.
 
@@ -395,7 +381,13 @@ class Owners:
             for matrix in matrices
         ]  # where all ranks have all, nobody is preferred
         # all ranks come to the same owners, as shapes and shards are all that goes in
-        costs = [cost_of(matrix.piece.shape) for matrix in matrices]
+        costs = []
+        for matrix in matrices:
+            # multiply-adds of a step of Newton and Schulz, of a matrix [rows, columns]: A = X @ X.T
+            # and a product with X take short * short * long each, A @ A takes short**3
+            shape = matrix.piece.shape
+            short, long = sorted((shape[0], math.prod(shape[1:])))
+            costs.append(float(short * short * (2 * long + short)))
         owners = owners_of(costs, holders, len(places))
         self.owned: list[list[ParameterMatrix]] = [[] for _ in places]
         # matrices that their owner alone has go in no bucket: nothing of them is sent
@@ -437,7 +429,10 @@ class Owners:
         for index in chain(*order, local):
             self.owned[owners[index]].append(matrices[index].piece)
         # NCCL runs messages in the order of the calls, on a stream of its own
-        self.is_nccl = views[0].local.is_cuda and _is_nccl(self._mesh.get_group(0))
+        self.is_nccl = False
+        if views[0].local.is_cuda:
+            backends = dist.get_backend_config(self._mesh.get_group(0))  # of each type of device
+            self.is_nccl = "cuda:nccl" in backends.split(",")
         # where owners have all, nothing goes to them by a message behind those that go back
         self.keeps_order = self.is_nccl and bool(self._groups)
         # the largest bucket says how much memory the others take turns with

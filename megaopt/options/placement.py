@@ -85,7 +85,7 @@ class Homes:
     default: Placement
     """The placement of parameters whose group says nothing."""
     groups: dict[torch.Tensor, Placement] = field(default_factory=dict)
-    """The placement of parameters of no group here."""
+    """The placement of each parameter whose group says one."""
     by: Pinning = field(default_factory=pinning)
     _memories: dict[torch.device, HostMemory] = field(default_factory=dict)
 

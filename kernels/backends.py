@@ -13,7 +13,7 @@ from megaopt.kernels.contracts import Contract
 from megaopt.kernels.optional_triton import INTERPRETED, MISSING
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.preparation import ReferencePreparation, TritonPreparation
+from megaopt.kernels.step.preparation import Preparation, ReferencePreparation
 from megaopt.kernels.step.reference import ReferencePlan
 
 # Kernels, and what casts to fp8, are imported by the first plan that needs them.
@@ -89,8 +89,10 @@ class Triton:
 
         return TritonPlan(formats, rule, numels, groups, device, None, places)
 
-    def preparation(self, rule: Rule, device: torch.device) -> TritonPreparation:
+    def preparation(self, rule: Rule, device: torch.device) -> Preparation:
         """The scalars and controls of steps on the device."""
+        from megaopt.kernels.step.prepare import TritonPreparation
+
         return TritonPreparation(rule, device)
 
 

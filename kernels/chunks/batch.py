@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -13,7 +13,9 @@ from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, FIXED_ROWS
 from megaopt.kernels.chunks.store import LATER, PLAIN, Left, Quantizer, Recipe, Store
 from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
 from megaopt.kernels.rules.base import digest
-from megaopt.kernels.rules.matrix import Matrix
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 Buffers = dict[str, list[torch.Tensor]]
 """Lists by slot, of one contiguous tensor per parameter, in one order."""

@@ -163,6 +163,11 @@ class MatrixRule:
     """The matrices of a parameter, by `Matrix.how` and its shape; one where `low_shape` is another.
     """
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether ranks bring a whole matrix together at its owner."""
+        return self.meets == WHOLE
+
     def __post_init__(self) -> None:
         """Raises ValueError for what no plan steps."""
         if self.meets not in (NOBODY, ROWS, WHOLE):

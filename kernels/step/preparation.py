@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy
 import torch
 
-from megaopt.kernels.calling import Again, kinds_of
-from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.norm.bins import NONFINITE, new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
-from megaopt.kernels.rules.base import MOST_TABLES
-from megaopt.kernels.step.controls import COUNT
 from megaopt.kernels.step.reference import skips_of
 
 Group = Mapping[str, Any]
@@ -120,113 +115,6 @@ class Preparation:
     def has_nonfinite(self, plans: Sequence[Measured]) -> torch.Tensor:
         """Says whether the plans' gradients have an infinity or NaN; on the device, shape (1,)."""
         return self.measure(plans)[:, NONFINITE].ne(0).any().reshape(1)
-
-
-class TritonPreparation(Preparation):
-    """Makes scalars and controls by one small launch."""
-
-    def __init__(self, rule: Rule, device: torch.device) -> None:
-        super().__init__(rule, device)
-        self._controls = torch.zeros((0, COUNT), dtype=torch.float32, device=device)
-        self._scalars = torch.zeros((0, 0), dtype=torch.float32, device=device)
-        self._groups = DeviceTable(device)
-        self._captured: list[object] = []  # what CUDA graphs read and write
-        self._launches: dict[tuple[Any, ...], Again] = {}
-
-    def make(
-        self,
-        groups: Sequence[Group] | None,
-        count: int,
-        request: Request,
-        plans: Sequence[Measured],
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scalars of groups whose lr and step are on the device, and the controls, both there.
-
-        Counts a step in each group unless it is skipped.
-
-        Args:
-            groups: None where the scalars come from the host.
-            count: the rows of scalars, wherever they come from.
-            request: what to do with the gradients.
-            plans: whose gradients the norm is of.
-
-        Returns:
-            The scalars, fp32 [count, numbers]; None without groups. The controls, fp32 [count,
-            megaopt.kernels.step.controls.COUNT]; None where they would change nothing.
-        """
-        if groups is None and request.is_empty:
-            return None, None
-        table = scalars = None
-        columns = 0
-        # the table of groups, int64 [groups, columns], and memory for their rows of scalars
-        if groups is not None:
-            rows = self._rows(groups)
-            columns, table = rows.shape[1], self._groups.update(rows)
-            if len(self._scalars) != len(groups):
-                shape = (len(groups), self.rule.width)
-                # of normal mode: every later step may write it
-                with torch.inference_mode(False):
-                    self._scalars = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            scalars = self._scalars
-            # a graph reads lr, step and tables, and writes the rows, at every replay
-            if is_capturing(self.device):
-                self._captured.append((scalars, *self._read(groups)))
-        if len(self._controls) != count:
-            with torch.inference_mode(False):
-                self._controls = torch.zeros(count, COUNT, dtype=torch.float32, device=self.device)
-        # the controls likewise: the graph's memory has to stay
-        if is_capturing(self.device):
-            self._captured.append(self._controls)
-        # one launch a plan puts squares into the bins, before the launch below reads these
-        bins = self.measure(plans) if request.needs_norm else None
-        # the caller's numbers may be one for all groups, or one for each (APART)
-        numbers = tuple(request.numbers.values())
-        arguments = (table, scalars, self._controls, *numbers, bins, self.norm, request.clip_norm)
-        apart = tuple(int(number is not None and number.numel() > 1) for number in numbers)
-
-        # one compiled launch for each combination of what there is
-        skips, clips = request.skip_nonfinite, request.clip_norm is not None
-        kind = (count, skips, clips, apart, *kinds_of((table, bins, *numbers)))
-        if kind not in self._launches:
-            from megaopt.kernels.step.prepare import prepare_kernel
-
-            options = {"RULE": self.rule, "SKIP_NONFINITE": skips, "APART": apart, "num_warps": 1}
-            self._launches[kind] = Again(prepare_kernel, count, options)
-        self._launches[kind]((*arguments, columns, self.rule.width))
-        return scalars, None if request.is_empty else self._controls
-
-    def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:
-        """All tensors whose addresses `_rows` gives."""
-        numbers = [group[name] for group in groups for name in ("lr", "step")]
-        tables = [self.rule.tables(group, self.device) for group in groups]
-        return [*numbers, *(table for group_tables in tables for table in group_tables)]
-
-    def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
-        """int64 [groups, columns], as prepare.py reads it."""
-        rows = []
-        for group in groups:
-            tables = self.rule.tables(group, self.device)
-            # every row has room for MOST_TABLES addresses, then for as many lengths
-            missing = [0] * (MOST_TABLES - len(tables))
-            # addresses of lr and step, the seed, fp64 bits of the rule's numbers, tables
-            rows.append(
-                [
-                    group["lr"].data_ptr(),
-                    group["step"].data_ptr(),
-                    signed(group["seed"]) if self.rule.draws else 0,
-                    *numpy.array(self.rule.hyper(group), dtype=numpy.float64).view(numpy.int64),
-                    *(table.data_ptr() for table in tables),
-                    *missing,
-                    *(len(table) for table in tables),
-                    *missing,
-                ]
-            )
-        return numpy.array(rows, dtype=numpy.int64)
-
-
-def signed(seed: int) -> int:
-    """An int64 of the same bits."""
-    return seed - (seed >> 63 << 64)
 
 
 class ReferencePreparation(Preparation):

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from types import NoneType
-from typing import Any, ClassVar, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 
@@ -22,7 +31,6 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.kernels.step.reference import step_tensor
 from megaopt.options.checks import (
     COUNT,
@@ -48,6 +56,9 @@ from megaopt.options.choices import (
     StepCounts,
 )
 from megaopt.options.placement import STATE_DEVICE, StateDevice, placement_of
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 SQUARED = "_sq_dtype"
 """The ending of the options of moments that are never negative."""
@@ -231,8 +242,8 @@ class Options:
     """States may be in host memory."""
     TAKEN: ClassVar[tuple[str, ...]] = ()
     """Keys of new groups, beside state_device, that the optimizer takes out of them."""
-    MATRIX: ClassVar[MatrixRule | None] = None
-    """The rule that steps whole matrices; None: every parameter is stepped elementwise."""
+    MATRIX: ClassVar[Any] = None
+    """The MatrixRule that steps whole matrices; None: each parameter is stepped elementwise."""
     MATRIX_KEYS: ClassVar[tuple[str, ...]] = ()
     """Keys of groups that choose how MATRIX steps their parameters: with another value they are
     sorted anew."""
@@ -416,7 +427,11 @@ class Options:
 
         Where a rule makes no choice of its own, it steps all parameters of two dimensions.
         """
-        return Matrix(self.MATRIX) if self.MATRIX and param.dim() == 2 else None
+        if not self.MATRIX or param.dim() != 2:
+            return None
+        from megaopt.kernels.rules.matrix import Matrix
+
+        return Matrix(self.MATRIX)
 
     def matrix_plan(
         self,

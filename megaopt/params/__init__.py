@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megaopt.kernels.rules.matrix import Matrix
 from megaopt.kernels.shards import PLAIN
 from megaopt.params.dtensor import DTensorView, is_dtensor
 from megaopt.params.flat import PARTS, FlatMatrixView
 from megaopt.params.view import ParamView
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 
 def view_of(param: Any, matrix: Matrix | None = None, replicas: Any = None) -> ParamView:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import Matrix
 from megaopt.kernels.shards import PLAIN, place_of_shard, shard_first
 from megaopt.kernels.shards import dtensor_class as dtensor_class
 from megaopt.kernels.shards import is_dtensor as is_dtensor
@@ -22,6 +21,9 @@ from megaopt.kernels.shards import local_of as local_of
 from megaopt.kernels.shards import waited as waited
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, SCALE, STEP, ParamView
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 
 def locals_of(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megaopt.kernels.rules.matrix import Matrix
 from megaopt.kernels.shards import PLAIN
 from megaopt.options.checks import refuse
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, ParamView
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 FLATTENED_BY_FSDP1 = "_fsdp_flattened"
 """The mark of FullyShardedDataParallel's flat parameters, and of views into them."""

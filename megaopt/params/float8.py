@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.float8_drawn import remainder_of
 from megaopt.kernels.quantizers.scale import multiplied
 from megaopt.kernels.rules.adam_ieee import canonical_reference
-from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.options import Options
 from megaopt.params.codes import decoded_joined
 from megaopt.params.view import ParamView
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 
 class Float8View(ParamView):

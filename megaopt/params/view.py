@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -12,13 +12,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.kernels.chunks.batch import Extent, Formats
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import WHOLE, Matrix
 from megaopt.options.options import Options, check_weight
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP
 from megaopt.options.placement import Home
 from megaopt.params.codes import decoded_joined, encode_joined
+
+if TYPE_CHECKING:
+    from megaopt.kernels.rules.matrix import Matrix
 
 FEWEST_IN_ROWS, FEWEST_IN_A_ROW = 4096, 65536
 """Elements from which moments are kept in blocks: of norms and biases, which take little memory and
@@ -112,8 +114,7 @@ class ParamView:
         if self.matrix is None:
             return {}
         # of the whole matrix, where that comes together
-        is_whole = self.matrix.rule.meets == WHOLE
-        return self.matrix.kept(self.whole_shape if is_whole else self.local.shape)
+        return self.matrix.kept(self.whole_shape if self.matrix.rule.is_whole else self.local.shape)
 
     def keeps_blocks(self, form: Format) -> bool:
         """Whether its moments may be in a format of blocks; small ones stay fp32.
@@ -280,7 +281,7 @@ class ParamView:
 
     def _check_cuts(self, where: str, name: str, form: Format) -> None:
         """Raises ValueError where a matrix that goes to its owner alone has parts of blocks."""
-        if self.matrix is None or self.matrix.rule.meets != WHOLE:
+        if self.matrix is None or not self.matrix.rule.is_whole:
             return
         if not form.block or not self.keeps_blocks(form):
             return

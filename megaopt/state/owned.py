@@ -18,7 +18,6 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory, padded
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import Matrix
 from megaopt.options.checks import errors_of, refuse
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
@@ -146,6 +145,8 @@ class Owned:
                 if rule is None or len(whole_shape_of(param)) < 2:
                     views.append(view_of(param))
                 else:
+                    from megaopt.kernels.rules.matrix import Matrix
+
                     views.append(view_of(param, Matrix(rule), self.replicas.of(param)))
         return views
 

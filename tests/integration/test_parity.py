@@ -193,7 +193,8 @@ def test_te_is_transformer_engine_capturable(te, case, adam_w_mode, bias_correct
 def test_capturable_te_bias_corrections_are_the_hosts():
     """The GPU's pow and the C library's, rounded to the fp32 corrections that both kernels use."""
     from megaopt.kernels.rules import RULES
-    from megaopt.kernels.step.preparation import Request, TritonPreparation
+    from megaopt.kernels.step.preparation import Request
+    from megaopt.kernels.step.prepare import TritonPreparation
 
     rule = RULES["adamw", "te"]
     steps = [*range(1, 400), *range(400, 100_000, 1009)]

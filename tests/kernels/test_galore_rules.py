@@ -16,7 +16,8 @@ from step_cases import (
 
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.rules.galore import GALORE_ADAMW, GALORE_APPLY, GALORE_DIRECTION
-from megaopt.kernels.step.preparation import Request, TritonPreparation
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.prepare import TritonPreparation
 
 RULES = (GALORE_ADAMW, GALORE_DIRECTION, GALORE_APPLY)
 OWN = {**GROUP, "scale": 0.3}

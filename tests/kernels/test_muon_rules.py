@@ -10,7 +10,8 @@ from step_cases import CURATED, GROUP, assert_all_agree, name_of, with_rule
 
 from megaopt.kernels.formats import NONE, WEIGHTS
 from megaopt.kernels.rules.muon import MUON_APPLY, MUON_DIRECTION, PEER_DIRECTION
-from megaopt.kernels.step.preparation import Request, TritonPreparation
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.prepare import TritonPreparation
 
 COUNTS = [1, 0, 700]
 SOME = [

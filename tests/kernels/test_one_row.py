@@ -18,7 +18,8 @@ from step_cases import (
 
 from megaopt.kernels.rules import EMA, RULES
 from megaopt.kernels.rules.base import in_one_row
-from megaopt.kernels.step.preparation import Request, TritonPreparation
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.prepare import TritonPreparation
 
 MASTERS = next(f for f in CURATED if name_of(f) == "bfloat16-bfloat16-float32-float32-float32")
 NUMBERS = {**GROUP, "ema_decay": 0.75}

@@ -13,11 +13,8 @@ from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.adam_torch import table_of_powers
 from megaopt.kernels.step.controls import COEFFICIENT, COUNT, GRAD_SCALE, INVERSE_SCALE, SKIP
-from megaopt.kernels.step.preparation import (
-    ReferencePreparation,
-    Request,
-    TritonPreparation,
-)
+from megaopt.kernels.step.preparation import ReferencePreparation, Request
+from megaopt.kernels.step.prepare import TritonPreparation
 
 BETAS = [0.0, 0.5, 0.9, 0.95, 0.999, 0.9999, 1 - 2.0**-30]
 STEPS = [*range(1, 41), 1000, 99_999, 2**31 - 2]

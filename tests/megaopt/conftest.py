@@ -2,7 +2,7 @@ import pytest
 
 from megaopt import galore
 from megaopt.kernels.chunks import table
-from megaopt.kernels.step import preparation
+from megaopt.kernels.step import prepare
 from megaopt.step import stepper
 from megaopt.step.ranks import ties
 
@@ -13,7 +13,7 @@ def capturing(monkeypatch):
     monkeypatch.setattr(stepper, "can_capture", lambda device: True)
 
     def begin(on=True):
-        for module in (stepper, ties, galore, table, preparation):
+        for module in (stepper, ties, galore, table, prepare):
             monkeypatch.setattr(module, "is_capturing", lambda device: on)
 
     return begin

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.kernels.rules.matrix import WHOLE
 from megaopt.params import ParamView
 
 
@@ -23,7 +22,7 @@ class Sharers(NamedTuple):
 
 def is_exchanged(view: ParamView) -> bool:
     """Whether ranks send each other parts of a matrix in every step."""
-    is_whole = view.matrix is not None and view.matrix.rule.meets == WHOLE
+    is_whole = view.matrix is not None and view.matrix.rule.is_whole
     return is_whole and view.split is not None
 
 

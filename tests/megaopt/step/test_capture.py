@@ -24,7 +24,8 @@ from megaopt.kernels.chunks import table
 from megaopt.kernels.chunks.table import DeviceTable, is_capturing
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.step import kernel
-from megaopt.kernels.step.preparation import Request, TritonPreparation
+from megaopt.kernels.step.preparation import Request
+from megaopt.kernels.step.prepare import TritonPreparation
 
 pytestmark = pytest.mark.usefixtures("young_heap")
 

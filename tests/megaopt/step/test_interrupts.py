@@ -112,7 +112,7 @@ def is_same(one, other):
     return True
 
 
-BEHIND_A_LAUNCH = ("kernels/calling.py", "kernels/step/preparation.py")
+BEHIND_A_LAUNCH = ("kernels/calling.py", "kernels/step/prepare.py")
 """Files with a line behind a launch, before anybody knows of it: the interpreter's, and the return
 of what counts on a device."""
 

@@ -157,7 +157,23 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
         word = str(name)
         meant = None if word in OTHERS else MISNAMED.get(word)
         if meant not in keys and word not in OTHERS:
-            meant = next((key for key in keys if _is_slip(word, key)), None)
+            meant = None
+            # the same but for case, hyphens, underscores and one edit: a letter missing, too many,
+            # or another, or letters in another order
+            plain = word.lower().replace("-", "").replace("_", "")
+            for option in keys:
+                key = option.lower().replace("-", "").replace("_", "")
+                # behind the common beginning: one letter more, or one other letter, and the rest
+                longer, shorter = (plain, key) if len(plain) >= len(key) else (key, plain)
+                at = len(os.path.commonprefix([longer, shorter]))
+                is_slip = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]
+                # most pairs of short names are one edit apart: there a letter may be missing,
+                # doubled, or a last s
+                if len(key) <= SHORT:
+                    is_slip &= len(plain) not in (1, len(key)) and {*plain} <= {*key, "s"}
+                if is_slip or sorted(plain) == sorted(key):
+                    meant = option
+                    break
         # idle: values of another optimizer's key that ask for nothing
         idle, reason = OF_OTHERS.get(name), ""
         if idle is None and meant is not None and meant not in group:
@@ -170,19 +186,3 @@ def hints_of(group: Mapping[str, Any], options: Options, where: str) -> dict[str
                 f"groups here have {', '.join(names)}"
             )
     return hints
-
-
-def _is_slip(name: str, key: str) -> bool:
-    """Whether a name is another but for case, hyphens, underscores and one edit.
-
-    An edit is a letter missing, too many, or another, or letters in another order. Most pairs of
-    short names are one edit apart: there a letter may be missing, doubled, or a last s.
-    """
-    name, key = (word.lower().replace("-", "").replace("_", "") for word in (name, key))
-    # behind the common beginning: one letter more, or one other letter, and the rest alike
-    longer, shorter = (name, key) if len(name) >= len(key) else (key, name)
-    at = len(os.path.commonprefix([longer, shorter]))
-    is_one_off = shorter[at + (len(longer) == len(shorter)) :] == longer[at + 1 :]
-    if len(key) <= SHORT:
-        is_one_off &= len(name) not in (1, len(key)) and {*name} <= {*key, "s"}
-    return is_one_off or sorted(name) == sorted(key)

@@ -25,8 +25,6 @@ from megaopt.kernels.formats import (
     MASTERS,
     MOMENTS,
     NONE,
-    STOCHASTIC_FLOAT8,
-    STOCHASTIC_WEIGHTS,
     WEIGHTS,
     Format,
 )
@@ -507,16 +505,6 @@ class Options:
         dtype = getattr(self, f"{moment}_dtype")
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
-
-    def weight_format(self, nearest: Format) -> Format:
-        """Returns the format of a weight whose format to nearest is `nearest`."""
-        if self.weight_rounding != "stochastic":
-            return nearest
-        # by dtype the format that draws, of 16 bits and of fp8 codes
-        drawn = {
-            form.dtype: form for form in (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
-        }
-        return drawn.get(nearest.dtype, nearest)
 
     @property
     def _master_key(self) -> torch.dtype | str:

@@ -54,7 +54,7 @@ from megaopt.saving.formats import (
     sized_contract,
     text_of,
 )
-from megaopt.saving.parse import NOT_MADE, WRITTEN, Key, Saved, taken_apart
+from megaopt.saving.parse import NOT_MADE, WRITTEN, Saved, taken_apart
 from megaopt.state.masters import has_master
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions
@@ -290,11 +290,19 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
     for group, names in zip(groups, _names(saved.groups, owned.groups), strict=True):
         group.update(names)
 
-    # the optimizer as it will be after the load; a matrix rule may not gain or lose parameters
-    # its numbers decide the shapes of states
+    # the optimizer as it will be after the load: its numbers decide the shapes of states
     arguments = (owned.rule, owned.masters, owned.homes, owned.replicas)
     new = Owned(groups, options, *arguments)
-    _check_routes(owned, new)
+    # a matrix rule may not gain or lose parameters; without such a key in groups the shape alone
+    # chooses the rule, and nothing can change
+    route_key, _ = options.MATRIX_OFF
+    for place, index in enumerate(owned.group_numbers if route_key else ()):
+        route = owned.groups[index].get(route_key)
+        was_matrix, is_matrix = (side.views[place].matrix is not None for side in (owned, new))
+        if route is not None and was_matrix != is_matrix:
+            allowed = f"this optimizer's, {route!r}, by which {owned.labels[place]} is stepped"
+            saved_route = new.groups[index].get(route_key)
+            refuse(f"group {index}: {route_key} of the state dict", allowed, saved_route)
 
     # new states are built beside the old ones; pinned host memory for them is taken at once
     places = [place for place, key in enumerate(saved.order) if key in saved.states]
@@ -310,24 +318,17 @@ def load(state_dict: Any, owned: Owned, state: Mapping[Any, State]) -> Loaded:
         numbers = owned.device_numbers(groups)
         groups = [{**group, **tensors} for group, tensors in zip(groups, numbers, strict=True)]
 
-    # the caller's masters stay the caller's tensors: their new values are handed back in pairs
-    masters = _pairs_of_masters(states, owned)
+    # the caller's masters stay the caller's tensors: what is to be written into each is handed back
+    masters = []
+    for param, master in zip(owned.params, owned.external_masters(), strict=True):
+        param_state = states.get(param, {})
+        if master is not None and param_state.get(MASTER) is not None:
+            masters.append((local_of(master), local_of(param_state[MASTER])))
+            param_state[MASTER] = master
     written = [place_of[key] for key in saved.written]
     extras = {key: _copied(value, f"state {key!r}") for key, value in saved.extras.items()}
     every: dict[Any, Any] = {**states, **extras}
     return Loaded(States(dict, every), groups, written, masters, hints)
-
-
-def _check_routes(owned: Owned, new: Owned) -> None:
-    """Raises ValueError where a group that says which rule steps its matrices would change that."""
-    key, _ = owned.options.MATRIX_OFF
-    # without such a key the shape alone chooses the rule, and nothing can change
-    for place, index in enumerate(owned.group_numbers if key else ()):
-        route, saved = owned.groups[index].get(key), new.groups[index].get(key)
-        was_matrix, is_matrix = (side.views[place].matrix is not None for side in (owned, new))
-        if route is not None and was_matrix != is_matrix:
-            allowed = f"this optimizer's, {route!r}, by which {owned.labels[place]} is stepped"
-            refuse(f"group {index}: {key} of the state dict", allowed, saved)
 
 
 def _states(
@@ -348,7 +349,13 @@ def _states(
 
         # no state although the optimizer had made one: a framework has lost it
         if not state and saved.not_made is not None:
-            _check_not_made(key, saved.not_made, owned.moments(view), where)
+            unmade = saved.not_made.get(key, [])
+            lost = [name for name in owned.moments(view) if name not in unmade]
+            if lost:
+                raise ValueError(
+                    f"{where}: the state dict must have its {' and '.join(lost)}, got no state; "
+                    f"only parameters in its {NOT_MADE!r} may have none"
+                )
 
         # what users keep in the state is carried along; in another library's it is likely a mistake
         if users:
@@ -414,31 +421,6 @@ def _carried(value: Any, view: ParamView, where: str) -> Any:
     tensor: Any = value.detach()
     is_wrapper = is_traceable_wrapper_subclass(tensor) or tensor.is_meta
     return tensor.clone() if is_wrapper else tensor.to(view.local.device, copy=True)
-
-
-def _pairs_of_masters(
-    states: Mapping[torch.Tensor, State], owned: Owned
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The caller's masters, and what is to be written into each; states get the caller's."""
-    pairs = []
-    for param, master in zip(owned.params, owned.external_masters(), strict=True):
-        state = states.get(param, {})
-        if master is not None and state.get(MASTER) is not None:
-            pairs.append((local_of(master), local_of(state[MASTER])))
-            state[MASTER] = master
-    return pairs
-
-
-def _check_not_made(
-    key: Key, not_made: dict[Key, list[str]], moments: tuple[str, ...], where: str
-) -> None:
-    """Raises ValueError for a parameter whose state was made, and is not in the state dict."""
-    lost = [name for name in moments if name not in not_made.get(key, [])]
-    if lost:
-        raise ValueError(
-            f"{where}: the state dict must have its {' and '.join(lost)}, got no state; only "
-            f"parameters in its {NOT_MADE!r} may have none"
-        )
 
 
 def _step(saved: Saved, options: Options, index: int) -> int:

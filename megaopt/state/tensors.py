@@ -9,7 +9,14 @@ from typing import Any
 import torch
 
 from megaopt.kernels.chunks.batch import Cast, Formats
-from megaopt.kernels.formats import GRADS, MOMENTS, WEIGHTS, Format
+from megaopt.kernels.formats import (
+    GRADS,
+    MOMENTS,
+    STOCHASTIC_FLOAT8,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+    Format,
+)
 from megaopt.kernels.rules.base import PARAM, Moment
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
@@ -44,9 +51,11 @@ def formats_of(
         cast = Cast(recipe if direct is None else replace(recipe, direct=direct), view.weight.dtype)
     master = options.master_format(dtype, masters, view.code_dtype)
     weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
-    # a weight without a master may be rounded in another way
-    if not master.present:
-        weight = options.weight_format(weight)
+    # a weight without a master may be rounded stochastically: by dtype the format that draws, of 16
+    # bits and of fp8 codes
+    if not master.present and options.weight_rounding == "stochastic":
+        drawing = (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
+        weight = {form.dtype: form for form in drawing}.get(weight.dtype, weight)
     # small moments, and those whose rows are no whole blocks, stay fp32
     chosen_forms = [options.moment_format(moment.name) for moment in moments]
     moment_formats = tuple(

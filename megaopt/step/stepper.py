@@ -10,7 +10,6 @@ import torch
 
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.step.preparation import Request
 from megaopt.options.checks import one_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
@@ -201,7 +200,7 @@ class Stepper:
         captures = False
         # once, before a first step: ranks that hold parts of matrices compare options, groups and
         # names
-        if self._waits_to_agree():
+        if self.options.MATRIX and not (self.ties.has_agreed or self.was_stepped):
             self.ties.agree(self.owned(groups), arguments.clip_norm, is_asked_by_torch())
         try:
             # from here on an error tells the ranks that would wait in the meeting
@@ -213,11 +212,21 @@ class Stepper:
                 captures = is_capturing(owned.device)
                 if captures:
                     check_capture(owned.backend(owned.device), self.options.capturable)
-            # a first step may be a question for states alone
-            if not self.was_stepped and self._makes_states(
-                groups, state, request, arguments, check
-            ):
-                return None
+            # a first step with lr=0 and gradients of 0, on all ranks, may be a question of
+            # torch.distributed.checkpoint: it makes the states, and steps nothing
+            if not self.was_stepped:
+                self.was_stepped = True
+                owned, decoupled = self.owned(groups), arguments.decoupled
+                if request is NOTHING and is_probe(owned, state, decoupled):
+                    # what comes between it and the first step may differ
+                    self.ties.has_agreed = False
+                    self.was_stepped = self.options.MATRIX is None
+                    # gradients are elsewhere than torch put them: all parameters' states are made
+                    if decoupled:
+                        self.make_states(groups, state, range(len(owned.params)), check)
+                    else:
+                        self.gather(groups, state, decoupled, check)
+                    return None
             # before anything changes, and once more behind new batches
             if request.clip_norm is not None:
                 self._check_one_device(groups, request.clip_norm)
@@ -271,18 +280,15 @@ class Stepper:
             self.owned(groups).check_one_device(f"clip_norm={clip_norm!r}")
             self._is_on_one_device = True
 
-    def _waits_to_agree(self) -> bool:
-        """Whether ranks that may share matrices still have to compare what they will step."""
-        return self.options.MATRIX is not None and not (self.ties.has_agreed or self.was_stepped)
-
     def withdraw(self, groups: Sequence[Group], state: States, arguments: Asked) -> None:
         """Tells the ranks that wait for this one that it cannot begin the step.
 
         Args: as for `step`.
         """
         # the others wait where this rank would have gone: before a first step to agree
-        is_alone = is_asked_by_torch()
-        met = self.ties.first_met(self.owned(groups), is_alone) if self._waits_to_agree() else []
+        met = []
+        if self.options.MATRIX and not (self.ties.has_agreed or self.was_stepped):
+            met = self.ties.first_met(self.owned(groups), is_asked_by_torch())
         if met:
             disagree(met)
         else:
@@ -318,7 +324,23 @@ class Stepper:
                 check_captured_batches(batches, seen is not None)
             # everything is checked, states are completed, tables are made
             if seen is None:
-                batches = self._new_batches(owned, state, decoupled, check)
+                grads = grads_of(owned.params, decoupled)
+                batches = new_batches(owned, state, grads, check, self.writes)
+                # digests of what a step reads and stores, where somebody records them
+                if self.quantities:
+                    from megaopt.step.digests import BatchDigests  # few record any
+
+                    recorded = owned, self.quantities, self.passes
+                    all_digests = [BatchDigests(batch, *recorded) for batch in batches.batches]
+                    batches.digests = [digests for digests in all_digests if digests.names]
+                # whom a step meets, and its stages
+                self.ties.look(owned)
+                self.stages = {
+                    again: arranged(batches, self.options, self.ties, again)
+                    for again in (False, True)
+                }
+                self._is_elsewhere, self._device = True, owned.device
+                self._can_capture = can_capture(self._device)
                 seen = batches.look(groups, state, decoupled)
             if seen is None:
                 raise RuntimeError("batches made from the tensors at hand do not fit them")
@@ -328,25 +350,6 @@ class Stepper:
         self._batches = batches
         return batches, seen
 
-    def _new_batches(
-        self, owned: Owned, state: States, decoupled: bool, check: Check | None
-    ) -> Batches:
-        grads = grads_of(owned.params, decoupled)
-        batches = new_batches(owned, state, grads, check, self.writes)
-        # digests of what a step reads and stores, where somebody records them
-        if self.quantities:
-            from megaopt.step.digests import BatchDigests  # few record any
-
-            arguments = owned, self.quantities, self.passes
-            all_digests = [BatchDigests(batch, *arguments) for batch in batches.batches]
-            batches.digests = [digests for digests in all_digests if digests.names]
-        # whom a step meets, and its stages
-        self.ties.look(owned)
-        self.stages = {a: arranged(batches, self.options, self.ties, a) for a in (False, True)}
-        self._is_elsewhere, self._device = True, owned.device
-        self._can_capture = can_capture(self._device)
-        return batches
-
     def make_states(
         self, groups: Sequence[Group], state: States, places: Iterable[int], check: Check | None
     ) -> None:
@@ -355,29 +358,3 @@ class Stepper:
         if check is not None:
             check(owned, chosen)
         take_over(owned, state, completed_states(owned, state, chosen), self.writes)
-
-    def _makes_states(
-        self,
-        groups: Sequence[Group],
-        state: States,
-        request: Request,
-        arguments: Asked,
-        check: Check | None,
-    ) -> bool:
-        """Makes the states, and steps nothing, if torch.distributed.checkpoint asks for that.
-
-        It does so by a first step with lr=0 and gradients of 0 (megaopt.step.probing).
-        """
-        self.was_stepped = True
-        owned = self.owned(groups)
-        # lr=0 and gradients of 0, and no state yet: on all ranks
-        if request is not NOTHING or not is_probe(owned, state, arguments.decoupled):
-            return False
-        self.ties.has_agreed = False  # what comes between it and the first step may differ
-        self.was_stepped = self.options.MATRIX is None
-        # gradients are elsewhere than torch put them: every parameter's state is made
-        if arguments.decoupled:
-            self.make_states(groups, state, range(len(owned.params)), check)
-        else:
-            self.gather(groups, state, arguments.decoupled, check)
-        return True

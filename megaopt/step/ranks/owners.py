@@ -301,11 +301,6 @@ def _laid_out(
     return matrices, [[boxes[rank] for boxes in by_view] for rank in range(len(places))]
 
 
-def _has(shard: Box, matrix: PlacedMatrix) -> bool:
-    """Whether a box has a whole matrix."""
-    return all(common(shard, box) == box for box, _ in matrix.runs)
-
-
 def _local_runs(
     matrix: PlacedMatrix, owner: int, boxes: Sequence[Sequence[Box]]
 ) -> list[tuple[int, int]] | None:
@@ -371,15 +366,18 @@ class Owners:
         gives = [all(place[dim] == here[dim] for dim in copies) for place in places]
         shapes = [view.whole_shape for view in views]
         matrices, boxes = _laid_out(views, shapes, cuts, places)
-        # the ranks that have a whole matrix; a rank's shard may be all of an expert
-        holders = [
-            [
-                rank
-                for rank, shards in enumerate(boxes)
-                if dims and _has(shards[matrix.piece.param], matrix)
-            ]
-            for matrix in matrices
-        ]  # where all ranks have all, nobody is preferred
+        # the ranks that have a whole matrix, as a shard may be all of an expert; where all ranks
+        # have all, nobody is preferred
+        holders: list[list[int]] = []
+        for matrix in matrices:
+            shards = [rank_boxes[matrix.piece.param] for rank_boxes in boxes] if dims else []
+            holders.append(
+                [
+                    rank
+                    for rank, shard in enumerate(shards)
+                    if all(common(shard, run) == run for run, _ in matrix.runs)
+                ]
+            )
         # all ranks come to the same owners, as shapes and shards are all that goes in
         costs = []
         for matrix in matrices:

@@ -58,11 +58,13 @@ class DigestPlan:
         columns = [*map(_column, tensors, places, kinds)]
         for row in columns[0]:
             self.rows[row] = [column[row] for column in columns]
-        # elements with the lead, by which chunks are counted; an empty tensor has no chunk
-        lengths = [
-            count and count + _lead(place, kind)
-            for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True)
-        ]
+        # chunks are counted by elements and the lead, the places before the tensor's first element
+        # that its first chunk begins with; an empty tensor has no chunk
+        lengths = []
+        for count, place, kind in zip(map(count_of, tensors), places, kinds, strict=True):
+            is_in_runs = kind.order == kernel.IN_RUNS.value
+            lead = place.first % kernel.WIDTH.value if is_in_runs else 0
+            lengths.append(count and count + lead)
         self.chunks = Chunks(lengths, geometry, device)
         self._spec = kernel.DigestSpec(tuple(sorted(set(kinds))), geometry)
         self._is_complex = any(map(torch.Tensor.is_complex, tensors))
@@ -150,11 +152,6 @@ def _kind(tensor: torch.Tensor, place: Place) -> kernel.TensorKind:
         # a tensor in one run; IN_ROWS where its first place is a multiple of WIDTH
         order = kernel.IN_RUNS if place.first % width else kernel.IN_ROWS
     return kernel.TensorKind(size, order.value)
-
-
-def _lead(place: Place, kind: kernel.TensorKind) -> int:
-    """The places before the tensor's first that its first chunk begins with."""
-    return place.first % kernel.WIDTH.value if kind.order == kernel.IN_RUNS.value else 0
 
 
 def _column(tensor: torch.Tensor, place: Place, kind: kernel.TensorKind) -> dict[int, int]:

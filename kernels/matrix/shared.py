@@ -283,7 +283,13 @@ class SharedSteps:
             self.ready()
             self._lay = None  # launches hear of other memory than the last step's
             run = SharedStepRun(buffers, works, None, None, None, self.renewal)
-            self._go([(0, self._send), (1, self._renew)], run)
+
+            # owners make anew what is kept, once the gradients of all ranks have come
+            def renew(turn: int, run: SharedStepRun) -> None:
+                self._ways[turn].arrive()
+                self._try(self._ways[turn].steps.renew, run, self._memory[turn])
+
+            self._go([(0, self._send), (1, renew)], run)
 
     def _go(
         self, phases: Sequence[tuple[int, Callable[[int, SharedStepRun], None]]], run: SharedStepRun
@@ -336,12 +342,6 @@ class SharedSteps:
         # far -> near, to each rank: of the low matrices the parts that it has moments of
         size = self._making.sent.dtype.itemsize
         way.on_its_way = self._exchange.back(way.low, memory.far, memory.near, size)
-
-    def _renew(self, turn: int, run: SharedStepRun) -> None:
-        """Owners make anew what is kept."""
-        # the owner waits for the gradients of all ranks; nothing goes back
-        self._ways[turn].arrive()
-        self._try(self._ways[turn].steps.renew, run, self._memory[turn])
 
     def _direct(self, turn: int, run: SharedStepRun) -> None:
         """Moments are stepped, and directions made."""

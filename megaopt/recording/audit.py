@@ -479,8 +479,19 @@ class Audit:
 
         # how a wrong optimizer would have made these numbers
         if bad:
+            # the optimizer's own count, and learning rates other than the group's
+            group_rate = number(self._group(step, owner).get("lr"))
+            groups = self._line(step, owner).get("groups", ())
+            labelled = [(f"group {index}", group) for index, group in enumerate(groups)]
+            labelled += [("the next step", self._group(step + 1, owner))]
+            labelled += [("the step before", self._group(step - 1, owner))]
+            rates = [(label, number(group.get("lr"))) for label, group in labelled]
+            unlike_rates = [
+                pair for pair in rates if isinstance(pair[1], float) and pair[1] != group_rate
+            ]
+            evidence = Evidence(tuple(unlike_rates), self._recorded(step, owner))
             before = self._explained.get(name, "")
-            explanation = explain(sample, law, judged, self._evidence(step, owner), before)
+            explanation = explain(sample, law, judged, evidence, before)
             self._explained[name] = explanation
             # the state began anew: so do the updates that are counted
             if explanation == STATE_RESET and not law.counts_groups:
@@ -498,17 +509,6 @@ class Audit:
         self.report.checked += 1
         if context.options["step"]:
             self._counts[self._counted(name, law)] = step, context.options["step"]
-
-    def _evidence(self, step: int, owner: ParameterOwner) -> Evidence:
-        """Returns the optimizer's own count, and learning rates other than the group's."""
-        group_rate = number(self._group(step, owner).get("lr"))
-        groups = self._line(step, owner).get("groups", ())
-        labelled = [(f"group {index}", group) for index, group in enumerate(groups)]
-        labelled += [("the next step", self._group(step + 1, owner))]
-        labelled += [("the step before", self._group(step - 1, owner))]
-        rates = [(label, number(group.get("lr"))) for label, group in labelled]
-        unlike = (pair for pair in rates if isinstance(pair[1], float) and pair[1] != group_rate)
-        return Evidence(tuple(unlike), self._recorded(step, owner))
 
     def _master(self, step: int, name: str, samples: Tensors) -> None:
         """Notes a weight that is not its master's cast."""

@@ -70,7 +70,12 @@ def part_of(
     if dim > 0 and parts > 1:
         return tuple(shape), None
     if not getattr(param, "allreduce", True) and "local_experts" not in name:
-        return _experts(state, param, world)
+        # all experts of a rank, one behind another
+        ranks, whole = state.get_expert_model_parallel_world_size(), list(param.shape)
+        whole[param.partition_dim] *= ranks  # type: ignore[attr-defined]
+        first = state.get_expert_model_parallel_rank() * param.numel()
+        pieces = (ShardRange(0, param.numel(), Place(0, first)),)
+        return tuple(whole), pieces if world == 1 else None
     shape[dim] *= world
     inner, size = math.prod(shape[dim + 1 :]), param.shape[dim] // parts if shape else 1
     runs = (size * inner, math.prod(shape[dim:])) if dim else ()
@@ -87,16 +92,6 @@ def part_of(
         numels = [min(p.numel, max(0, vocabulary * inner - p.place.first)) for p in pieces]
         pieces = cut(pieces, 0, numels[0])
     return tuple(shape), pieces
-
-
-def _experts(
-    state: Any, param: torch.Tensor, world: int
-) -> tuple[tuple[int, ...], tuple[ShardRange, ...] | None]:
-    """Returns the place of a parameter that holds all experts of a rank, one behind another."""
-    ranks, shape = state.get_expert_model_parallel_world_size(), list(param.shape)
-    shape[param.partition_dim] *= ranks  # type: ignore[attr-defined]
-    first = state.get_expert_model_parallel_rank() * param.numel()
-    return tuple(shape), (ShardRange(0, param.numel(), Place(0, first)),) if world == 1 else None
 
 
 def _ranks(state: Any, param: torch.Tensor) -> tuple[int, int]:

@@ -102,7 +102,13 @@ class Recorder:
         one_of("level", level, LEVELS)
         self._every, self._samples = whole_number("every", every), whole_number("samples", samples)
         # levels by number: each records what those below it record
-        self._level, self._keep = LEVELS.index(level), set(steps_of(keep))
+        self._level, self._keep = LEVELS.index(level), set[int]()
+        # numbers of steps, and ranges of them
+        if isinstance(keep, str) or not isinstance(keep, Iterable):
+            refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
+        for entry in keep:
+            steps = entry if isinstance(entry, range) else (entry,)
+            self._keep |= {whole_number("keep", step) for step in steps}
         if self._keep and importlib.util.find_spec("safetensors") is None:
             refuse("keep", "empty where safetensors is not installed", keep)
         self._run = {"level": level, "every": every}
@@ -811,15 +817,6 @@ def whole_number(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         refuse(name, "a whole number >= 1", value)
     return value
-
-
-def steps_of(keep: Any) -> Iterator[int]:
-    """The numbers of steps and ranges of them; ValueError for anything else."""
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
-    for entry in keep:
-        steps = entry if isinstance(entry, range) else (entry,)
-        yield from (whole_number("keep", step) for step in steps)
 
 
 def number_of(value: Any) -> Any:

@@ -468,8 +468,21 @@ def _group(
                 f"optimizer's, {getattr(options, name)!r}"
             )
     options.check_saved(saved, where)
-    left_out = {*options.MARKS, *VARIANTS, *IGNORED, *_own_numbers(saved, current, options, where)}
-    left_out |= {BESIDE, FORMATS, "decoupled_weight_decay", "params", "param_names"}
+    left_out = {*options.MARKS, *VARIANTS, *IGNORED, BESIDE, FORMATS}
+    left_out |= {"decoupled_weight_decay", "params", "param_names"}
+    # where keys are names, a framework has found each parameter by its own, and left the numbers in
+    # the order of the parameters that were saved: this optimizer's stay
+    if "param_numbers" in saved and _goes_by_names(saved):
+        numbers = saved["param_numbers"]
+        if not isinstance(numbers, (list, tuple, type(None))):
+            name = f"{where}: param_numbers of the state dict"
+            refuse(name, "a list of numbers, or None", numbers)
+        if options.draws and numbers and not current.get("param_numbers"):
+            raise ValueError(
+                f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
+                "goes by names, has them, got none"
+            )
+        left_out.add("param_numbers")
     values = {key: value for key, value in saved.items() if key not in left_out}
     group = {**current, **values, "step": step}
     count = saved.get("step")
@@ -482,27 +495,6 @@ def _group(
         check_seed(saved["seed"], f"{where}: seed")
     copies = {key: _copied(group[key], f"{where}: {shown(key)}") for key in values}
     return {**group, **copies}
-
-
-def _own_numbers(
-    saved: dict[str, Any], current: dict[str, Any], options: Options, where: str
-) -> list[str]:
-    """The key param_numbers where this optimizer's stay, not those of the state dict.
-
-    Where keys are names, a framework has found each parameter by its own, and left the list in the
-    order of the parameters that were saved. Raises ValueError where there are none to stay.
-    """
-    if "param_numbers" not in saved or not _goes_by_names(saved):
-        return []
-    numbers = saved["param_numbers"]
-    if not isinstance(numbers, (list, tuple, type(None))):
-        refuse(f"{where}: param_numbers of the state dict", "a list of numbers, or None", numbers)
-    if options.draws and numbers and not current.get("param_numbers"):
-        raise ValueError(
-            f"{where}: param_numbers must be given to this optimizer, as the state dict, which "
-            "goes by names, has them, got none"
-        )
-    return ["param_numbers"]
 
 
 def _goes_by_names(saved: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """An extension of griffe, which reads the source for the API page: optimizers' **options by name.
 
-The decorator `takes` (megaopt/options/arguments.py) puts them into signatures and docstrings when
-the package is imported; the page shows what `help()` shows.
+`show_options` (megaopt/options/arguments.py) puts them into signatures and docstrings when the
+package is imported; the page shows what `help()` shows.
 """
 
 import importlib
@@ -12,11 +12,11 @@ import griffe
 
 
 class Options(griffe.Extension):
-    """Puts what `takes` wrote in the place of **options."""
+    """Puts what `show_options` wrote in the place of **options."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         """Called for each class that was read."""
-        if not any(str(each.value).startswith("takes(") for each in cls.decorators):
+        if f"\nshow_options({cls.name}, " not in cls.module.filepath.read_text("utf-8"):
             return
         optimizer = getattr(importlib.import_module(cls.module.path), cls.name)
         init = cls.members["__init__"]

@@ -26,6 +26,7 @@ from megaopt.options.options import (
     check_group,
     check_param_numbers,
     check_there,
+    check_weight,
     is_param_number,
 )
 from megaopt.options.placement import Homes
@@ -421,6 +422,9 @@ class Owned:
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
+        # a nested tensor has no shape, which a view asks for
+        if param.is_nested and param.layout == torch.strided:
+            check_weight(param, label, self.options, self.wants_masters)
         # errors of views name the parameter
         with errors_of(label):
             view = self.view(param)

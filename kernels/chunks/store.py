@@ -1,4 +1,4 @@
-"""Quantizers: the way weights are stored, and where fp8 weights get their scales.
+"""Stores, how a step's pass stores weights, and quantizers, which give fp8 weights their scales.
 
 Both are values, compile-time ones in kernels, as formats and rules are. A Store, what the step's
 own pass does with weights, is apart from its Quantizer: plain weights need nothing else, and what a

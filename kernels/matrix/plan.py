@@ -118,7 +118,7 @@ class MatrixPlan:
 
     @property
     def is_captured(self) -> bool:
-        """True if a CUDA graph can repeat a step: it has launches, and no messages among ranks."""
+        """True if a CUDA graph can repeat a step: it has launches, and NCCL's messages at most."""
         return not self.many_calls and (not self._is_shared or self._launches.is_captured)
 
     def look(self, buffers: Buffers) -> None:

@@ -10,7 +10,7 @@ A bucket's launches, in the order of shared.SharedSteps:
     finish   every rank steps its weights and masters
 
 In fp16 a direction is cast times a power of two, by the norm of its whole matrix: `direct` leaves
-fp32 numbers in `room` and their squares in `sums`, which ranks add up, and `send` casts. What
+fp32 numbers in `wide` and their squares in `sums`, which ranks add up, and `send` casts. What
 `make` launches is the same in each step, whatever gradients and learning rates are: one CUDA graph.
 """
 

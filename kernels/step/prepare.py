@@ -217,7 +217,7 @@ class TritonPreparation(Preparation):
         return [*numbers, *(table for group_tables in tables for table in group_tables)]
 
     def _rows(self, groups: Sequence[Group]) -> numpy.ndarray:
-        """int64 [groups, columns], as prepare.py reads it."""
+        """int64 [groups, columns], as prepare_kernel reads it."""
         rows = []
         for group in groups:
             tables = self.rule.tables(group, self.device)

@@ -46,7 +46,7 @@ class Batch:
     sharded: bool
     """Some parameters are DTensors: their shards are stepped."""
     staged: bool
-    """Some tensors are not contiguous."""
+    """Some tensors are not contiguous, or lie on another device than torch computes on."""
     plan: Plan
     float8: Float8 | None = None
     """The fp8 weights, where weights are codes; None for others."""

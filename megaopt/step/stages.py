@@ -275,7 +275,7 @@ def nonfinite(run: StepRun, device: torch.device) -> torch.Tensor:
 
 
 def refresh(run: StepRun) -> None:
-    """Makes anew what matrix rules keep, GaLore's projections, of this step's gradients."""
+    """Gives plans what states keep for a matrix rule; renews GaLore's projections that are due."""
     # the steps that each group has taken; under capturable None: it is nobody's turn
     counts = None
     if run.rows is not None:

@@ -11,7 +11,7 @@ from megaopt.kernels.formats import MOMENTS
 from megaopt.kernels.rules import RULES
 
 SOURCE = '''
-"""Sign descent with momentum, whose moment is kept in signed bytes: sixteenths, from -8 to 8."""
+"""Descent with momentum, whose moment is kept in signed bytes: sixteenths, from -8 to 8."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -152,9 +152,9 @@ class DTensorView(ParamView):
         if name in self.kept:
             from torch.distributed.tensor import Replicate
 
-            # the same mesh, Replicate in each of its dimensions
-            spec = type(spec)(spec.mesh, (Replicate(),) * spec.mesh.ndim, spec.tensor_meta)
-            whole = tuple(local.shape)
+            # the same mesh, Replicate in each of its dimensions; a shape and strides of its own
+            meta = spec.tensor_meta._replace(shape=local.shape, stride=local.stride())
+            spec = type(spec)(spec.mesh, (Replicate(),) * spec.mesh.ndim, meta)
         elif self._low_box(name) is not None:
             # of a smaller matrix; packed codes and scales have fewer columns in proportion
             (rows, columns), (_, width) = self.whole_state_shape(name), self.state_shape(name)

@@ -464,7 +464,7 @@ class Recorder:
                 if source is None:
                     add_replayed(self._coming, capture)
                     continue
-                source.count.step = step.number
+                self._count(step, source)
                 if not self._is_recorded(step.number):
                     continue
                 add_replayed(step, capture)
@@ -481,6 +481,11 @@ class Recorder:
         return replayed
 
     # --- steps
+
+    def _count(self, step: Step, source: RecordedOptimizer) -> None:
+        """Counts a step, eager or replayed; hooks of models work where the next one is recorded."""
+        source.count.step = step.number
+        self._wanted = any(self._is_recorded(e.count.step + 1) for e in self._sources)
 
     def _hear(self, function: Callable[..., None], *args: Any) -> None:
         try:
@@ -579,8 +584,7 @@ class Recorder:
         if not in_graph:
             if not source.is_described:  # a model came within the step
                 self._describe()
-            source.count.step = step.number
-            self._wanted = any(self._is_recorded(e.count.step + 1) for e in self._sources)
+            self._count(step, source)
         if not self._is_recorded(step.number):
             return
         # the count that the optimizer itself has, after the step

@@ -69,7 +69,10 @@ class GroupScalars:
         # and so does a tuple of these
         seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
         entries = [value for values in seen for value in values if value is not MISSING]
-        kinds = {type(e) for v in entries for e in (v if type(v) is tuple else (v,))}
+        # tuples may hold tuples, as coefficients do
+        while any(type(entry) is tuple for entry in entries):
+            entries = [e for v in entries for e in (v if type(v) is tuple else (v,))]
+        kinds = {*map(type, entries)}
         self._given = given_numbers(groups)
         self._is_given = any(numbers is not None for numbers in self._given)
         self._seen, self._sizes = (seen if kinds <= FIXED else []), [*map(len, groups)]

@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from megaopt.kernels.backends import default_backend, why_not
 from megaopt.kernels.chunks.batch import Formats
@@ -422,7 +423,12 @@ class Owned:
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
-        # a nested tensor has no shape, which a view asks for
+        # a view asks for the shape, which these have not
+        if is_lazy(param):
+            raise ValueError(
+                f"{label} must have a shape, got an uninitialized parameter of a lazy module: make "
+                "the optimizer after a first forward pass"
+            )
         if param.is_nested and param.layout == torch.strided:
             check_weight(param, label, self.options, self.wants_masters)
         # errors of views name the parameter

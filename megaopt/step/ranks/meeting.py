@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -417,7 +417,7 @@ def facts_of(owned: Owned, clip_norm: Any) -> dict[str, str]:
         "the number of groups": repr(len(owned.groups)),
         "the number of parameters": repr(len(owned.params)),
         **of_groups(owned.groups),
-        **{f"option {name}": repr(value) for name, value in vars(owned.options).items()},
+        **{f"option {f.name}": repr(getattr(owned.options, f.name)) for f in fields(owned.options)},
     }
     for place, (label, *described) in enumerate(owned.described()):
         facts[f"the parameter at place {place}"] = label

@@ -217,6 +217,13 @@ def test_parameters_that_are_none_are_refused(params, kind, message):
         FusedAdam(params)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_parameters_of_lazy_modules_are_refused():
+    lazy = torch.nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 must have a shape, got an uninit"):
+        FusedAdam(lazy.parameters())
+
+
 @pytest.mark.filterwarnings("ignore:.*of nested tensors is in prototype:UserWarning")
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])

@@ -16,7 +16,7 @@ import torch
 
 import megaopt
 from megaopt.integration.drop_in import ADAM, ADAMW, IN_BLOCKS, DropIn, Meanings
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 from megaopt.params import view_of
 from megaopt.saving.parse import with_states
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from typing_extensions import Unpack
 
+from megaopt.kernels.refusals import one_of
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import one_of
 
 PACKAGE = "megaopt.integration."
 Meanings = Mapping[str, Mapping[Any, Mapping[str, Any]]]

@@ -19,10 +19,10 @@ from typing_extensions import Unpack
 
 import megaopt
 from megaopt.integration.drop_in import IN_BLOCKS, DropIn, DropInOptions, Meanings
+from megaopt.kernels.refusals import one_of, refuse
 from megaopt.models.cast import RUNNING, SHORT, compute_in_fp32
 from megaopt.models.release import GradientRelease as GradientReleaseHandle
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import one_of, refuse
 
 MASTERS: dict[int | None, dict[str, Any]] = {
     # to nearest, masters of 24 bits stand still where an update is below half of their last place

@@ -12,7 +12,7 @@ from typing import Any
 import megaopt
 from megaopt.integration import bitsandbytes
 from megaopt.integration.drop_in import ADAMW, IN_BLOCKS, Meanings
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 from megaopt.params.view import FEWEST_IN_ROWS
 
 __all__ = ["GaLoreAdamW8bit"]

@@ -14,11 +14,11 @@ import torch
 
 import megaopt
 from megaopt.integration.drop_in import ADAM, ADAMW, DropIn
+from megaopt.kernels.refusals import one_of, refuse
+from megaopt.kernels.shards import local_of
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import one_of, refuse
 from megaopt.options.groups import entries_of
 from megaopt.options.placement import STATE_DEVICE
-from megaopt.params.dtensor import local_of
 from megaopt.saving.parse import with_states
 
 BLOCK8 = {128: ("block_e4m3", "block_e5m3"), 64: ("block64_e4m3", "block64_e5m3")}

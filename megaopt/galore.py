@@ -24,12 +24,13 @@ from megaopt.kernels.galore.rule import (
     saves,
 )
 from megaopt.kernels.galore.wave import is_fused
+from megaopt.kernels.refusals import one_of, refuse
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_ADAMW
 from megaopt.kernels.rules.matrix import PROJECTION, Matrix
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, show_options
-from megaopt.options.checks import NOT_NEGATIVE, one_of, refuse
+from megaopt.options.checks import NOT_NEGATIVE
 from megaopt.options.choices import LowRankKernel, Precision, ProjType, Refresh
 from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.params import ParamView, view_of

@@ -18,12 +18,13 @@ from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
 from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON, MUON_PEER
+from megaopt.kernels.refusals import one_of, refuse
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.kernels.rules.base import in_one_row
 from megaopt.kernels.rules.matrix import Matrix, MatrixRule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, show_options
-from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number, one_of, refuse
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
 from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaopt.kernels.refusals import one_of, refuse, shown
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.untraced import torchs, unless_heard, untraced
-from megaopt.options.checks import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, taken_from
 from megaopt.options.options import MISSING, Options

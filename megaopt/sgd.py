@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import Unpack
 
+from megaopt.kernels.refusals import refuse
 from megaopt.kernels.rules import RULES, Rule
 from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, show_options
-from megaopt.options.checks import DECAY, NOT_NEGATIVE, Range, number, refuse
+from megaopt.options.checks import DECAY, NOT_NEGATIVE, Range, number
 from megaopt.options.options import Numbers, Options, SharedOptions, StepOptions
 
 DAMPENING = Range("a number >= 0 and <= 1", lambda value: 0 <= value <= 1)

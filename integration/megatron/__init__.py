@@ -18,7 +18,7 @@ import torch
 
 from megaopt.integration.megatron.checks import check_arguments
 from megaopt.integration.megatron.choices import MUON, Choices
-from megaopt.options.checks import one_of
+from megaopt.kernels.refusals import one_of
 
 __all__ = ["SUPPORTED", "get_megatron_optimizer", "plugged_in"]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 import megaopt
+from megaopt.kernels.refusals import refuse
 from megaopt.kernels.rules.base import Rule
+from megaopt.kernels.shards import local_of
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import refuse
 from megaopt.params import view_of
-from megaopt.params.dtensor import local_of
 from megaopt.state.tensors import MASTER
 from megaopt.step.request import Asked
 

@@ -16,7 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megaopt.galore import GaLoreOptions
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 from megaopt.state.owned import owned_of
 from megaopt.state.tensors import MASTER
 

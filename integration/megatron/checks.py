@@ -11,7 +11,8 @@ import torch
 
 from megaopt.float8.foreign import foreign_weight
 from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8
-from megaopt.options.checks import errors_of, refuse
+from megaopt.kernels.refusals import refuse
+from megaopt.options.checks import errors_of
 
 REQUIRED = {
     "optimizer": (

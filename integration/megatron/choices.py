@@ -28,8 +28,8 @@ from megaopt.integration.megatron.checks import (
     check_required,
 )
 from megaopt.integration.megatron.float8 import is_fp8
+from megaopt.kernels.refusals import one_of, refuse
 from megaopt.kernels.rules.adam_numbers import MOMENTS
-from megaopt.options.checks import one_of, refuse
 from megaopt.options.choices import Backend, Contract
 from megaopt.params import view_of
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import optimizer as base
 
 from megaopt.integration.megatron.checkpoints import CheckpointedOptimizer
-from megaopt.params.dtensor import local_of
+from megaopt.kernels.shards import local_of
 
 Norm = float | torch.Tensor
 

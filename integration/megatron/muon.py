@@ -41,8 +41,9 @@ from megaopt.integration.megatron.distributed import (
 )
 from megaopt.integration.megatron.whole import LayerWise, Meshes, WholeFloat16, WholeFloat32
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, MOST_STEPS
+from megaopt.kernels.refusals import one_of, refuse
 from megaopt.muon import SPLIT_SIZES
-from megaopt.options.checks import DECAY, number, one_of, refuse
+from megaopt.options.checks import DECAY, number
 
 CONTRACTS = ("ieee", "eo")
 SCALES = {

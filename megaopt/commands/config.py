@@ -20,7 +20,7 @@ from megaopt.commands.toml_tables import (
     read_run,
     require,
 )
-from megaopt.options.checks import shown
+from megaopt.kernels.refusals import shown
 from megaopt.options.choices import ProjType
 
 Recipe = Literal["delayed", "current", "block_128x128", "mxfp8"]

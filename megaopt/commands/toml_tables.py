@@ -47,7 +47,7 @@ Several = Annotated[tuple[T, ...], Field(strict=False, min_length=1)]
 def shown(value: object) -> str:
     """A value as a message shows it."""
     # imports torch, for which `megaopt record` does not wait
-    from megaopt.options.checks import shown as shown_by_options
+    from megaopt.kernels.refusals import shown as shown_by_options
 
     return shown_by_options(value)
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from megaopt.kernels.refusals import is_dense, one_of, refuse, shown
 from megaopt.models.fp32 import set_value
-from megaopt.options.checks import is_dense, one_of, refuse, shown
 from megaopt.params import view_of
 from megaopt.params.names import plain_names
 from megaopt.state.access import check_master

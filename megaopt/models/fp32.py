@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megaopt.options.checks import is_dense, listed, one_of, refuse
+from megaopt.kernels.refusals import is_dense, listed, one_of, refuse
+from megaopt.kernels.shards import local_of
 from megaopt.params import ParamView
-from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.params.dtensor import check_sharding
 from megaopt.params.names import plain_names
 from megaopt.state.access import check_master
 from megaopt.state.memory import check_writable

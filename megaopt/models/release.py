@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megaopt.kernels.refusals import refuse, shown
+from megaopt.kernels.shards import local_of
 from megaopt.optimizer import FusedOptimizer
-from megaopt.options.checks import refuse, shown
 from megaopt.options.replicas import Replicas
 from megaopt.params import view_of
-from megaopt.params.dtensor import local_of
 from megaopt.state.masters import places_of
 from megaopt.state.memory import NamedTensor, check_memory
 from megaopt.state.numbers import given_numbers

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from megaopt.options.checks import one_of, refuse, shown
+from megaopt.kernels.refusals import one_of, refuse, shown
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import FLAGS, OF_OPTIMIZERS, Options
 

@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megaopt.kernels.refusals import is_dense as is_dense
-from megaopt.kernels.refusals import listed as listed
-from megaopt.kernels.refusals import one_of as one_of
-from megaopt.kernels.refusals import refuse as refuse
-from megaopt.kernels.refusals import same as same
-from megaopt.kernels.refusals import shown as shown
+from megaopt.kernels.refusals import is_dense, refuse
 from megaopt.kernels.rules.base import round_to_fp32
 
 LAST_STEP = 2**31 - 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megaopt.options.checks import one_of, refuse, same, shown
+from megaopt.kernels.refusals import one_of, refuse, same, shown
 from megaopt.options.options import MISSING, VARIANTS, Options, check_group
 from megaopt.options.placement import STATE_DEVICE, placement_of
 from megaopt.options.replicas import REPLICAS, checked_replicas

@@ -29,20 +29,9 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.place import Place
+from megaopt.kernels.refusals import is_dense, listed, one_of, refuse, same, shown
 from megaopt.kernels.step.reference import step_tensor
-from megaopt.options.checks import (
-    COUNT,
-    DECAY,
-    Range,
-    has_shared_elements,
-    is_dense,
-    listed,
-    number,
-    one_of,
-    refuse,
-    same,
-    shown,
-)
+from megaopt.options.checks import COUNT, DECAY, Range, has_shared_elements, number
 from megaopt.options.choices import (
     Backend,
     Contract,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.kernels.host_memory import HostMemory, Pinning, pinning
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 
 STATE_DEVICE = "state_device"
 """The option, and the key of a group that says something else than the optimizer."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 
 REPLICAS = "replicas"
 """The argument, and the key of a group that says something else than the optimizer."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megaopt.kernels.shards import PLAIN
-from megaopt.params.dtensor import DTensorView, is_dtensor
+from megaopt.kernels.shards import PLAIN, is_dtensor
+from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import PARTS, FlatMatrixView
 from megaopt.params.view import ParamView
 

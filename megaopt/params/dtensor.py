@@ -14,11 +14,14 @@ import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.place import Place
-from megaopt.kernels.shards import PLAIN, place_of_shard, shard_first
-from megaopt.kernels.shards import dtensor_class as dtensor_class
-from megaopt.kernels.shards import is_dtensor as is_dtensor
-from megaopt.kernels.shards import local_of as local_of
-from megaopt.kernels.shards import waited as waited
+from megaopt.kernels.shards import (
+    PLAIN,
+    dtensor_class,
+    is_dtensor,
+    local_of,
+    place_of_shard,
+    shard_first,
+)
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, SCALE, STEP, ParamView
 

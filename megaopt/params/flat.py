@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megaopt.kernels.refusals import refuse
 from megaopt.kernels.shards import PLAIN
-from megaopt.options.checks import refuse
 from megaopt.options.options import Options
 from megaopt.params.view import MASTER, ParamView
 

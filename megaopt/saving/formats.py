@@ -11,7 +11,7 @@ import torch
 
 from megaopt.kernels.formats import BESIDE as BESIDE_WEIGHTS
 from megaopt.kernels.formats import MASTERS, MOMENTS, NONE, Format
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 from megaopt.options.options import BESIDE, BLOCKS, FORMATS, VARIANTS
 from megaopt.params import ParamView
 from megaopt.params.codes import decoded_blocks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaopt.options.checks import listed, refuse, shown
+from megaopt.kernels.refusals import listed, refuse, shown
 from megaopt.options.placement import MASTER
 
 NOT_MADE = "not_made"

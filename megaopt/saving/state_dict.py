@@ -12,18 +12,11 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megaopt.kernels.formats import MASTERS
+from megaopt.kernels.refusals import is_dense, listed, refuse, same, shown
 from megaopt.kernels.rules import RULES
 from megaopt.kernels.rules.matrix import CAPTURED_ENERGY, PROJECTION, SECOND_MOMENT
-from megaopt.options.checks import (
-    COUNT,
-    NOT_NEGATIVE,
-    is_dense,
-    listed,
-    number,
-    refuse,
-    same,
-    shown,
-)
+from megaopt.kernels.shards import local_of
+from megaopt.options.checks import COUNT, NOT_NEGATIVE, number
 from megaopt.options.groups import States, check_names
 from megaopt.options.options import (
     BESIDE,
@@ -36,7 +29,7 @@ from megaopt.options.options import (
     check_variant,
 )
 from megaopt.params import ParamView
-from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.dtensor import check_sharding, locals_of
 from megaopt.params.names import plain_names
 from megaopt.params.view import SCALE, STEP
 from megaopt.saving.formats import (

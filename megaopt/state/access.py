@@ -9,10 +9,11 @@ import torch
 
 from megaopt.kernels.formats import Format
 from megaopt.kernels.formats.float8_drawn import encode_pair_reference
-from megaopt.options.checks import is_dense, one_of, refuse, same
+from megaopt.kernels.refusals import is_dense, one_of, refuse, same
+from megaopt.kernels.shards import local_of
 from megaopt.options.overwriting import overwrite
 from megaopt.params import ParamView
-from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.dtensor import check_sharding, locals_of
 from megaopt.params.float8 import Float8View
 from megaopt.params.view import SCALE
 from megaopt.state.memory import check_writable

@@ -12,12 +12,13 @@ import torch
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.host_memory import HostMemory
-from megaopt.options.checks import is_dense, refuse
+from megaopt.kernels.refusals import is_dense, refuse
+from megaopt.kernels.shards import local_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.params.dtensor import check_sharding
 from megaopt.state.memory import check_memory, check_writable
 
 

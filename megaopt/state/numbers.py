@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from megaopt.kernels.refusals import is_dense, shown
 from megaopt.kernels.rules import Rule
-from megaopt.options.checks import COUNT, LAST_STEP, NOT_NEGATIVE, is_dense, number, shown
+from megaopt.options.checks import COUNT, LAST_STEP, NOT_NEGATIVE, number
 from megaopt.options.options import MISSING, Options, check_there
 from megaopt.state.memory import check_writable
 

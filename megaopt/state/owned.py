@@ -18,8 +18,10 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import HostMemory, padded
 from megaopt.kernels.place import Place
+from megaopt.kernels.refusals import refuse
 from megaopt.kernels.rules import Rule
-from megaopt.options.checks import errors_of, refuse
+from megaopt.kernels.shards import local_of
+from megaopt.options.checks import errors_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
     PARAM_NUMBER,
@@ -33,7 +35,6 @@ from megaopt.options.options import (
 from megaopt.options.placement import Homes
 from megaopt.options.replicas import Replicas
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import local_of
 from megaopt.params.view import SCALE, whole_shape_of
 from megaopt.state.masters import check_master_weights, has_master, places_of
 from megaopt.state.numbers import check_device_numbers, on_device

@@ -18,12 +18,13 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.rules.base import PARAM, Moment
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.reference import decoded, store_scaled
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.params import ParamView
 from megaopt.params.codes import decoded_blocks, encode_blocks
-from megaopt.params.dtensor import check_sharding, local_of, locals_of
+from megaopt.params.dtensor import check_sharding, locals_of
 from megaopt.params.view import SCALE
 from megaopt.state.masters import check_cast
 from megaopt.state.memory import NamedTensor

@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from megaopt.kernels.native import same_objects
-from megaopt.kernels.shards import PLAIN
-from megaopt.params.dtensor import dtensor_class, same_sharding, waited
+from megaopt.kernels.shards import PLAIN, dtensor_class, waited
+from megaopt.params.dtensor import same_sharding
 
 KIND = operator.attrgetter("dtype", "device", "layout")
 GRAD, WEIGHT = 0, 1

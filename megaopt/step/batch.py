@@ -16,8 +16,8 @@ from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
 from megaopt.kernels.native import is_worth_building, same_objects
+from megaopt.kernels.shards import local_of
 from megaopt.options.placement import MASTER, STEP
-from megaopt.params.dtensor import local_of
 from megaopt.params.view import whole_shape_of
 from megaopt.state.numbers import given_numbers
 from megaopt.state.ownership import Versions

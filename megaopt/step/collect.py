@@ -12,9 +12,10 @@ import torch
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.shards import local_of
 from megaopt.options.placement import MASTER, REPLACED, STEP
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import local_of, locals_of
+from megaopt.params.dtensor import locals_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import Versions, widened

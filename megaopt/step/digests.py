@@ -10,9 +10,9 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.digest.codes import initial
 from megaopt.kernels.digest.launch import Digests, StepDigests
 from megaopt.kernels.place import Place
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.launch import TritonPlan
 from megaopt.params import ParamView
-from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import state_name
 from megaopt.state.watch import Grads

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from megaopt.kernels.formats import GRADS
-from megaopt.options.checks import has_shared_elements, is_dense
-from megaopt.params.dtensor import check_sharding, local_of
+from megaopt.kernels.refusals import is_dense
+from megaopt.kernels.shards import local_of
+from megaopt.options.checks import has_shared_elements
+from megaopt.params.dtensor import check_sharding
 from megaopt.state.watch import is_plain_class
 
 

@@ -16,9 +16,9 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.matrix.exchange import Renewal, UpdateMaker
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.matrix import ALONE, SAME, Parts
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
-from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
 from megaopt.step.ranks.owners import Owners, group_of

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from megaopt.kernels.shards import PLAIN
+from megaopt.kernels.shards import PLAIN, local_of
 from megaopt.params import ParamView
-from megaopt.params.dtensor import local_of
 from megaopt.state.owned import Owned
 from megaopt.state.watch import grads_of
 

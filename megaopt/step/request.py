@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megaopt.kernels.refusals import is_dense, refuse
 from megaopt.kernels.step.preparation import Request
-from megaopt.options.checks import NUMBERS, POSITIVE, is_dense, number, refuse
+from megaopt.options.checks import NUMBERS, POSITIVE, number
 from megaopt.options.options import Options
 from megaopt.step.gradients import resolved
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.kernels.chunks.table import is_capturing
+from megaopt.kernels.refusals import one_of
 from megaopt.kernels.rules import Rule
-from megaopt.options.checks import one_of
+from megaopt.kernels.shards import local_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER, SCALE, Homes
 from megaopt.options.replicas import Replicas
-from megaopt.params.dtensor import local_of
 from megaopt.state.numbers import GroupScalars
 from megaopt.state.owned import Group, Owned
 from megaopt.state.watch import Seen, grads_of

@@ -19,7 +19,7 @@ from unfused_torch import UnfusedAdam, UnfusedAdamW
 from megaopt.commands.regression.megatron.emerging import megatrons_muon
 from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.integration import megatron as ours
-from megaopt.params.dtensor import local_of
+from megaopt.kernels.shards import local_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

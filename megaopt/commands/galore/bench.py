@@ -40,7 +40,7 @@ from megaopt.kernels.files import write_json
 from megaopt.kernels.galore.launch import why_not_kernel
 from megaopt.kernels.galore.products import BF16, IEEE, PRECISIONS, TF32, fp32_products
 from megaopt.kernels.galore.rule import RIGHT
-from megaopt.options.checks import refuse
+from megaopt.kernels.refusals import refuse
 
 TITLE = (
     "GaLore's step without a refresh: ms on the device; floor: a copy of its bytes, or its "

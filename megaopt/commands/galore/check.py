@@ -20,7 +20,7 @@ from megaopt.galore import PROJ_TYPES, GaLoreAdamW, side_of
 from megaopt.kernels.galore.launch import why_not_kernel
 from megaopt.kernels.galore.products import IEEE, PRECISIONS
 from megaopt.kernels.galore.rule import LowRank, projected, projected_back
-from megaopt.options.checks import one_of, refuse
+from megaopt.kernels.refusals import one_of, refuse
 
 CALLED = {
     "exp_avg": "running mean (exp_avg)",

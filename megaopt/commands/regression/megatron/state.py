@@ -9,7 +9,7 @@ import torch
 
 from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.commands.regression.parts import Part, part
-from megaopt.params.dtensor import local_of
+from megaopt.kernels.shards import local_of
 from megaopt.state.owned import owned_of
 
 # Megatron's names for the tensors of a parameter, ours for the same

@@ -24,6 +24,7 @@ PRONOUNS = {
     *("own", "found", "each", "others", "other", "kept", "given", "asked", "there", "made"),
     *("wanted", "known", "told", "said", "beside", "theirs", "ours"),
 }
+"""Pronouns and participles, which say nothing of what is there; tests/test_names.py allows none."""
 OPTIMIZER = re.compile(r"megaopt\.(params|state|options|saving|step|optimizer)\b")
 FIRST_WORDS = re.compile(
     r"(Of|By|As|None|Nothing|Where|In|What|Those|That|Which|How|Whether it|So) "

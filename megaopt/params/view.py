@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,10 +74,6 @@ class ParamView:
         """The split as ranks compare it: not which ranks, as these differ elsewhere."""
         if replicas is not None:
             self.split, self.sharding = (replicas, ()), ("replicas", replicas.size())
-        self.whole_shape = (
-            tuple(self.weight.shape) if self.weight is not None else whole_shape_of(param)
-        )
-        """The parameter's shape over all ranks."""
         # nothing steps such a kind: `check` raises an error, unless it is frozen (codes of int8,
         # say); a tensor that is no torch.nn.Parameter is meant to be stepped, whatever it says
         is_ours = self.is_sharded or self.weight is not None
@@ -90,6 +87,11 @@ class ParamView:
         self._is_part = any(hasattr(param, name) for name in marks)
 
     # --- shapes and places
+
+    @cached_property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The parameter's shape over all ranks; nested tensors, which are refused, have none."""
+        return tuple(self.weight.shape) if self.weight is not None else whole_shape_of(self.param)
 
     @property
     def first_element(self) -> int:

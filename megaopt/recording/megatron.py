@@ -74,8 +74,8 @@ def part_of(
         ranks, whole = state.get_expert_model_parallel_world_size(), list(param.shape)
         whole[param.partition_dim] *= ranks  # type: ignore[attr-defined]
         first = state.get_expert_model_parallel_rank() * param.numel()
-        pieces = (ShardRange(0, param.numel(), Place(0, first)),)
-        return tuple(whole), pieces if world == 1 else None
+        experts = ShardRange(0, param.numel(), Place(0, first))
+        return tuple(whole), (experts,) if world == 1 else None
     shape[dim] *= world
     inner, size = math.prod(shape[dim + 1 :]), param.shape[dim] // parts if shape else 1
     runs = (size * inner, math.prod(shape[dim:])) if dim else ()

@@ -104,9 +104,10 @@ class Recorder:
         # levels by number: each records what those below it record
         self._level, self._keep = LEVELS.index(level), set[int]()
         # numbers of steps, and ranges of them
-        if isinstance(keep, str) or not isinstance(keep, Iterable):
+        entries: Any = keep
+        if isinstance(entries, str) or not isinstance(entries, Iterable):
             refuse("keep", "numbers of steps and ranges, as (100, range(200, 210))", keep)
-        for entry in keep:
+        for entry in entries:
             steps = entry if isinstance(entry, range) else (entry,)
             self._keep |= {whole_number("keep", step) for step in steps}
         if self._keep and importlib.util.find_spec("safetensors") is None:

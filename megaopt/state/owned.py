@@ -29,7 +29,6 @@ from megaopt.options.options import (
     check_group,
     check_param_numbers,
     check_there,
-    check_weight,
     is_param_number,
 )
 from megaopt.options.placement import Homes
@@ -424,14 +423,12 @@ class Owned:
 
     def check_param(self, param: torch.Tensor, label: str) -> None:
         """Raises ValueError or RuntimeError for a parameter that the optimizer cannot own."""
-        # a view asks for the shape, which these have not
+        # all checks ask for the shape
         if is_lazy(param):
             raise ValueError(
                 f"{label} must have a shape, got an uninitialized parameter of a lazy module: make "
                 "the optimizer after a first forward pass"
             )
-        if param.is_nested and param.layout == torch.strided:
-            check_weight(param, label, self.options, self.wants_masters)
         # errors of views name the parameter
         with errors_of(label):
             view = self.view(param)

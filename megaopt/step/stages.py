@@ -17,7 +17,7 @@ from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.options import Options
 from megaopt.state.numbers import Row
-from megaopt.state.owned import Group, Owned
+from megaopt.state.owned import Group
 from megaopt.state.watch import Seen
 from megaopt.step.batch import Batches
 from megaopt.step.request import NOTHING
@@ -191,8 +191,8 @@ def prepare(run: StepRun) -> None:
     The host may see then that there is no step. With what is made the counts on a device have gone
     up.
     """
-    batches, owned, request = run.batches, run.stepper.owned(run.groups), run.request
-    options, groups = owned.options, None
+    batches, request = run.batches, run.request
+    options, groups = run.stepper.options, None
     if options.capturable:
         # counts on the device go up here: the groups' own, then the parameters'
         groups = [*run.groups, *batches.counts.groups(run.groups)]
@@ -203,7 +203,8 @@ def prepare(run: StepRun) -> None:
     behind = [group for group, _ in batches.counts.apart]
     count = len(run.groups) + len(behind)
     # the first parameter's device too, which may have no gradient
-    for device in dict.fromkeys([owned.device, *[batch.device for batch in batches.batches]]):
+    first = run.stepper.owned(run.groups).device
+    for device in dict.fromkeys([first, *[batch.device for batch in batches.batches]]):
         # rows come from the host, and gradients stay as they are: launches need nothing made
         if groups is None and request.is_empty:
             run.prepared[device] = (None, None)
@@ -215,7 +216,7 @@ def prepare(run: StepRun) -> None:
             plans = [batch.plan for batch in batches.batches if batch.device == device]
             plans = plans if meeting is None else meeting.measured(device)
         device_request = request.on(device, behind)
-        preparation = _preparation(run.stepper, owned, device)
+        preparation = _preparation(run, device)
         # scalars fp32 [count, scalars of the rule] or None, controls fp32 [count, COUNT] or None
         run.prepared[device] = preparation.make(groups, count, device_request, plans)
     # the host waits for the norm's launch, and may end the step for it
@@ -232,10 +233,11 @@ def prepare(run: StepRun) -> None:
         run.stepper.captured.append(batches)
 
 
-def _preparation(stepper: Stepper, owned: Owned, device: torch.device) -> Any:
+def _preparation(run: StepRun, device: torch.device) -> Any:
     """The buffers of scalars, controls and norms on a device, which stay from step to step."""
-    preparations = stepper.preparations
+    preparations = run.stepper.preparations
     if device not in preparations:
+        owned = run.stepper.owned(run.groups)
         backend = BACKENDS[owned.backend(device)]
         if backend.why_not(device) is not None:
             backend = BACKENDS["reference"]  # there are no parameters, only steps to count
@@ -265,11 +267,11 @@ def nonfinite(run: StepRun, device: torch.device) -> torch.Tensor:
     """int64 [1] on a device: whether an infinity or NaN is among all gradients of this rank."""
     # the flag stays on the device: nobody waits
     flag = torch.zeros(1, dtype=torch.int64, device=device)
-    batches, owned = run.batches.batches, run.stepper.owned(run.groups)
+    batches = run.batches.batches
     # a look through all gradients of each device, into the bins that the norm is made of
     for batch_device in {batch.device for batch in batches}:
         plans = [batch.plan for batch in batches if batch.device == batch_device]
-        device_flag = _preparation(run.stepper, owned, batch_device).has_nonfinite(plans)
+        device_flag = _preparation(run, batch_device).has_nonfinite(plans)
         flag = torch.maximum(flag, device_flag.to(device, torch.int64))
     return flag
 

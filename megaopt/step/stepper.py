@@ -336,8 +336,7 @@ class Stepper:
                 # whom a step meets, and its stages
                 self.ties.look(owned)
                 self.stages = {
-                    again: arranged(batches, self.options, self.ties, again)
-                    for again in (False, True)
+                    asks: arranged(batches, self.options, self.ties, asks) for asks in (False, True)
                 }
                 self._is_elsewhere, self._device = True, owned.device
                 self._can_capture = can_capture(self._device)

@@ -20,7 +20,7 @@ _place: list[int] = []
 
 
 def among(world, meeting, function, *arguments):
-    """What a function returns on the first ranks, which meet anew where others had met; else None.
+    """Calls a function on the first ranks, which meet anew where others had met; else None.
 
     meeting: a file that is not there yet.
     """
@@ -42,14 +42,14 @@ def among(world, meeting, function, *arguments):
 
 
 class Stream(cpu.NoStream):
-    """What Megatron makes for several instances of the distributed optimizer."""
+    """A CUDA stream, which Megatron makes for several instances of the distributed optimizer."""
 
     def __init__(self, device=None):
         self.device = device
 
 
 def prepare():
-    """What a rank does before it meets the others."""
+    """Prepares a rank to run Megatron-Core on the CPU, before it meets the others."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     pretend_cuda()
 

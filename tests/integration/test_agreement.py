@@ -46,9 +46,9 @@ class Kind(NamedTuple):
     give: Callable
     """Gradients of a step's number."""
     built: dict[str, Callable]
-    """What one rank makes in their place, and the options of its optimizer."""
+    """Parameters that one rank makes in their place, and the options of its optimizer, by name."""
     between: dict[str, Callable]
-    """What one rank does to its optimizer before a later step."""
+    """Changes that one rank makes to its optimizer before a later step, by name."""
 
 
 def local(value):
@@ -66,7 +66,7 @@ def own(optimizer):
 
 
 def outcome(optimizer, action):
-    """What an action raises, "" for nothing, and what was there before and after it."""
+    """The error of an action, "" for none, and what was there before and after it."""
     before, message = own(optimizer), ""
     try:
         action()
@@ -76,7 +76,7 @@ def outcome(optimizer, action):
 
 
 def without_waiting():
-    """As on a GPU, where a rank that has not changed does not wait to see what others did."""
+    """Lets a rank that has not changed go on without seeing what others did, as on a GPU."""
     return mock.patch.object(Peers, "is_read_at_once", False)
 
 
@@ -241,7 +241,7 @@ def between(kind, name, options, step):
 
 
 def heard_later(kind, name, options, step, by):
-    """As `between` on a GPU: after the step comes another, or a look at the state."""
+    """Does as `between` on a GPU: after the step comes another, or a look at the state."""
     kind = KINDS[kind]
     optimizer = FusedAdam(kind.made(), **{**MASTERS, **options})
     with without_waiting():

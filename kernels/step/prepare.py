@@ -207,8 +207,10 @@ class TritonPreparation(Preparation):
         if kind not in self._launches:
             options = {"RULE": self.rule, "SKIP_NONFINITE": skips, "APART": apart, "num_warps": 1}
             self._launches[kind] = Again(prepare_kernel, count, options)
+        controls = None if request.is_empty else self._controls
+        # steps are counted by the launch: behind it, Ctrl-C must find nothing left to do
         self._launches[kind]((*arguments, columns, self.rule.width))
-        return scalars, None if request.is_empty else self._controls
+        return scalars, controls
 
     def _read(self, groups: Sequence[Group]) -> list[torch.Tensor]:
         """All tensors whose addresses `_rows` gives."""

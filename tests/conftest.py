@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 from descriptor_limits import make_strict
 from faster_interpreter import make_faster
+from faster_products import make_products_faster
 from one_rank import group_of_one
 from ranks import Ranks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     make_faster()
+    make_products_faster()
     make_strict()
 # torch's pool of compilers once kept pytest from ending for 5 minutes
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from descriptor_limits import make_strict
 from faster_interpreter import make_faster
+from faster_products import make_products_faster
 from torch.distributed import distributed_c10d
 
 PATIENCE = 120
@@ -74,6 +75,7 @@ def _serve(rank, world, meeting, parent, prepare, patience, backend):
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     make_faster()
+    make_products_faster()
     make_strict()
     prepare()
     waits = timedelta(seconds=patience)

@@ -168,11 +168,16 @@ def test_a_step_is_taken_and_counted_or_neither(name, backend):
     assert torn(name, backend, every=60, last=30) == []
 
 
+BACKENDS = [*((name, "reference") for name in CASES), *((name, "triton") for name in KERNELS)]
+
+
 @pytest.mark.slow
-@pytest.mark.thirds
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [*((name, "reference") for name in CASES), *((name, "triton") for name in KERNELS)],
-)
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_at_every_seventh_line_it_is_taken_and_counted_or_neither(name, backend):
+    assert torn(name, backend, every=7, last=60) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
 def test_at_every_line_it_is_taken_and_counted_or_neither(name, backend):
     assert torn(name, backend) == []

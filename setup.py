@@ -23,7 +23,7 @@ class BuildWithConfigs(build_py):
 
     def run(self):
         super().run()
-        if self.editable_mode:  # there megaopt/commands/configs.py finds the folder itself
+        if self.editable_mode:  # there megaopt/lab/configs.py finds the folder itself
             return
         folder = Path(self.build_lib) / "megaopt" / "configs"
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +47,8 @@ setup(
         "megaopt": ["py.typed"],
         "megaopt.kernels": ["native.cpp"],
         "megaopt.kernels.products": ["product.h"],
-        "megaopt.commands.golden": ["record.json"],
-        "megaopt.commands.regression": ["losses.json"],
+        "megaopt.lab.golden": ["record.json"],
+        "megaopt.lab.regression": ["losses.json"],
     },
     cmdclass={"build_py": BuildWithConfigs},
     long_description=readme(),

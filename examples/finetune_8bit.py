@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megaopt import FusedAdam
-from megaopt.commands.training.text import load_corpus
+from megaopt.lab.training.text import load_corpus
 
 TOKENS = 32
 OPTIONS: dict[str, Any] = {

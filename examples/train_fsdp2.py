@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from megaopt import FusedAdam
-from megaopt.commands.training.text import load_corpus
+from megaopt.lab.training.text import load_corpus
 
 WIDTH, LAYERS, BATCH = 64, 3, 256
 

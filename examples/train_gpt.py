@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megaopt import FusedAdam, FusedLion, FusedSGD, GaLoreAdamW
-from megaopt.commands.training.text import load_corpus
+from megaopt.lab.training.text import load_corpus
 
 WIDTH, CONTEXT, BATCH = 64, 64, 16
 NAMES = ("adamw", "lion", "sgd", "galore", "8bit")

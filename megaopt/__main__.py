@@ -3,6 +3,6 @@
 import sys
 
 if __name__ == "__main__":
-    from megaopt.commands.cli import main
+    from megaopt.lab.cli import main
 
     sys.exit(main())

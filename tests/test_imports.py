@@ -22,7 +22,7 @@ for name in sys.argv[1:]:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         assert not error.name.startswith("megaopt"), error
-print([name for name in sys.modules if name.startswith("megaopt.commands")])
+print([name for name in sys.modules if name.startswith("megaopt.lab")])
 """
 
 
@@ -42,7 +42,7 @@ def copy(tool, tmp_path):
 
 
 def test_the_library_does_not_import_the_commands(tool):
-    names = [name for name in tool.modules_of(ROOT) if tool.part_of(name) != "commands"]
+    names = [name for name in tool.modules_of(ROOT) if tool.part_of(name) != "lab"]
     assert {"megaopt.float8", "megaopt.integration.apex", "megaopt.kernels.step"} <= set(names)
     command = [sys.executable, "-W", "ignore", "-c", IMPORTED, *names]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -58,8 +58,8 @@ SLOW, TYPES = pytest.mark.slow, "if TYPE_CHECKING:\n    import "
 LATE = "\n\ndef late(param):\n    "
 # by what is found: lines at the ends of files, which may be new ones
 ADDED = {
-    "against the order: megaopt.adam imports megaopt.commands.exits": {
-        "megaopt/adam.py": f"{LATE}from megaopt.commands import exits\n"
+    "against the order: megaopt.adam imports megaopt.lab.exits": {
+        "megaopt/adam.py": f"{LATE}from megaopt.lab import exits\n"
     },
     "against the order: megaopt.kernels.calling imports megaopt.saving.parse": {
         "kernels/calling.py": "\nimport megaopt.saving.parse\n"

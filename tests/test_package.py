@@ -13,13 +13,13 @@ import pytest
 from modules import loaded
 
 import megaopt
-from megaopt.commands import cli
-from megaopt.commands.toml_tables import tomllib
 from megaopt.integration.megatron import SUPPORTED
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.float8 import RECIPES
 from megaopt.kernels.galore.products import PRECISIONS
+from megaopt.lab import cli
+from megaopt.lab.toml_tables import tomllib
 from megaopt.options import choices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,14 +45,14 @@ def wheel(built: tuple[Path, Path]) -> Path:
 def test_wheel_holds_the_tree(tool: ModuleType, wheel: Path) -> None:
     expected = tool.modules_of_tree()
     assert {"megaopt/__init__.py", "megaopt/kernels/__init__.py"} <= expected
-    assert "megaopt/commands/bench/__init__.py" in expected
+    assert "megaopt/lab/bench/__init__.py" in expected
     tool.compare(wheel, expected)
 
 
 def test_wheel_holds_the_golden_record(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        found = archive.read("megaopt/commands/golden/record.json")
-    assert found == (ROOT / "megaopt/commands/golden/record.json").read_bytes()
+        found = archive.read("megaopt/lab/golden/record.json")
+    assert found == (ROOT / "megaopt/lab/golden/record.json").read_bytes()
 
 
 def test_comparison_sees_a_module_too_few_and_too_many(tool: ModuleType, wheel: Path) -> None:
@@ -121,7 +121,7 @@ def test_what_is_imported_is_declared() -> None:
     missing = set()
     for path in [*ROOT.glob("megaopt/**/*.py"), *ROOT.glob("kernels/**/*.py")]:
         allowed = declared[""] | declared["record"] | {"megaopt"}
-        if path.is_relative_to(ROOT / "megaopt/commands"):
+        if path.is_relative_to(ROOT / "megaopt/lab"):
             allowed |= declared["cli"] | declared["megatron"] | {"pydantic_core", "mpl_toolkits"}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

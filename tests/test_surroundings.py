@@ -37,7 +37,7 @@ def test_a_shell():
     table = "test_table_has_figures_and_no_speed_for_a_failed_case"
     passes(
         SHELL,
-        f"megaopt/commands/bench/test_bench_report.py::{table}",
+        f"megaopt/lab/bench/test_bench_report.py::{table}",
         "kernels/test_scales.py::test_steps_in_a_row_are_the_twins",
     )
 

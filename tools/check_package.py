@@ -131,7 +131,7 @@ def data_of_tree(root: Path = REPOSITORY) -> set[str]:
     configs = {f"megaopt/configs/{path.name}" for path in (root / "configs").glob("*.toml")}
     records = ("golden/record.json", "regression/losses.json")
     others = ("kernels/native.cpp", "kernels/products/product.h", "py.typed")
-    data = [*(f"commands/{name}" for name in records), *others]
+    data = [*(f"lab/{name}" for name in records), *others]
     return configs | {f"megaopt/{name}" for name in data}
 
 

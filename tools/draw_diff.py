@@ -12,7 +12,7 @@ import torch
 from matplotlib.figure import Figure
 
 from megaopt import Recorder
-from megaopt.commands.page import draw_growth, draw_timeline
+from megaopt.lab.page import draw_growth, draw_timeline
 from megaopt.recording.compare import Comparison, compare
 from megaopt.recording.files import Recording
 

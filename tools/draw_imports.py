@@ -5,8 +5,8 @@
     python tools/draw_imports.py --check    # exit status 1 and the reasons where something is wrong
 
 What is wrong: the drawing in docs/design.md is another; modules, or the folders of the library or
-of the kernels, import each other in a circle; an arrow goes against integration, commands ->
-megaopt -> kernels, or against commands -> recording -> kernels, as the recording knows no optimizer
+of the kernels, import each other in a circle; an arrow goes against integration, lab ->
+megaopt -> kernels, or against lab -> recording -> kernels, as the recording knows no optimizer
 of ours and no optimizer imports it; a module outside megaopt/params asks of what class a parameter
 is. Imports are read from the source, those within functions too; those under TYPE_CHECKING are not
 made when the code runs and count in the kernels alone. An import of a module also runs its
@@ -35,15 +35,15 @@ KINDS = ("DTensor", "Float8Weight", "Float8Shard", "ForeignWeight")
 
 # by the beginning of a module's name, the longest first; `python -m megaopt` is the command line
 PARTS = {
-    "megaopt.__main__": "commands",
-    "megaopt.commands": "commands",
+    "megaopt.__main__": "lab",
+    "megaopt.lab": "lab",
     "megaopt.integration": "integration",
     "megaopt.kernels": "kernels",
     "megaopt.recording": "recording",
     "megaopt": "megaopt",
 }
 ALLOWED = {
-    "commands": {"commands", "integration", "recording", "megaopt", "kernels"},
+    "lab": {"lab", "integration", "recording", "megaopt", "kernels"},
     "integration": {"integration", "megaopt", "kernels"},
     "megaopt": {"megaopt", "kernels"},
     "recording": {"recording", "kernels"},
@@ -178,9 +178,9 @@ def kinds_asked_for(modules: dict[str, Path]) -> list[str]:
     """Return where a module outside megaopt.params asks of what kind a parameter is."""
     found = []
     for module, path in modules.items():
-        # commands have models of their own, as users do
+        # the commands in lab have models of their own, as users do
         is_home = module.startswith(("megaopt.params", "megaopt.kernels.shards"))
-        if is_home or part_of(module) == "commands":
+        if is_home or part_of(module) == "lab":
             continue
         found += [f"{module}, line {each}" for each in _askers(path.read_text(encoding="utf-8"))]
     return sorted(found)

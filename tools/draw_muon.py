@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megaopt.commands.muon.bench import SETS, draw, floor_ms
-from megaopt.commands.regression.picture import save
+from megaopt.lab.muon.bench import SETS, draw, floor_ms
+from megaopt.lab.regression.picture import save
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 RECORD, PRODUCTS = BENCHMARKS / "h100-muon.json", BENCHMARKS / "h100-products.json"

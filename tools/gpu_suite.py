@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from megaopt.commands.environment import describe
-from megaopt.commands.source import describe_source
+from megaopt.lab.environment import describe
+from megaopt.lab.source import describe_source
 
 COMMAND = ("pytest", "-m", "gpu and not slow", "-p", "no:benchmark", "-q", "-rsf")
 COMMAND += ("-n", "16", "--dist", "load", "--maxschedchunk", "2", "--durations", "40")

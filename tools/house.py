@@ -126,7 +126,7 @@ def part_of(path: Path) -> str:
     """Names the part of the source that a file is of."""
     if "recording" in path.parts:
         return "recording"
-    return "lab" if {"lab", "commands"} & set(path.parts) else "library"
+    return "lab" if "lab" in path.parts else "library"
 
 
 def figures_of_names(texts: dict[Path, str], nodes: list[tuple[Path, ast.AST]]) -> Iterator[Figure]:

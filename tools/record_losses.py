@@ -1,4 +1,4 @@
-"""Records the final losses of `megaopt regress` for megaopt/commands/regression/losses.json.
+"""Records the final losses of `megaopt regress` for megaopt/lab/regression/losses.json.
 
     python tools/record_losses.py AVX512=out/avx512/gpt_tiny AVX2=out/avx2/gpt_tiny
 
@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from megaopt.commands.configs import find_config
-from megaopt.commands.regression.recorded import FILE, digest_of, recorded
+from megaopt.lab.configs import find_config
+from megaopt.lab.regression.recorded import FILE, digest_of, recorded
 
 
 def main(arguments: list[str]) -> None:

@@ -114,7 +114,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
-        from megaopt.commands.regression.megatron.cpu import pretend_cuda
+        from megaopt.lab.regression.megatron.cpu import pretend_cuda
 
         pretend_cuda()  # Megatron asks for CUDA: this puts on the CPU what it wants on the GPU
     dist.init_process_group("nccl" if on_gpu else "gloo")

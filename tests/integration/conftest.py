@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_gpt import MADE, megatron
 from ranks import Ranks
 
-from megaopt.commands.regression.megatron import cpu
+from megaopt.lab.regression.megatron import cpu
 
 _place: list[int] = []
 """This process's number among all of its pool, and how many have met."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron_gpt import HAS_KEYS
 
-from megaopt.commands.regression.megatron.emerging import megatrons_muon
+from megaopt.lab.regression.megatron.emerging import megatrons_muon
 
 # How far Megatron's own "blockwise" Muon goes from whole matrices.
 

@@ -22,9 +22,9 @@ from slow_cases import names_but
 from unfused_torch import BETAS, EPS
 
 from megaopt import GaLoreAdamW
-from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.kernels.galore import rule
 from megaopt.kernels.matrix import bucket
+from megaopt.lab.regression.megatron.optimizer import leaves
 from megaopt.params.view import EMBEDDING
 
 # GaLoreAdamW in Megatron's distributed optimizer, and alone on whole weights: what runs leave.

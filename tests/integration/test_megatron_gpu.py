@@ -9,7 +9,7 @@ import torch
 from how_to import needs
 from tiny_runs import tiny_run, variant
 
-from megaopt.commands.regression.command import regress
+from megaopt.lab.regression.command import regress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long, needs("megatron")]
 STOCK = tiny_run(

@@ -31,7 +31,7 @@ from megatron_gpt import (
 from megatron_muon import MuonTrainer, build, run_the_page
 from slow_cases import names_but
 
-from megaopt.commands.regression.megatron.optimizer import leaves
+from megaopt.lab.regression.megatron.optimizer import leaves
 
 # --- what ranks do
 

@@ -1,6 +1,6 @@
 """Figures of the benches that nobody measured."""
 
-from megaopt.commands.bench.measure import with_rates
+from megaopt.lab.bench.measure import with_rates
 
 FIGURES = with_rates(
     {

@@ -16,10 +16,10 @@ from megatron_gpt import (
 )
 from unfused_torch import UnfusedAdam, UnfusedAdamW
 
-from megaopt.commands.regression.megatron.emerging import megatrons_muon
-from megaopt.commands.regression.megatron.optimizer import leaves
 from megaopt.integration import megatron as ours
 from megaopt.kernels.shards import local_of
+from megaopt.lab.regression.megatron.emerging import megatrons_muon
+from megaopt.lab.regression.megatron.optimizer import leaves
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/megatron.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -2,7 +2,7 @@
 
 import torch
 
-from megaopt.commands.regression.unfused import adam_update
+from megaopt.lab.regression.unfused import adam_update
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

@@ -9,7 +9,7 @@ import torch
 from wrong_steps import SGD, AdamW, Model, audited
 
 from megaopt import FusedAdam, FusedMuon
-from megaopt.commands.cli import main
+from megaopt.lab.cli import main
 from megaopt.recording.audit import audit, law
 from megaopt.recording.files import SAMPLE, Rank, Recording, Writer
 from megaopt.recording.laws import LAWS, PARAM, adam

@@ -8,7 +8,7 @@ import torch
 from faulty_runs import AT, Faults, run
 from written_runs import Run
 
-from megaopt.commands.compared import golden as command
+from megaopt.lab.compared import golden as command
 from megaopt.recording import golden
 from megaopt.recording.files import RecordingError
 

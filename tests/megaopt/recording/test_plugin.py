@@ -113,7 +113,7 @@ import importlib, sys
 for name, unwanted in {modules}.items():
     importlib.import_module(f"megaopt.recording.{{name}}")
     assert not sys.modules.keys() & {{*unwanted.split()}}, name
-import megaopt.commands.record
+import megaopt.lab.record
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megaopt.commands import cli
+from megaopt.lab import cli
 from megaopt.recording.files import Recording
 
 SCRIPT = """

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from megaopt.lion import FusedLion
     from megaopt.models.cast import cast_model
     from megaopt.models.fp32 import get_fp32_model_state_dict, set_fp32_model_state_dict
+    from megaopt.models.muon_groups import muon_groups
+    from megaopt.models.muon_presets import MUON_PRESETS
     from megaopt.models.release import release_gradients
     from megaopt.muon import FusedMuon
     from megaopt.options.options import SharedOptions, StepOptions
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "MUON_PRESETS",
     "FusedAdam",
     "FusedLion",
     "FusedMuon",
@@ -61,12 +64,14 @@ __all__ = [
     "digest_many",
     "get_fp32_model_state_dict",
     "hexadecimal",
+    "muon_groups",
     "release_gradients",
     "set_fp32_model_state_dict",
     "to_float8",
 ]
 
 HOMES = {
+    "MUON_PRESETS": "megaopt.models.muon_presets",
     "FusedAdam": "megaopt.adam",
     "FusedLion": "megaopt.lion",
     "FusedMuon": "megaopt.muon",
@@ -80,6 +85,7 @@ HOMES = {
     "digest_many": "megaopt.recording.digest",
     "get_fp32_model_state_dict": "megaopt.models.fp32",
     "hexadecimal": "megaopt.recording.digest",
+    "muon_groups": "megaopt.models.muon_groups",
     "release_gradients": "megaopt.models.release",
     "set_fp32_model_state_dict": "megaopt.models.fp32",
     "to_float8": "megaopt.float8",

@@ -325,7 +325,8 @@ class FusedMuon(FusedOptimizer):
         adjust_lr_fn: by what the update of a matrix [rows, columns] is multiplied. None and
             "original": sqrt(max(1, rows / columns)). "match_rms_adamw": 0.2 sqrt(max(rows,
             columns)), with which AdamW's lr and weight_decay serve. "spectral": sqrt(max(rows,
-            columns)). "spectral_unclamped": sqrt(rows / columns). Or a number >= 0.
+            columns)). "spectral_unclamped": sqrt(rows / columns). "deepseekv4": 0.18 sqrt(max(rows,
+            columns)). Or a number >= 0.
         betas: AdamW's decay per step of exp_avg and exp_avg_sq; each in [0, 1).
         adam_eps: AdamW's eps of parameters whose group does not say use_muon=False, in units of the
             gradient; and the default of eps in groups that do. At least 0.

@@ -122,10 +122,12 @@ RATIOS: dict[str, Callable[[int, int], float]] = {
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
     "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+    "deepseekv4": lambda rows, columns: 0.18 * math.sqrt(max(rows, columns)),
 }
 """Factors of an update [rows, columns], by name: torch.optim.Muon's first two (Jordan et
-al. 2024; Liu et al. 2025, arXiv:2502.16982), and Emerging-Optimizers' "spectral" and unit_rms_norm
-(Bernstein), which is "spectral_unclamped" here."""
+al. 2024; Liu et al. 2025, arXiv:2502.16982), Emerging-Optimizers' "spectral" and unit_rms_norm
+(Bernstein), which is "spectral_unclamped" here, and DeepSeek-V4's, whose updates have an RMS of
+0.18 where "match_rms_adamw" has 0.2."""
 TORCH_RATIOS = (None, "original", "match_rms_adamw")
 
 # --- how matrices are stepped

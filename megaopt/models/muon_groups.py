@@ -2,7 +2,7 @@
 
 A matrix of Muon is one linear map of the model's equations. What a model keeps in one parameter
 may be several: q, k and v of a fused projection, gate and up of an MLP, the heads of attention,
-the experts of a layer. PROJECTIONS says by name where the rows of each begin; the sizes are read
+the experts of a layer. LAYOUTS says by the names of layers what their rows are; numbers are read
 from the module that has the parameter, or from its configuration.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -22,161 +22,58 @@ from megaopt.params.names import plain_names
 from megaopt.params.view import whole_shape_of
 
 ADAMW = "adamw"
-"""What an entry of `exceptions` says of parameters that AdamW steps."""
+"""The word in `exceptions` for parameters that AdamW steps."""
 Sizes = tuple[int, ...] | None
 """The rows of each of several matrices, one below another; None: one matrix."""
 
 
-class UnknownLayout(Exception):
-    """A parameter's rows are not those that its module's configuration leads to."""
+Names = tuple[str, ...]
+"""Attributes of a module or a configuration; of one that has several the first counts."""
+
+QUERIES: Names = ("num_heads", "num_attention_heads")
+KEYS: Names = ("num_key_value_heads", *QUERIES)
+"""The heads of k and v, of which several heads of q may share one."""
+ONE: Names = ()
+"""A part that has no heads."""
+SIZE: Names = ("qk_head_dim", "head_dim")
+WIDTH: Names = ("intermediate_dim", "moe_intermediate_size", "intermediate_size")
 
 
-class Layer(NamedTuple):
-    """A parameter that is a matrix or several, and what says how it is laid out."""
+class Layout(NamedTuple):
+    """The matrices that lie in the rows of a parameter."""
 
-    sources: tuple[Any, ...]
-    """The module that has the parameter's layer, and configurations, the nearest first."""
-    rows: int
-    """The rows of the parameter; of a batch of matrices those of each."""
-
-    def number(self, *names: str) -> int:
-        """Returns the first of these attributes that is a positive number, of the nearest source.
-
-        Raises UnknownLayout where no source has one.
-        """
-        for source in self.sources:
-            for name in names:
-                value = getattr(source, name, None)
-                if type(value) is int and value > 0:
-                    return value
-        raise UnknownLayout
-
-    def has(self, name: str) -> bool:
-        """Whether a source has a positive number of this name."""
-        return any(type(getattr(source, name, None)) is int for source in self.sources)
-
-    @property
-    def head_size(self) -> int:
-        """The rows of a head of q, k or v, where these are of one size."""
-        if self.has("head_dim"):
-            return self.number("head_dim")
-        return self.number("hidden_size") // self.number("num_attention_heads", "num_heads")
-
-    def check_rows(self, *counts: int) -> None:
-        """Raises UnknownLayout unless the rows are one of these counts."""
-        if self.rows not in counts:
-            raise UnknownLayout
+    parts: tuple[tuple[Names, Names], ...] = ()
+    """The heads of each part, and the rows of a head; none: one matrix without heads."""
+    is_interleaved: bool = False
+    """Whether a head of each part comes before the next head of the first."""
 
 
-# --- where the rows of each matrix are: (layer, whether heads are apart) -> sizes
-
-
-def whole(layer: Layer, heads: bool) -> Sizes:
-    """One matrix."""
-    return None
-
-
-def query(layer: Layer, heads: bool) -> Sizes:
-    """Heads of q; MLA's (DeepSeek-V3) have a part with and one without positions."""
-    size = layer.number("qk_head_dim", "head_dim") if layer.has("head_dim") else layer.head_size
-    count = layer.number("num_heads", "num_attention_heads")
-    layer.check_rows(count * size)
-    return (size,) * count if heads else None
-
-
-def key_or_value(layer: Layer, heads: bool) -> Sizes:
-    """Heads of k or v, of which several heads of q may share one."""
-    size = layer.head_size
-    counts = [
-        layer.number(name)
-        for name in ("num_key_value_heads", "num_heads", "num_attention_heads")
-        if layer.has(name)
-    ]
-    layer.check_rows(*(count * size for count in counts))
-    return (size,) * (layer.rows // size) if heads else None
-
-
-def mla_key_and_value(layer: Layer, heads: bool) -> Sizes:
-    """MLA's up-projection [heads x (k, v), rank]: k and v apart, of each head or of all."""
-    sizes = (layer.number("qk_nope_head_dim"), layer.number("v_head_dim"))
-    count = layer.number("num_heads", "num_attention_heads")
-    layer.check_rows(count * sum(sizes))
-    return sizes * count if heads else sizes
-
-
-def mla_latents(layer: Layer, heads: bool) -> Sizes:
-    """MLA's down-projection: the latent of k and v, and the part of k that has positions."""
-    sizes = (layer.number("kv_lora_rank"), layer.number("qk_rope_head_dim"))
-    layer.check_rows(sum(sizes))
-    return sizes
-
-
-def q_k_v_in_a_row(layer: Layer, heads: bool) -> Sizes:
-    """All heads of q, then those of k, then those of v (Phi-3)."""
-    size, count = layer.head_size, layer.number("num_heads", "num_attention_heads")
-    shared = layer.number("num_key_value_heads") if layer.has("num_key_value_heads") else count
-    layer.check_rows((count + 2 * shared) * size)
-    if heads:
-        return (size,) * (count + 2 * shared)
-    return (count * size, shared * size, shared * size)
-
-
-def q_k_v_of_each_head(layer: Layer, heads: bool) -> Sizes:
-    """q, k and v of one head after another (GPT-NeoX)."""
-    kinds = {getattr(source, "model_type", None) for source in layer.sources}
-    if not kinds & {"gpt_neox", "gpt_neox_japanese", "bloom"}:  # others group heads (Falcon)
-        raise UnknownLayout
-    size, count = layer.head_size, layer.number("num_heads", "num_attention_heads")
-    layer.check_rows(3 * count * size)
-    return (size,) * (3 * count) if heads else (size,) * 3
-
-
-def torch_q_k_v(layer: Layer, heads: bool) -> Sizes:
-    """torch.nn.MultiheadAttention's in_proj_weight: q, k and v."""
-    width, count = layer.number("embed_dim"), layer.number("num_heads")
-    layer.check_rows(3 * width)
-    return (width // count,) * (3 * count) if heads else (width,) * 3
-
-
-def gate_and_up(layer: Layer, heads: bool) -> Sizes:
-    """All rows of the gate, then all of up."""
-    widths = ("intermediate_size", "moe_intermediate_size", "intermediate_dim", "ffn_dim")
-    layer.check_rows(*(2 * layer.number(name) for name in widths if layer.has(name)))
-    return (layer.rows // 2,) * 2
-
-
-def indexer_heads(layer: Layer, heads: bool) -> Sizes:
-    """The queries of DeepSeek's sparse attention, whose heads are not those of the attention."""
-    size, count = layer.number("index_head_dim"), layer.number("index_n_heads")
-    layer.check_rows(size * count)
-    return (size,) * count if heads else None
-
-
-def delta_heads(layer: Layer, heads: bool) -> Sizes:
-    """Gates of Kimi's delta attention, a row for each channel of each head."""
-    size = layer.number("linear_head_dim", "head_dim")
-    count = layer.number("linear_num_heads", "num_heads")
-    layer.check_rows(size * count)
-    return (size,) * count if heads else None
-
-
-PROJECTIONS: dict[str, Callable[[Layer, bool], Sizes]] = {
-    "q_proj": query,
-    "q_b_proj": query,
-    "k_proj": key_or_value,
-    "v_proj": key_or_value,
-    "qkv_proj": q_k_v_in_a_row,
-    "query_key_value": q_k_v_of_each_head,
-    "in_proj_weight": torch_q_k_v,
-    "kv_b_proj": mla_key_and_value,
-    "kv_a_proj_with_mqa": mla_latents,
-    "gate_up_proj": gate_and_up,
-    "wq_b": indexer_heads,
-    "f_b_proj": delta_heads,
-    "g_b_proj": delta_heads,
-    **dict.fromkeys(("o_proj", "out_proj", "q_a_proj", "wk", "f_a_proj", "g_a_proj"), whole),
-    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "fc1", "fc2", "w1", "w2", "w3"), whole),
-    **dict.fromkeys(("dense", "dense_h_to_4h", "dense_4h_to_h"), whole),
+WHOLE = Layout()
+LAYOUTS = {
+    "q_proj": Layout(((QUERIES, SIZE),)),
+    "k_proj": Layout(((KEYS, SIZE),)),
+    "v_proj": Layout(((KEYS, SIZE),)),
+    # Phi-3 and torch.nn.MultiheadAttention: q of all heads, then k, then v
+    "qkv_proj": Layout(((QUERIES, SIZE), (KEYS, SIZE), (KEYS, SIZE))),
+    "in_proj_weight": Layout(((QUERIES, SIZE),) * 3),
+    # GPT-NeoX, BLOOM: q, k and v of one head after another
+    "query_key_value": Layout(((QUERIES, SIZE),) * 3, is_interleaved=True),
+    # MLA (DeepSeek-V3): from the latents up to q, and to k and v of one head after another
+    "q_b_proj": Layout(((QUERIES, SIZE),)),
+    "kv_b_proj": Layout(
+        ((QUERIES, ("qk_nope_head_dim",)), (QUERIES, ("v_head_dim",))), is_interleaved=True
+    ),
+    # and down to the latent of k and v, and the part of k that has positions
+    "kv_a_proj_with_mqa": Layout(((ONE, ("kv_lora_rank",)), (ONE, ("qk_rope_head_dim",)))),
+    "gate_up_proj": Layout(((ONE, WIDTH), (ONE, WIDTH))),
+    # GLM-5: queries of the sparse attention's indexer, which has heads of its own
+    "wq_b": Layout(((("index_n_heads",), ("index_head_dim",)),)),
+    # Kimi Linear: gates of the delta attention, a row for each channel of each head
+    "f_b_proj": Layout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
+    "g_b_proj": Layout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
+    **dict.fromkeys(("o_proj", "out_proj", "q_a_proj", "wk", "f_a_proj", "g_a_proj"), WHOLE),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "fc1", "fc2", "w1", "w2", "w3"), WHOLE),
+    **dict.fromkeys(("dense", "dense_h_to_4h", "dense_4h_to_h"), WHOLE),
 }
 """Layers by the last part of their names, in Hugging Face's models and torch.nn's."""
 OUTPUTS = ("lm_head", "output", "output_layer", "embed_out", "score", "classifier", "head")
@@ -237,6 +134,10 @@ def muon_groups(
         if rule not in (ADAMW, None) and not is_sizes:
             refuse(f"exceptions[{pattern!r}]", f"{ADAMW!r}, None or a list of rows", rule)
 
+    # a Hugging Face model says which its embeddings and its output layer are
+    getters = (getattr(model, f"get_{end}_embeddings", None) for end in ("input", "output"))
+    ends = [getattr(getter(), "weight", None) for getter in getters if callable(getter)]
+
     matrices: dict[Sizes, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     embedded, flat, unknown, unmatched = [], [], [], set(rules)
     for name, plain, param, layer_name, sources in layers_of(model):
@@ -257,27 +158,29 @@ def muon_groups(
         is_depthwise = is_convolution and shape[1:2] == (1,)
         if not is_matrix or is_depthwise or plain.endswith("bias"):
             flat.append(entry)
-        elif is_outside(param, layer_name, model, sources[0]):
+        elif (
+            isinstance(sources[0], (nn.Embedding, nn.EmbeddingBag))
+            or any(param is end for end in ends)
+            or layer_name in (*OUTPUTS, *ROUTERS)
+        ):
             embedded.append(entry)
         else:
             # GPT-OSS keeps [input, output], so that what is cut elsewhere are columns here
             is_transposed = getattr(sources[0], "is_transposed", False)
-            cut = None if is_transposed else PROJECTIONS.get(layer_name)
-            sizes = None
-            try:
-                if cut is None:
-                    raise UnknownLayout
-                sizes = cut(Layer(sources, shape[-2]), heads)
-            except UnknownLayout:
+            layout = None if is_transposed else LAYOUTS.get(layer_name)
+            sizes, is_known = sizes_of(layout, shape[-2], sources, heads)
+            if not is_known:
                 unknown.append(plain)
             matrices[sizes].append(entry)
 
     if unmatched:
         refuse("exceptions", "patterns of parameters' names", sorted(unmatched)[0])
     if unknown:
+        # each once, with `*` for the numbers of layers
+        names = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in unknown)
         warnings.warn(
             "muon_groups does not know what these are made of, and takes each for one matrix of "
-            f"Muon: {', '.join(numberless(unknown))}; exceptions= says otherwise",
+            f"Muon: {', '.join(names)}; exceptions= says otherwise",
             stacklevel=2,
         )
     groups = [
@@ -313,18 +216,40 @@ def layers_of(
         yield name, plain, params[name], layer_name, tuple(s for s in sources if s is not None)
 
 
-def is_outside(param: nn.Parameter, layer_name: str, model: nn.Module, module: nn.Module) -> bool:
-    """Whether a parameter is an embedding, an output layer or a router."""
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return True
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        getter = getattr(model, name, None)
-        end = getter() if callable(getter) else None
-        if end is not None and getattr(end, "weight", None) is param:
-            return True
-    return layer_name in (*OUTPUTS, *ROUTERS)
+def sizes_of(
+    layout: Layout | None, rows: int, sources: Sequence[Any], heads: bool
+) -> tuple[Sizes, bool]:
+    """Returns the rows of each matrix, and whether they are known.
+
+    rows: of the parameter, or of each of a batch of matrices; the parts must add up to them.
+    """
+    if layout is None or not layout.parts:
+        return None, layout is not None
+    counts, sizes = [], []
+    for count_names, size_names in layout.parts:
+        counts.append(number_of(sources, count_names) if count_names else 1)
+        size = number_of(sources, size_names)
+        if not size and size_names is SIZE:  # configurations without a head's size
+            size = number_of(sources, ("hidden_size",)) // max(number_of(sources, QUERIES), 1)
+        sizes.append(size)
+    if sum(count * size for count, size in zip(counts, sizes, strict=True)) != rows:
+        return None, False
+    if layout.is_interleaved:
+        # sizes that come again: without `heads` the rows of each, over all heads, are one matrix
+        return tuple(sizes) * (counts[0] if heads else 1), True
+    if heads:
+        parts = zip(counts, sizes, strict=True)
+        cut = tuple(size for count, size in parts for _ in range(count))
+    else:
+        cut = tuple(count * size for count, size in zip(counts, sizes, strict=True))
+    return (cut if len(cut) > 1 else None), True
 
 
-def numberless(names: list[str]) -> list[str]:
-    """The names with `*` for the numbers of layers, each once."""
-    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
+def number_of(sources: Sequence[Any], names: Names) -> int:
+    """Returns the number that the nearest source with one of these attributes has; 0: none."""
+    for source in sources:
+        for name in names:
+            value = getattr(source, name, None)
+            if type(value) is int and value > 0:
+                return value
+    return 0

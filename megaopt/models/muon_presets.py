@@ -14,8 +14,8 @@ class MuonPreset(NamedTuple):
     """Arguments of `muon_groups`."""
     source: str
     """The paper or report, and where else the numbers are from."""
-    ours: str
-    """What it does not say, and is chosen here."""
+    choices: str
+    """The numbers that it does not tell, and how they are chosen here."""
 
 
 MOONLIGHT = {
@@ -34,25 +34,25 @@ MUON_PRESETS = {
         options=MOONLIGHT,
         groups={},
         source="Liu et al. 2025, arXiv:2502.16982, and its example, MoonshotAI/Moonlight",
-        ours="nothing",
+        choices="nothing",
     ),
     "kimi_k2": MuonPreset(
         options=MOONLIGHT,
         groups={},
         source="Kimi K2, arXiv:2507.20534: update RMS 0.2, weight decay 0.1, QK-clip at 100",
-        ours="momentum, iteration and AdamW's numbers, as Moonlight's; QK-clip is no option",
+        choices="momentum, iteration and AdamW's numbers, as Moonlight's; QK-clip is no option",
     ),
     "kimi_k3": MuonPreset(
         options=MOONLIGHT,
         groups={"heads": True},
         source="Kimi K3, arXiv:2607.24653, section 2.5: a matrix for each head of q, k and v",
-        ours="all numbers, as Moonlight's; a head's factor takes the head's shape",
+        choices="all numbers, as Moonlight's; a head's factor takes the head's shape",
     ),
     "glm_5": MuonPreset(
         options=MOONLIGHT,
         groups={"heads": True},
         source="GLM-5, arXiv:2602.15763: MLA's up-projections are split into heads",
-        ours="all numbers, as Moonlight's; k and v of one head are two matrices",
+        choices="all numbers, as Moonlight's; k and v of one head are two matrices",
     ),
     "deepseek_v4": MuonPreset(
         options={
@@ -65,13 +65,13 @@ MUON_PRESETS = {
         groups={},
         source="DeepSeek-V4: eight steps and two, update RMS 0.18, momentum 0.95 with Nesterov, "
         "weight decay 0.1, AdamW with (0.9, 0.95) and 1e-20; its lr was 2.7e-4",
-        ours="bf16 between products",
+        choices="bf16 between products",
     ),
     "step_3_5": MuonPreset(
         options={**MOONLIGHT, "ns_coefficients": "polar_express", "precision": "fp16"},
         groups={},
         source="Step-3.5-Flash, arXiv:2602.10604, section 4.1.1: Polar Express, iterated in fp16",
-        ours="five steps, and all other numbers, as Moonlight's",
+        choices="five steps, and all other numbers, as Moonlight's",
     ),
 }
 """Presets by name: `FusedMuon(muon_groups(model, **preset.groups), lr=lr, **preset.options)`."""

@@ -493,8 +493,8 @@ class Recorder:
             if any(map(is_capturing, self._devices)):
                 warn_of_capture("the recorder was not there when the capture began")
             return
-        # a step of the same optimizer around this one has been noted
-        if is_inner(source.optimizer):
+        # a step of the same optimizer around this one has been noted, as a subclass's by super
+        if sum(caller is source.optimizer for caller in running()) > 1:
             return
         # options as the step takes them, then weights and state, then gradients
         step = self._begun(source)
@@ -569,7 +569,9 @@ class Recorder:
         # the step is the one that `_before` has begun
         step, in_graph = self._coming, self._graph is not None
         is_its = in_graph or (step.source, step.number) == (source.number, source.count.step + 1)
-        if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
+        if not self._is_here(in_graph=True) or not is_its:
+            return
+        if sum(caller is source.optimizer for caller in running()) > 1:
             return
         # hooks hear of the next step from here on
         self._coming = Step()
@@ -695,11 +697,6 @@ def running() -> Iterator[torch.optim.Optimizer]:
         frame = frame.f_back
         if frame.f_code is HOOKED:
             yield frame.f_locals["self"]
-
-
-def is_inner(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another step of the same optimizer called this one, as a subclass's by super."""
-    return sum(caller is optimizer for caller in running()) > 1
 
 
 Captured = tuple[RecordedOptimizer | None, Step]

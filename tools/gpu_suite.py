@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from megaopt.lab.environment import describe
-from megaopt.lab.source import describe_source
+from megaopt.lab.source import describe, describe_source
 
 COMMAND = ("pytest", "-m", "gpu and not slow", "-p", "no:benchmark", "-q", "-rsf")
 COMMAND += ("-n", "16", "--dist", "load", "--maxschedchunk", "2", "--durations", "40")

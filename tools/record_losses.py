@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megaopt.lab.configs import find_config
-from megaopt.lab.regression.recorded import FILE, digest_of, recorded
+from megaopt.lab.regression.record import FILE, digest_of, recorded
 
 
 def main(arguments: list[str]) -> None:

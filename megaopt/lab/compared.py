@@ -20,15 +20,9 @@ from megaopt.recording.files import Rank, Recording
 from megaopt.recording.pair import NamesError, shown
 from megaopt.recording.printable import short
 
-STATUS = {
-    "same": DONE,
-    "as two repeats differ": DONE,
-    "within tolerance": DONE,
-    "differ": DIFFERENT,
-    "not comparable": REFUSED,
-}
-PASSES = dict.fromkeys(("same", "as two repeats differ", "within tolerance"), "green")
-COLOURS = {**PASSES, "not comparable": "yellow"}
+PASSES = ("same", "as two repeats differ", "within tolerance")
+STATUS = {**dict.fromkeys(PASSES, DONE), "differ": DIFFERENT, "not comparable": REFUSED}
+COLOURS = {**dict.fromkeys(PASSES, "green"), "not comparable": "yellow"}
 MOST = 12
 """Tensors that are listed."""
 

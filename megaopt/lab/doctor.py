@@ -15,14 +15,13 @@ from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.host_memory import CUDA, free_bytes, held_bytes
 from megaopt.kernels.products.launch import products
 from megaopt.kernels.products.reference import OPERANDS, product_reference
-from megaopt.lab import environment, exits
+from megaopt.lab import exits, source
 from megaopt.lab.bench import equality
 from megaopt.lab.bench.modes import MODES
 from megaopt.lab.bench.sets import TensorSet
 from megaopt.lab.bench.subjects import PEERS
 from megaopt.lab.console import coloured, make_console, make_table
-from megaopt.lab.golden.case import GoldenCase
-from megaopt.lab.golden.cases import ANY_MACHINE, NVIDIA_GPU, packaged
+from megaopt.lab.golden.cases import ANY_MACHINE, NVIDIA_GPU, GoldenCase, packaged
 from megaopt.lab.golden.check import outcome, why_not_compared
 from megaopt.recording.environment import installed
 
@@ -95,7 +94,7 @@ def main(*, check: bool = False) -> int:
     peers = examine_peers(MODES) if check else None
     verdict, healthy = judge(findings, peers)
     console.print(verdict, soft_wrap=True, highlight=False, style="green" if healthy else "red")
-    here = environment.describe()
+    here = source.describe()
     here["megatron-core"] = installed("megatron-core")
     here["extension"] = native.status()
     # the room for states in host memory (state_device="cpu"), and which cards map it

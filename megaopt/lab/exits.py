@@ -58,7 +58,20 @@ def run(command: Callable[[], int]) -> int:
         _drop_output()
         return REFUSED
     except Exception as error:
-        _say(describe_error(error))
+        first_line = str(error).split("\n")[0]
+        # torch has a class for its allocator on the GPU; on the CPU it raises a RuntimeError
+        is_memory = isinstance(error, MemoryError) or _has_a_class_of(error, MEMORY_ERRORS)
+        is_memory |= isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if _has_a_class_of(error, USERS_ERRORS):
+            text = str(error)
+        elif isinstance(error, OSError):
+            text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        elif is_memory:
+            text = f"not enough memory: {first_line or type(error).__name__}"
+        else:  # that no input explains: a fault of megaopt's, which is called one
+            text = f"internal error: {type(error).__name__}: {first_line} "
+            text += f"(please report it; {DEBUG}=1 shows the traceback)"
+        _say("".join(traceback.format_exception(error)) + text if wants_traceback() else text)
         try:
             print(end="", flush=True)
         except OSError:  # what is left cannot be written
@@ -69,29 +82,6 @@ def run(command: Callable[[], int]) -> int:
 def how_to_install(extra: str) -> str:
     """The command that installs one of megaopt's extras."""
     return f"pip install 'megaopt[{extra}] @ git+{REPOSITORY}'"
-
-
-def describe_error(error: Exception) -> str:
-    """Returns the text for a user: the message, with MEGAOPT_DEBUG=1 after the traceback.
-
-    An error that no input explains is a fault of megaopt's, and is called one.
-    """
-    first_line = str(error).split("\n")[0]
-    # torch has a class for its allocator on the GPU; on the CPU it raises a RuntimeError
-    is_memory = isinstance(error, MemoryError) or _has_a_class_of(error, MEMORY_ERRORS)
-    is_memory |= isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    if _has_a_class_of(error, USERS_ERRORS):
-        text = str(error)
-    elif isinstance(error, OSError):
-        text = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    elif is_memory:
-        text = f"not enough memory: {first_line or type(error).__name__}"
-    else:
-        text = (
-            f"internal error: {type(error).__name__}: {first_line} "
-            f"(please report it; {DEBUG}=1 shows the traceback)"
-        )
-    return "".join(traceback.format_exception(error)) + text if wants_traceback() else text
 
 
 def wants_traceback() -> bool:

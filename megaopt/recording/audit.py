@@ -19,10 +19,10 @@ import numpy
 
 from megaopt.recording.files import Recording, places_of_samples
 from megaopt.recording.laws import LAWS, PARAM, Evidence, Law, Sample, Update, explanations
+from megaopt.recording.measure import FLOATS
 from megaopt.recording.rounded import PRECISIONS, Precision, Rounded, exact
 from megaopt.recording.samples import (
     CODES,
-    DECODERS,
     OLD,
     Given,
     Mask,
@@ -271,26 +271,18 @@ class Audit:
         # another optimizer may go on with the weight, but has a state of its own
         last_owner, last_tensors = last
         is_same = last_owner.key == owner.key
-        candidates = {
-            quantity: tensor
-            for quantity, tensor in last_tensors.items()
-            if (is_same and not quantity.startswith(OLD) and quantity != "grad")
-            or quantity in WEIGHTS
-        }
+        lasting = [q for q in last_tensors if is_same and not q.startswith(OLD) and q != "grad"]
+        candidates = {q: last_tensors[q] for q in last_tensors if q in lasting or q in WEIGHTS}
 
         # the values that this step says it found, or else made: of their shapes and dtypes
-        now = {
-            q: samples.get(OLD + q, samples.get(q, tensor)).value
-            for q, tensor in candidates.items()
-        }
-        if any(
-            now[q].shape != candidates[q].value.shape
-            for q in ("weight", "master")
-            if q in candidates
-        ):
-            return {}  # and its state is another, too
-        formats = {q: (tensor.value.shape, tensor.value.dtype) for q, tensor in candidates.items()}
-        return {q: candidates[q] for q in candidates if formats[q] == (now[q].shape, now[q].dtype)}
+        same = dict[str, Tensor]()
+        for quantity, tensor in candidates.items():
+            now = samples.get(OLD + quantity, samples.get(quantity, tensor)).value
+            if quantity in ("weight", "master") and now.shape != tensor.value.shape:
+                return {}  # and its state is another, too
+            if (now.shape, now.dtype) == (tensor.value.shape, tensor.value.dtype):
+                same[quantity] = tensor
+        return same
 
     # --- the recording's lines
 
@@ -398,7 +390,7 @@ class Audit:
         if law is None:
             self._skip(f"the law of {owner.optimizer['class']} is not known", name)
             old, new = samples.get(OLD + "weight"), samples.get("weight")
-            if old is not None and new is not None and new.value.dtype in DECODERS:
+            if old is not None and new is not None and new.value.dtype in FLOATS:
                 numbers = decoded(old)
                 with numpy.errstate(all="ignore"):
                     ratio = ((decoded(new) - numbers) ** 2).mean() / (numbers**2).mean()
@@ -486,9 +478,7 @@ class Audit:
             labelled += [("the next step", self._group(step + 1, owner))]
             labelled += [("the step before", self._group(step - 1, owner))]
             rates = [(label, number(group.get("lr"))) for label, group in labelled]
-            unlike_rates = [
-                pair for pair in rates if isinstance(pair[1], float) and pair[1] != group_rate
-            ]
+            unlike_rates = [(n, r) for n, r in rates if isinstance(r, float) and r != group_rate]
             evidence = Evidence(tuple(unlike_rates), self._recorded(step, owner))
             before = self._explained.get(name, "")
             explanation = explain(sample, law, judged, evidence, before)
@@ -573,7 +563,7 @@ def sample_of(samples: Tensors, law: Law, context: Given, kind: str) -> Sample:
     names, like = {**law.names, param: PARAM}, samples[param].value.shape
     for quantity, tensor in samples.items() if not law.has_twin else ():
         # numbers of the parameter's elements, or one number
-        name, is_number = names.get(quantity, quantity), tensor.value.dtype in DECODERS
+        name, is_number = names.get(quantity, quantity), tensor.value.dtype in FLOATS
         fits = (is_number or quantity in CODES) and tensor.value.shape in (like, (), (1,))
         if quantity.startswith(OLD) or quantity == "grad" or not fits:
             continue

@@ -75,8 +75,7 @@ def _unrecorded(pair: Pair, blame: Blame) -> tuple[str, ...]:
 
 
 def _and_options(pair: Pair, step: int) -> str:
-    texts = [str(difference) for difference in pair.options(step)]
-    return f"; {'; '.join(texts)}" if texts else ""
+    return "".join(f"; {difference}" for difference in pair.options(step))
 
 
 # ---- the order of blame: each check looks at one step
@@ -98,11 +97,8 @@ def _begin(pair: Pair, step: int, by_samples: bool = False) -> Blame | None:
         left = [{key: (held, bits.tobytes()) for key, (held, bits) in run} for run in samples]
     key, (name, quantity) = keys[0], keys[0]
     # runs in which the value is another than the step before left
-    written = [
-        letter
-        for letter, old, now in zip("AB", left, before, strict=True)
-        if key in old and bits_of(old[key]) != bits_of(now[key])
-    ]
+    runs = (run for run in zip("AB", left, before, strict=True) if key in run[1])
+    written = [run for run, old, now in runs if bits_of(old[key]) != bits_of(now[key])]
     # the first step has nothing before it; later ones tell a write from what no step showed
     if step == pair.steps[0]:
         kind, text = "start", f"the runs begin with another {quantity} of {name}"
@@ -147,10 +143,8 @@ def _batch(pair: Pair, step: int) -> Blame | None:
         return None
     rank = next(i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y)
     where = f" on rank {rank}" if len(a) > 1 else ""
-    count_a, count_b = (
-        len(batches[rank] or ()) if len(batches) > rank else 0 for batches in (a, b)
-    )
-    calls = f" ({count_a} calls of the model, and {count_b})" if count_a != count_b else ""
+    counts = [len(batches[rank] or ()) if len(batches) > rank else 0 for batches in (a, b)]
+    calls = " ({} calls of the model, and {})".format(*counts) if len({*counts}) > 1 else ""
     return Blame(step, "data", "batch", "batch", f"the batch differs{where}{calls}")
 
 
@@ -158,11 +152,8 @@ def _sum_of(batches: Iterable[Sequence[str] | None]) -> tuple[int, int]:
     """Returns the digest of a whole global batch, whatever its parts."""
     # two lanes of 64 bits each, added without a carry between them, as digests of parts are
     digests = [int(digest, 16) for batch in batches for digest in batch or ()]
-    low, high = (
-        sum(digest % LANES for digest in digests),
-        sum(digest // LANES for digest in digests),
-    )
-    return low % LANES, high % LANES
+    low = sum(digest % LANES for digest in digests) % LANES
+    return low, sum(digest // LANES for digest in digests) % LANES
 
 
 def _random_state(pair: Pair, step: int) -> Blame | None:
@@ -271,11 +262,8 @@ def _gradient(pair: Pair, step: int) -> Blame | None:
     name = keys[0][0]
     a, b = (side.digests(step).get(keys[0]) for side in pair.both)
     # groups of ranks that should hold the same and do not
-    apart = [
-        f"{letter}'s ranks {_groups(summed)}"
-        for letter, summed in (("A", a), ("B", b))
-        if summed and summed.replicas
-    ]
+    held = [(letter, summed) for letter, summed in (("A", a), ("B", b)) if summed]
+    apart = [f"{letter}'s ranks {_groups(s)}" for letter, s in held if s.replicas]
     # each rank's own gradients were equal, or `_backward` had blamed one
     recorded = pair.records("local grad", step) and pair.alike_layout
     norm_is_known = same_norm and pair.says("grad_norm", step)
@@ -354,11 +342,7 @@ def _equal_inputs(pair: Pair, step: int, name: str) -> list[str]:
     inputs = ["gradient"] if pair.records("grad", step) else []
     inputs += [f"old {quantity}" for quantity in looked_at]
     if left:
-        parts = [
-            f"{sampled[unseen_quantity]} sampled elements of {unseen_quantity}"
-            for unseen_quantity in left
-            if unseen_quantity in sampled
-        ]
+        parts = [f"{sampled[q]} sampled elements of {q}" for q in left if q in sampled]
         seen = f"looked at since: {', '.join(parts)}; " if parts else "not looked at since; "
         unseen = f"a write to .data {'elsewhere ' if parts else ''}is not seen"
         inputs.append(f"{' and '.join(left)} as step {step - 1} left them ({seen}{unseen})")

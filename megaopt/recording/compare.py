@@ -177,11 +177,10 @@ class Comparison:
         """The verdict in a line."""
         if self.missing:
             # of each side the first names
-            more = {side: len(names) - 8 for side, names in self.missing.items()}
-            lists = [
-                f"{side} {', '.join(names[:8])}" + f" and {more[side]} more" * (more[side] > 0)
-                for side, names in self.missing.items()
-            ]
+            lists = []
+            for side, names in self.missing.items():
+                more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+                lists.append(f"{side} {', '.join(names[:8])}{more}")
             return f"not comparable: {'; '.join(lists)}"
         if self.blame is None:
             first, last, count = self.steps
@@ -212,19 +211,16 @@ class Comparison:
         lines += self.notes
         # each side has tensors that the other has not: other names of the same, maybe
         if {"A lacks", "B lacks"} <= self.missing.keys():
-            lines.append(
-                f"if only names differ: --map FILE says what those in B are in A, as {MAP}"
-            )
+            words = "--map FILE says what those in B are in A"
+            lines.append(f"if only names differ: {words}, as {MAP}")
         # a parameter that no module knows has a name of its place in the optimizer
         names = [*chain(*self.missing.values()), self.blame.where if self.blame else ""]
         matches = ((name, LOOSE.match(name)) for name in names)
         unnamed, match = next((pair for pair in matches if pair[1]), ("", None))
         if match is not None:
-            group, place = match.groups()
-            which = f"parameter {place} of group {group}, of no module whose forward ran"
-            lines.append(
-                f"{unnamed} is {which}: --map FILE, also of megaopt record, gives it a name"
-            )
+            which = "parameter {1} of group {0}, of no module whose forward ran"
+            advice = "--map FILE, also of megaopt record, gives it a name"
+            lines.append(f"{unnamed} is {which.format(*match.groups())}: {advice}")
         return lines
 
     def report(self) -> list[str]:
@@ -296,9 +292,8 @@ def compare(
     # quantities that each rank has of its own, where both runs recorded them
     rank_quantities = [quantity for quantity in OWN if all(pair.rows(steps[0], quantity))]
     comparison.tensors = len({name for name, _ in pair.in_both})
-    comparison.quantities = list(
-        dict.fromkeys([*(quantity for _, quantity in pair.in_both), *rank_quantities])
-    )
+    quantities = [quantity for _, quantity in pair.in_both]
+    comparison.quantities = list(dict.fromkeys([*quantities, *rank_quantities]))
 
     # the first thing that differs, in the order of blame
     comparison.options = pair.options(steps[0])
@@ -306,10 +301,8 @@ def compare(
     comparison.notes = pair.notes(is_same=comparison.blame is None)
     if comparison.blame is not None:
         # dtypes at the blamed step may be others than at the first
-        dtype_reasons = pair.dtypes(comparison.blame.step)
-        comparison.reasons += [
-            reason for reason in dtype_reasons if reason not in comparison.reasons
-        ]
+        dtypes = pair.dtypes(comparison.blame.step)
+        comparison.reasons += [line for line in dtypes if line not in comparison.reasons]
         # the blamed tensor's elements, from whole tensors
         try:
             comparison.elements = _elements(pair, comparison.blame)
@@ -385,9 +378,8 @@ def _look_at_repeats(
             if largest or least:
                 comparison.noise.append(Repeats(step, quantity, least, largest))
     if noise and not comparison.noise:
-        comparison.notes.append(
-            "repeats say nothing: there is no step of which all runs have samples"
-        )
+        words = "repeats say nothing: there is no step of which all runs have samples"
+        comparison.notes.append(words)
     # each repeat against A by the same comparison: where it parts
     for i, repeat in enumerate(noise):
         blame = compare(a, repeat).blame
@@ -452,14 +444,8 @@ def _growth(pair: Pair, first: int) -> Iterator[Growth]:
         lengths = pair.distances(step)
         for quantity in dict.fromkeys([*of, *lengths]):
             length = lengths.get(quantity)
-            yield Growth(
-                step,
-                quantity,
-                apart[quantity],
-                of[quantity],
-                length.relative if length else None,
-                length.largest if length else None,
-            )
+            relative, ulp = (length.relative, length.largest) if length else (None, None)
+            yield Growth(step, quantity, apart[quantity], of[quantity], relative, ulp)
 
 
 def _apart(pair: Pair, first: int) -> Iterator[Farthest]:

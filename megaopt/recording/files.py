@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -246,9 +247,8 @@ class Rank:
         self.folder = folder
         manifest, scalars = folder / "manifest.jsonl", folder / "scalars.jsonl"
         if not manifest.exists():
-            raise RecordingError(
-                f"recording must be a folder with manifest.jsonl, got {str(folder)!r}"
-            )
+            words = "recording must be a folder with manifest.jsonl"
+            raise RecordingError(f"{words}, got {str(folder)!r}")
         # the run may go on meanwhile: what names something is read before what it names
         written, *blocks = (_content(folder / name) for name in ("scalars.jsonl", *BLOCKS))
         # manifest: a line for the run, one for each description of an optimizer, one for each value
@@ -340,9 +340,8 @@ class Rank:
             # no bits behind the tensor's last element
             beyond = rows["held"] >> numpy.minimum(most, SAMPLES - 1).astype("u8")
             held_fits = (most == SAMPLES) | (beyond == 0)
-            width_fits = numpy.isin(width, (1, 2, 4, 8)) & (
-                (dtype_widths == 0) | (dtype_widths == width)
-            )
+            same_width = (dtype_widths == 0) | (dtype_widths == width)
+            width_fits = numpy.isin(width, (1, 2, 4, 8)) & same_width
             if not (held_fits & width_fits & shared[number]).all():
                 where = f"samples in {str(self.folder / 'samples.bin')!r}"
                 raise RecordingError(f"{where} must be of the tensors that the manifest names")
@@ -399,10 +398,8 @@ class Rank:
 
     def places(self, step: int, key: Key) -> list[tuple[int, int, int, int]]:
         """Returns the places of the rank's pieces of a tensor, in the order of its memory."""
-        row_places = (
-            value.place for value, _ in self.rows(step) if (value.name, value.quantity) == key
-        )
-        return list(dict.fromkeys(place for place in row_places if place is not None))
+        values = (value for value, _ in self.rows(step) if (value.name, value.quantity) == key)
+        return list(dict.fromkeys(value.place for value in values if value.place is not None))
 
     def alike(self, peer: Rank, step: int) -> bool:
         """Returns whether a step has the same numbers, rows and values in the same order.
@@ -416,19 +413,11 @@ class Rank:
         )
         if lines != peer_lines or self.values != peer.values:
             return False
-        empty = numpy.empty(0, ROW)
-        keys = [(step, source) for source in lines]
-        return all(
-            numpy.array_equal(self._rows.get(key, empty), peer._rows.get(key, empty))
-            for key in keys
-        )
+        empty, keys = numpy.empty(0, ROW), [(step, source) for source in lines]
+        pairs = ((blocks.get(key, empty) for blocks in (self._rows, peer._rows)) for key in keys)
+        return all(numpy.array_equal(a, b) for a, b in pairs)
 
-    def _rows_of(
-        self,
-        blocks: Mapping[tuple[int, int], numpy.ndarray[Any, Any]],
-        step: int,
-        only: int | None = None,
-    ) -> Iterator[Any]:
+    def _rows_of(self, blocks: Blocks, step: int, only: int | None = None) -> Iterator[Any]:
         for source in sorted(self.scalars.get(step, ())):
             if only in (None, source):
                 yield from blocks.get((step, source), ())
@@ -458,12 +447,8 @@ def without_none(line: Mapping[str, Any]) -> dict[str, Any]:
 def _value(line: Mapping[str, Any], path: Path) -> Value:
     check(line, VALUE, f"lines of {str(path)!r}")
     place = line.get("place")
-    fields = {
-        **line,
-        "shape": tuple(line["shape"]),
-        "place": None if place is None else tuple(place),
-    }
-    value = Value(*(fields[name] for name in Value._fields))
+    texts = line["name"], line["quantity"], line["dtype"]
+    value = Value(*texts, tuple(line["shape"]), None if place is None else (*place,))
     end = 0  # behind the last element at the place
     if value.place is not None and value.place[3]:
         first, run, stride, numel = value.place
@@ -564,9 +549,8 @@ class Recording:
         folders = self.folder.glob("rank-*")
         self.ranks = sorted((Rank(folder) for folder in folders), key=lambda rank: rank.number)
         if not self.ranks:
-            raise RecordingError(
-                f"recording must be a folder with rank-0, got {str(self.folder)!r}"
-            )
+            words = "recording must be a folder with rank-0"
+            raise RecordingError(f"{words}, got {str(self.folder)!r}")
         numbers = [rank.number for rank in self.ranks]
         once = len(set(numbers)) == len(numbers)
         require(once, f"ranks in {str(self.folder)!r}", "there once each", numbers)
@@ -640,9 +624,7 @@ class Recording:
                     rank_digests, values[key] = parts[key][value.place], value
                     # two tensors of one name on one rank are added up
                     before = rank_digests.get(rank.number)
-                    rank_digests[rank.number] = (
-                        digest if before is None else _total([before, digest])
-                    )
+                    rank_digests[rank.number] = _total([before, digest] if before else [digest])
         summed = dict[Key, Summed]()
         for key, places in parts.items():
             # one digest for each place: replicas of a place are compared, not added
@@ -699,10 +681,8 @@ class Recording:
                     tensor = numpy.zeros(numel, part.dtype), numpy.zeros(numel, bool)
                 except (MemoryError, ValueError):  # the second of more bytes than there are numbers
                     where = f"shape of {key[1]} of {key[0]} in {str(rank.folder)!r}"
-                    raise RecordingError(
-                        f"{where} must be that of a tensor for which memory suffices, got"
-                        f" {numel} elements"
-                    ) from None
+                    words = "must be that of a tensor for which memory suffices"
+                    raise RecordingError(f"{where} {words}, got {numel} elements") from None
             bits, held = tensor
             for first, run, stride, count in places:
                 # runs of `run` elements, `stride` apart: rows' pieces of a tensor split by columns
@@ -724,12 +704,8 @@ class Recording:
                 key = value.name, value.quantity
                 held_before, bits_before = samples_by_key.get(key, (0, numpy.zeros_like(bits)))
                 where = f"samples of {value.quantity} of {value.name} on rank {rank.number}"
-                require(
-                    len(bits) == len(bits_before),
-                    where,
-                    f"{len(bits_before)} as on others",
-                    len(bits),
-                )
+                allowed = f"{len(bits_before)} as on others"
+                require(len(bits) == len(bits_before), where, allowed, len(bits))
                 mask = numpy.array([held >> i & 1 for i in range(len(bits))], bool)
                 samples_by_key[key] = held_before | held, numpy.where(mask, bits, bits_before)
         return samples_by_key
@@ -757,11 +733,7 @@ def places_of_samples(name: str, numel: int, width: int) -> Sequence[int]:
         return range(numel)
     # the name in the draw: tensors of one shape are sampled at other places
     # one of each of `count` equal stretches
-    draws = [
-        zlib.crc32(f"{name} {numel} {i}".encode("utf-8", "surrogatepass")) for i in range(count)
-    ]
-    bounds = [numel * i // count for i in range(count + 1)]
-    return [
-        low + draw * (high - low) // 2**32
-        for low, high, draw in zip(bounds, bounds[1:], draws, strict=False)
-    ]
+    texts = (f"{name} {numel} {i}".encode("utf-8", "surrogatepass") for i in range(count))
+    bounds = pairwise(numel * i // count for i in range(count + 1))
+    drawn = zip(bounds, map(zlib.crc32, texts), strict=True)
+    return [low + draw * (high - low) // 2**32 for (low, high), draw in drawn]

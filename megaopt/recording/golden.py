@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -110,9 +111,7 @@ class Golden(Summary):
         scalars = dict(_unfolded(entry["steps"]))
         self.steps, self.scalars = sorted(scalars), scalars.__getitem__
         shapes = {name: tuple(shape) for name, shape in entry["tensors"].items()}
-        quantities = dict.fromkeys(
-            q for step_digests in self._digests.values() for q in step_digests
-        )
+        quantities = dict.fromkeys(q for digests in self._digests.values() for q in digests)
         self.values = {(n, q): Value(n, q, "", shapes[n]) for q in quantities for n in shapes}
 
     def digests(self, step: int) -> dict[Key, Summed]:
@@ -151,10 +150,8 @@ class _Together(Summary):
 def _whole_steps(recording: Recording) -> list[int]:
     """Returns a recording's steps; RecordingError where it has none."""
     if not recording.steps:
-        where = str(recording.folder)
-        raise RecordingError(
-            f"recording must have a step that is whole on all ranks, got {where!r}"
-        )
+        words = "recording must have a step that is whole on all ranks"
+        raise RecordingError(f"{words}, got {str(recording.folder)!r}")
     return recording.steps
 
 
@@ -162,12 +159,8 @@ def entry_of(recording: Recording) -> dict[str, Any]:
     """Makes the entry of a recording; raises RecordingError where it is too large."""
     steps = _whole_steps(recording)
     digest_steps = sorted({steps[0], steps[-1], *(s for s in steps if s & (s - 1) == 0)})
-    together = _Together(recording)
-    for run, chosen in (
-        (recording, digest_steps),
-        (recording, [steps[0], steps[-1]]),
-        (together, digest_steps),
-    ):
+    ends, together = [steps[0], steps[-1]], _Together(recording)
+    for run, chosen in ((recording, digest_steps), (recording, ends), (together, digest_steps)):
         entry = _entry(recording, run, chosen)
         if len(_text([entry])) <= LARGEST:
             return entry
@@ -221,26 +214,19 @@ def _folded(recording: Recording) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the numbers of each step that the step before has not; None where a number ends."""
     before: dict[str, Any] = {}
     for step in recording.steps:
-        ranks = [
-            {
-                source: {name: line[name] for name in line if name not in LEFT_OUT}
-                for source, line in rank.items()
-            }
-            for rank in recording.scalars(step)
-        ]
-        now = flat(_by_number(ranks))
+        # by rank and source the numbers of a line; groups by their number, so that leaves have
+        # paths
+        ranks: dict[int, dict[int, Any]] = defaultdict(dict)
+        for number, rank in enumerate(recording.scalars(step)):
+            for source, line in rank.items():
+                numbers = {name: line[name] for name in line if name not in LEFT_OUT}
+                if numbers.get("groups"):
+                    numbers["groups"] = dict(enumerate(numbers["groups"]))
+                ranks[number][source] = numbers
+        now = flat(ranks)
         gone = {path: None for path in before if path not in now}
         yield str(step), gone | {k: v for k, v in now.items() if before.get(k, k) != v}
         before = now
-
-
-def _by_number(content: Any) -> Any:
-    """Lists of dicts as dicts by number, so that their leaves have paths."""
-    if isinstance(content, list) and content and isinstance(content[0], dict):
-        content = dict(enumerate(content))
-    if isinstance(content, dict):
-        return {name: _by_number(value) for name, value in content.items()}
-    return content
 
 
 def _unfolded(steps: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[int, Any]]:
@@ -360,9 +346,8 @@ def refuse_changes(path: Path, recording: Recording | None = None) -> None:
 def check(path: Path, recording: Recording) -> Checked:
     """Holds a recording to the entry of its environment; without one to the nearest."""
     entries, environment = read(path), family(recording)
-    nearest = max(
-        entries, key=lambda e: sum(e["family"].get(k) == environment[k] for k in environment)
-    )
+    alike = [sum(e["family"].get(k) == environment[k] for k in environment) for e in entries]
+    nearest = entries[alike.index(max(alike))]
     is_own = nearest["family"] == environment
     golden = Golden(nearest)
     comparison = compare(golden, _Together(recording) if golden.names == [TOGETHER] else recording)
@@ -390,12 +375,8 @@ def check(path: Path, recording: Recording) -> Checked:
 
 def _loss(ranks: Sequence[Mapping[int, Mapping[str, Any]]]) -> str | None:
     """Returns the mean of a step's losses, over calls and ranks, in hexadecimal."""
-    losses = [
-        float.fromhex(loss)
-        for rank in ranks
-        for line in rank.values()
-        for loss in line.get("losses") or ()
-    ]
+    lines = (line for rank in ranks for line in rank.values())
+    losses = [float.fromhex(loss) for line in lines for loss in line.get("losses") or ()]
     return hexadecimal(fmean(losses)) if losses else None
 
 
@@ -446,22 +427,18 @@ def check_megatron(path: Path, recording: Recording) -> list[str]:
     for metric in (name for name in golden if name in now):
         is_full = golden[metric].get("value_precision") == "full"
         golden_values, run_values = golden[metric]["values"], now[metric]["values"]
-        both = [
-            step
-            for step in golden_values
-            if step in run_values and isinstance(golden_values[step], int | float)
-        ]
+        steps = [step for step, value in golden_values.items() if isinstance(value, int | float)]
+        both = {step: run_values[step] for step in steps if step in run_values}
         compared += len(both)
         unlike = [
-            s
-            for s in both
-            if golden_values[s] != (run_values[s] if is_full else round(run_values[s], DIGITS))
+            step
+            for step, value in both.items()
+            if golden_values[step] != (value if is_full else round(value, DIGITS))
         ]
         if unlike:
-            step, count = unlike[0], f"{len(unlike)} of {len(both)} steps"
-            lines.append(
-                f"{metric}: step {step}: {golden_values[step]!r}, and {run_values[step]!r}; {count}"
-            )
+            pair = f"{golden_values[unlike[0]]!r}, and {both[unlike[0]]!r}"
+            count = f"{len(unlike)} of {len(both)} steps"
+            lines.append(f"{metric}: step {unlike[0]}: {pair}; {count}")
     if not compared:
         raise RecordingError(f"file must have {', '.join(METRICS)} of the run's steps, got none")
     return lines

@@ -140,12 +140,11 @@ def base(sample: Sample) -> Rounded:
 
 def moments(sample: Sample, grad: Rounded, *names: str) -> NewValues:
     """Averages the gradient, its square ..., as far as the old averages are known."""
-    values = (grad, grad * grad)
-    return {
-        name: mixed(sample.old[name], values[index], sample.number("betas", index))
-        for index, name in enumerate(names)
-        if name in sample.old
-    }
+    averages = NewValues()
+    for index, (name, value) in enumerate(zip(names, (grad, grad * grad), strict=False)):
+        if name in sample.old:
+            averages[name] = mixed(sample.old[name], value, sample.number("betas", index))
+    return averages
 
 
 def correction(sample: Sample, index: int) -> Rounded:
@@ -251,11 +250,10 @@ def sgd(sample: Sample) -> NewValues:
             is_narrow = sample.precision.unit > PRECISIONS["float32"].unit
             if is_narrow and sample.options.get("foreach"):  # a CPU rounds it to the buffers' dtype
                 momentum = momentum.stored(sample.precision)
-            values = {"momentum_buffer": old * momentum + grad * share}
-        buffer = sample.new["momentum_buffer"]
-        grad = (
-            grad + buffer * sample.factor("momentum") if sample.options.get("nesterov") else buffer
-        )
+            values = {MOMENTUM: old * momentum + grad * share}
+        buffer = sample.new[MOMENTUM]
+        is_nesterov = sample.options.get("nesterov")
+        grad = grad + buffer * sample.factor("momentum") if is_nesterov else buffer
     return {**values, PARAM: base(sample) - grad * sample.factor("lr")}
 
 
@@ -329,9 +327,8 @@ class Law:
     def moments(self) -> Iterator[str]:
         """Returns the moments by the state's own names."""
         state_names = {law_name: name for name, law_name in self.names.items()}
-        return (
-            state_names.get(name, name) for name in (*self.starts_as_zeros, *self.starts_as_grad)
-        )
+        names = (*self.starts_as_zeros, *self.starts_as_grad)
+        return (state_names.get(name, name) for name in names)
 
 
 DECOUPLED = {"decoupled_weight_decay": True}
@@ -340,29 +337,26 @@ OURS = partial(Law, counts_groups=True, has_twin=True)
 STATES = {"state1": "exp_avg", "state2": "exp_avg_sq"}
 BITSANDBYTES = Law(partial(adam, unrounded=True), DECOUPLED, STATES)
 ADAM = Law(adam, {"adam_w_mode": True}, counts_groups=True)
+OF_MUON = (MOMENTUM, "exp_avg", "exp_avg_sq")
 ADAM_NAMES = ("Adam", "Adam8bit", "Adam32bit", "PagedAdam", "PagedAdam8bit", "PagedAdam32bit")
-LION_NAMES = ("Lion", "Lion8bit", "Lion32bit", "PagedLion", "PagedLion8bit", "PagedLion32bit")
+ADAMW_NAMES = [name.replace("Adam", "AdamW") for name in ADAM_NAMES]
+LION_NAMES = [name.replace("Adam", "Lion") for name in ADAM_NAMES]
 
 LAWS: dict[str, Law] = {
     "torch.optim.adam.Adam": TORCH(adam),
     "torch.optim.adamw.AdamW": TORCH(adam, DECOUPLED),
     "torch.optim.nadam.NAdam": TORCH(nadam),
-    "torch.optim.sgd.SGD": TORCH(sgd, starts_as_zeros=(), starts_as_grad=("momentum_buffer",)),
+    "torch.optim.sgd.SGD": TORCH(sgd, starts_as_zeros=(), starts_as_grad=(MOMENTUM,)),
     "torch.optim.Adafactor": TORCH(adafactor, starts_as_zeros=("variance",)),
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": ADAM,
     "apex.optimizers.fused_adam.FusedAdam": ADAM,
     "lion_pytorch.lion_pytorch.Lion": TORCH(lion),
     "megaopt.adam.FusedAdam": OURS(adam, {"adam_w_mode": True}),
     "megaopt.lion.FusedLion": OURS(lion),
-    "megaopt.muon.FusedMuon": OURS(
-        muon, starts_as_zeros=(MOMENTUM, "exp_avg", "exp_avg_sq"), of_whole=MOMENTUM
-    ),
-    "megaopt.sgd.FusedSGD": OURS(sgd, starts_as_zeros=("momentum_buffer",)),
+    "megaopt.muon.FusedMuon": OURS(muon, starts_as_zeros=OF_MUON, of_whole=MOMENTUM),
+    "megaopt.sgd.FusedSGD": OURS(sgd, starts_as_zeros=(MOMENTUM,)),
     **{f"bitsandbytes.optim.adam.{name}": BITSANDBYTES for name in ADAM_NAMES},
-    **{
-        f"bitsandbytes.optim.adamw.{name.replace('Adam', 'AdamW')}": BITSANDBYTES
-        for name in ADAM_NAMES
-    },
+    **{f"bitsandbytes.optim.adamw.{name}": BITSANDBYTES for name in ADAMW_NAMES},
     **{f"bitsandbytes.optim.lion.{name}": Law(lion, names=STATES) for name in LION_NAMES},
 }
 """Laws by the class's full name."""

@@ -21,14 +21,10 @@ def as_numbers(bits: Array, dtype: str) -> Array:
         dtype: as torch prints it, without "torch."; codes of an unknown one count as numbers.
     """
     with numpy.errstate(invalid="ignore"):  # of a NaN that signals
-        if dtype == "float64":
-            return bits.view(numpy.float64)
         if dtype == "bfloat16":
             return (bits.astype("<u4") << 16).view(numpy.float32).astype(numpy.float64)
-        if dtype in FLOATS:
-            return (
-                bits.astype(f"<u{FLOATS[dtype]}").view(f"<f{FLOATS[dtype]}").astype(numpy.float64)
-            )
+        if size := FLOATS.get(dtype):
+            return bits.astype(f"<u{size}").view(f"<f{size}").astype(numpy.float64)
         if dtype == "float8_e5m2":
             return (bits.astype("<u2") << 8).view(numpy.float16).astype(numpy.float64)
         if dtype == "float8_e4m3fn":
@@ -85,9 +81,8 @@ class Distance(NamedTuple):
     def plus(self, addend: Distance) -> Distance:
         """Returns the distance of both tensors together."""
         difference, norm = self.difference + addend.difference, self.norm + addend.norm
-        return Distance(
-            difference, norm, self.ulps + addend.ulps, max(self.largest, addend.largest)
-        )
+        largest = max(self.largest, addend.largest)
+        return Distance(difference, norm, self.ulps + addend.ulps, largest)
 
 
 NEAR = Distance(0.0, 0.0, Counter(), 0)

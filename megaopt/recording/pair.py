@@ -62,12 +62,8 @@ def flat(content: Any, path: str = "") -> dict[str, Any]:
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[ValueDifference]:
     """Returns the entries in which two dicts differ, in their order."""
-    names = dict.fromkeys([*a, *b])
-    return [
-        ValueDifference(name, a.get(name), b.get(name))
-        for name in names
-        if a.get(name) != b.get(name)
-    ]
+    pairs = ((name, a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b]))
+    return [ValueDifference(name, x, y) for name, x, y in pairs if x != y]
 
 
 def family(run: ComparedRun) -> dict[str, Any]:
@@ -123,10 +119,8 @@ class Side:
         for name, quantity in keys if self._names else ():
             first = whose.setdefault((self.name(name), quantity), name)
             if first != name:
-                raise NamesError(
-                    f"map must leave each tensor a name of its own, got {self.name(name)!r} for "
-                    f"{first} and {name}"
-                )
+                words = "map must leave each tensor a name of its own"
+                raise NamesError(f"{words}, got {self.name(name)!r} for {first} and {name}")
 
     def _name(self, name: str) -> str:
         if name in self._names:
@@ -151,13 +145,8 @@ class Side:
 
     def after(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step leaves them; nothing where it is not recorded."""
-        if step not in self.run.steps:
-            return {}
-        return {
-            key: summed
-            for key, summed in self.digests(step).items()
-            if key[1] != "grad" and not is_old(key[1])
-        }
+        rows = self.digests(step) if step in self.run.steps else {}
+        return {(n, q): rows[n, q] for n, q in rows if q != "grad" and not is_old(q)}
 
     def before(self, step: int) -> dict[Key, Summed]:
         """Weights and state as a step finds them, as far as they are known."""
@@ -197,20 +186,14 @@ class Pair:
         if a.parameters and b.parameters:
             gaps["A lacks"] = sorted(b.parameters - a.parameters)
             gaps["B lacks"] = sorted(a.parameters - b.parameters)
-        common = [name for name in a.shapes if name in b.shapes]
-        gaps["other shapes:"] = [
-            f"{name} {a.shapes[name]} and {b.shapes[name]}"
-            for name in common
-            if a.shapes[name] != b.shapes[name]
-        ]
+        shapes = ((name, a.shapes[name], b.shapes[name]) for name in a.shapes if name in b.shapes)
+        gaps["other shapes:"] = [f"{name} {x} and {y}" for name, x, y in shapes if x != y]
         for side, run, peer in (("A lacks", a.run, b.run), ("B lacks", b.run, a.run)):
             lost = [f"rank {rank}" for rank in run.absent if rank not in peer.absent]
             gaps.setdefault(side, []).extend(lost)
         if not self.steps:
-            gaps["no step in both:"] = [
-                f"{letter} has {span(side.run.steps)}"
-                for letter, side in zip("AB", self.both, strict=True)
-            ]
+            spans = [f"A has {span(a.run.steps)}", f"B has {span(b.run.steps)}"]
+            gaps["no step in both:"] = spans
         return {side: names for side, names in gaps.items() if names}
 
     def dtypes(self, step: int) -> list[str]:
@@ -315,21 +298,17 @@ class Pair:
 
     def says(self, name: str, step: int) -> bool:
         """Whether both have a number of a step."""
-        return all(
-            any(number not in (None, []) for number in s.scalars(step, name)) for s in self.both
-        )
+        numbers = (side.scalars(step, name) for side in self.both)
+        return all(any(n not in (None, []) for n in side_numbers) for side_numbers in numbers)
 
     def rows(self, step: int, quantity: str) -> list[dict[tuple[int, str], list[Any]]]:
         """The rows of ranks alone, of one quantity, by rank and name, for both runs."""
-        tables = [
-            {
-                (r, n): [(d.low, d.high) for d in rows]
-                for (r, n, q), rows in digests.items()
-                if q == quantity
-            }
-            for digests in (side.own(step) for side in self.both)
-        ]
-        return tables if self.alike_layout else [{}, {}]
+        tables: list[dict[tuple[int, str], list[Any]]] = [{}, {}]
+        for table, side in zip(tables, self.both if self.alike_layout else (), strict=False):
+            for (rank, name, row_quantity), digests in side.own(step).items():
+                if row_quantity == quantity:
+                    table[rank, name] = [(digest.low, digest.high) for digest in digests]
+        return tables
 
     def modules(self, step: int) -> dict[str, int]:
         """The places of modules in the order of the forward pass; earlier ranks' first."""
@@ -359,11 +338,10 @@ class Pair:
     def farthest(self, step: int, keys: Iterable[Key]) -> str:
         """Says which of some tensors lies farthest apart in its samples, where there are."""
         a, b = (side.samples(step) for side in self.both)
-        common = [key for key in keys if key in a and key in b]
-        lengths = (
-            (key, distance(*_held(a[key], b[key]), *self.dtypes_of(step, key))) for key in common
-        )
-        apart = {key: length.relative for key, length in lengths}
+        apart = dict[Key, float]()
+        for key in (key for key in keys if key in a and key in b):
+            length = distance(*_held(a[key], b[key]), *self.dtypes_of(step, key))
+            apart[key] = length.relative
         if len(apart) < 2:
             return ""
         name, quantity = max(apart, key=lambda key: apart[key])

@@ -48,20 +48,17 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
 
     Where two would be one, they keep what tells them apart.
     """
-    short_names = _without(WRAPPERS, {name: name for name in names})
-    while short_names and all(name.startswith(f"{MODULE}.") for name in short_names.values()):
-        short_names = {
-            name: short.removeprefix(f"{MODULE}.") for name, short in short_names.items()
-        }
+    short_names, begin = _without(WRAPPERS, {name: name for name in names}), f"{MODULE}."
+    while short_names and all(name.startswith(begin) for name in short_names.values()):
+        short_names = {name: short.removeprefix(begin) for name, short in short_names.items()}
     return _without((MODULE,), short_names)
 
 
 def _without(parts: Sequence[str], names: Mapping[str, str]) -> dict[str, str]:
     """Short names without these parts, as far as no two become one."""
-    shorter = {
-        name: ".".join(part for part in short.split(".") if part not in parts)
-        for name, short in names.items()
-    }
+    shorter = dict[str, str]()
+    for name, short in names.items():
+        shorter[name] = ".".join(part for part in short.split(".") if part not in parts)
     counts = Counter(shorter.values())
     return {name: shorter[name] if counts[shorter[name]] == 1 else names[name] for name in names}
 

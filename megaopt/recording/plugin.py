@@ -6,7 +6,7 @@ pytest finds it where megaopt is installed, and it imports nothing before a test
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,37 +96,34 @@ def recorded_run(tmp_path: Path) -> Generator[Callable[..., Recorder]]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
     """Holds what a test marked golden has recorded to its file, when the test is through."""
     result = yield
-    marker = pyfuncitem.get_closest_marker("golden")
-    if marker is not None:
-        from megaopt.recording.checks import RecordingError
-
-        factory = pyfuncitem.funcargs.get("recorded_run")
-        if not isinstance(factory, RecordedRun) or not factory.recorders:
-            pytest.fail("a test marked golden must record a run by recorded_run, got none")
-        file = pyfuncitem.path.parent / marker.args[0]
-        try:
-            _compare(pyfuncitem, file, [_recording(recorder) for recorder in factory.recorders])
-        except RecordingError as error:
-            pytest.fail(str(error), pytrace=False)
-    return result
-
-
-def _compare(item: pytest.Function, file: Path, runs: Sequence[Recording]) -> None:
+    marker, config = pyfuncitem.get_closest_marker("golden"), pyfuncitem.config
+    if marker is None:
+        return result
     from megaopt.recording import golden
+    from megaopt.recording.checks import RecordingError
     from megaopt.recording.printable import short
 
-    if item.config.getoption(UPDATE):
-        if not file.exists():
+    factory = pyfuncitem.funcargs.get("recorded_run")
+    if not isinstance(factory, RecordedRun) or not factory.recorders:
+        pytest.fail("a test marked golden must record a run by recorded_run, got none")
+    file = pyfuncitem.path.parent / marker.args[0]
+    try:
+        runs = [_recording(recorder) for recorder in factory.recorders]
+        # a file that is to be renewed gets the first run's values
+        if config.getoption(UPDATE) and not file.exists():
             golden.make(file, runs[0])
-        elif golden.check(file, runs[0]).comparison.verdict != "same":
-            if not item.config.stash.get(CLEAN, False):
+        elif config.getoption(UPDATE) and golden.check(file, runs[0]).comparison.verdict != "same":
+            if not config.stash.get(CLEAN, False):
                 golden.refuse_changes(file)
-                item.config.stash[CLEAN] = True
+                config.stash[CLEAN] = True
             golden.update(file, runs[0], f"pytest {UPDATE}")
-    if not file.exists():
-        pytest.fail(f"{file} must be there: pytest {UPDATE} writes it")
-    for run in runs:
-        check = golden.check(file, run)
-        if check.comparison.verdict != "same":
-            lines = check.line, *check.comparison.report()[1:]
-            pytest.fail("\n".join(map(short, lines)), pytrace=False)
+        if not file.exists():
+            pytest.fail(f"{file} must be there: pytest {UPDATE} writes it")
+        for run in runs:
+            check = golden.check(file, run)
+            if check.comparison.verdict != "same":
+                lines = check.line, *check.comparison.report()[1:]
+                pytest.fail("\n".join(map(short, lines)), pytrace=False)
+    except RecordingError as error:
+        pytest.fail(str(error), pytrace=False)
+    return result

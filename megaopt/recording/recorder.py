@@ -34,12 +34,13 @@ from megaopt.recording.inputs import (
     PIPELINE,
     REPLAY,
     SCALER,
+    Watched,
     batch_digest,
     leaves,
     random_states,
 )
 from megaopt.recording.places import Known, Parameters
-from megaopt.recording.sink import Sink, Step, option
+from megaopt.recording.sink import NORMS, SCALES, Sink, Step, option
 from megaopt.recording.sources import RecordedOptimizer, Those, count_of
 from megaopt.recording.table import Held, Listed, UnpreparedError, fetched, held
 
@@ -48,10 +49,7 @@ LEVELS = ("loss", "step", "blocks", "modules")
 LOSS, STEP, BLOCKS, MODULES = range(len(LEVELS))
 SAMPLED_FIRST = 100
 """The number of first steps each of which is sampled."""
-NUMBERS = (
-    *("grad_norm", "clip_norm", "clip_coefficient"),
-    *("loss_scale", "grad_scale", "skipped"),
-)
+NUMBERS = (*NORMS, *SCALES, "skipped")
 """The numbers that a step has one of each."""
 HOOKED = torch.optim.Optimizer.profile_hook_step(print).__code__
 """The code that torch wraps around each class's step, and calls hooks in."""
@@ -179,15 +177,11 @@ class Recorder:
             self._open()  # to refuse a folder at once
 
         # functions of torch and Megatron that are watched, and what hears of their calls
-        pairs = (
-            (BACKWARD, self._backward),
-            (PIPELINE, self._backward),
-            (CLIP, self._clip),
-            (SCALER, self._scale),
-            (CAPTURE_BEGIN, self._begin_capture),
-            (CAPTURE_END, self._end_capture),
-            (REPLAY, self._replay),
-        )
+        passes = (BACKWARD, self._backward), (PIPELINE, self._backward)
+        numbers = (CLIP, self._clip), (SCALER, self._scale)
+        captures = (CAPTURE_BEGIN, self._begin_capture), (CAPTURE_END, self._end_capture)
+        pairs: tuple[tuple[Watched, Any], ...]
+        pairs = (*passes, *numbers, *captures, (REPLAY, self._replay))
         for watched, listener in pairs:
             watched.listen(listener)
             self._undo.append(functools.partial(watched.forget, listener))
@@ -242,9 +236,8 @@ class Recorder:
         for param in own_params if self._level >= BLOCKS and process()["world"] > 1 else ():
             if param.requires_grad:
                 name = self._parameters.names[param]
-                hooks.append(
-                    param.register_hook(functools.partial(self._add_own, name, "local grad"))
-                )
+                hook = functools.partial(self._add_own, name, "local grad")
+                hooks.append(param.register_hook(hook))
 
         # models within it lose their own hooks, which would hear everything twice
         for inner in model.modules():
@@ -258,10 +251,8 @@ class Recorder:
         self._sources.append(source)
         self._meshes |= meshes(source.params())
         self._devices.add(source.device)
-        before, after = (
-            untraced(functools.partial(self._hear, function, source))
-            for function in (self._before, self._after)
-        )
+        before = untraced(functools.partial(self._hear, self._before, source))
+        after = untraced(functools.partial(self._hear, self._after, source))
         hooks = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
         self._undo += [hook.remove for hook in hooks]
 
@@ -502,8 +493,8 @@ class Recorder:
             if any(map(is_capturing, self._devices)):
                 warn_of_capture("the recorder was not there when the capture began")
             return
-        # a step of the same optimizer around this one has been noted
-        if is_inner(source.optimizer):
+        # a step of the same optimizer around this one has been noted, as a subclass's by super
+        if sum(caller is source.optimizer for caller in running()) > 1:
             return
         # options as the step takes them, then weights and state, then gradients
         step = self._begun(source)
@@ -578,7 +569,9 @@ class Recorder:
         # the step is the one that `_before` has begun
         step, in_graph = self._coming, self._graph is not None
         is_its = in_graph or (step.source, step.number) == (source.number, source.count.step + 1)
-        if not self._is_here(in_graph=True) or not is_its or is_inner(source.optimizer):
+        if not self._is_here(in_graph=True) or not is_its:
+            return
+        if sum(caller is source.optimizer for caller in running()) > 1:
             return
         # hooks hear of the next step from here on
         self._coming = Step()
@@ -684,18 +677,17 @@ class Recorder:
             unique_names = dict.fromkeys(itertools.chain(*names))
             order = [name for name in self._order if name in unique_names]
             anew, source.anew = list(source.anew), {}
-            self._open()[0].optimizer(
-                {
-                    "source": source.number,
-                    "step": source.count.step + 1,
-                    **({"anew": anew} if anew else {}),
-                    "class": f"{kind.__module__}.{kind.__qualname__}",
-                    "steps_as": list(steps_as(kind)),
-                    "options": all_options(source.optimizer),
-                    "groups": names,
-                    "order": list(dict.fromkeys([*order, *unique_names])),
-                }
-            )
+            description = {
+                "source": source.number,
+                "step": source.count.step + 1,
+                **({"anew": anew} if anew else {}),
+                "class": f"{kind.__module__}.{kind.__qualname__}",
+                "steps_as": list(steps_as(kind)),
+                "options": all_options(source.optimizer),
+                "groups": names,
+                "order": list(dict.fromkeys([*order, *unique_names])),
+            }
+            self._open()[0].optimizer(description)
 
 
 def running() -> Iterator[torch.optim.Optimizer]:
@@ -705,11 +697,6 @@ def running() -> Iterator[torch.optim.Optimizer]:
         frame = frame.f_back
         if frame.f_code is HOOKED:
             yield frame.f_locals["self"]
-
-
-def is_inner(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether another step of the same optimizer called this one, as a subclass's by super."""
-    return sum(caller is optimizer for caller in running()) > 1
 
 
 Captured = tuple[RecordedOptimizer | None, Step]
@@ -779,9 +766,8 @@ def inner_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
     Raises TypeError for anything else.
     """
-    several = getattr(optimizer, "chained_optimizers", None) or getattr(
-        optimizer, "optimizers", None
-    )
+    lists = (getattr(optimizer, name, None) for name in ("chained_optimizers", "optimizers"))
+    several = next(filter(None, lists), None)
     if isinstance(optimizer, torch.optim.Optimizer) and not several:
         # integration.megatron's shows Megatron one whose gradients and weights are elsewhere
         fused = getattr(optimizer, "fused", None)
@@ -851,11 +837,8 @@ def all_options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     their options.
     """
     attributes = {**getattr(getattr(optimizer, "options", None), "__dict__", {}), **vars(optimizer)}
-    plain = {
-        name: value
-        for name, value in attributes.items()
-        if not name.startswith("_") and isinstance(value, (bool, int, float, str))
-    }
+    public = [name for name in attributes if not name.startswith("_")]
+    plain = {n: attributes[n] for n in public if isinstance(attributes[n], (int, float, str))}
     if isinstance(getattr(optimizer, "master_weights", None), (list, tuple)):
         plain["are_masters_given"] = True  # which are no casts of the weights
     return {name: option(value) for name, value in {**plain, **optimizer.defaults}.items()}

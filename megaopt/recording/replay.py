@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from megaopt.recording.checks import RecordingError, is_float
+from megaopt.recording.checks import RecordingError
 from megaopt.recording.files import Rank, encodable, path_of_kept
+from megaopt.recording.samples import number
 
 RENAMED = {"master": "master_param"}
 """The state's names of quantities, where recordings have others."""
@@ -60,9 +61,8 @@ def replay(
     if not sources:
         raise RecordingError(f"step must be one that was kept (--keep), got {step}: no {paths[0]}")
     if sources[-1] >= len(recorded.optimizers):
-        raise RecordingError(
-            f"manifest of {str(recorded.folder)!r} must have optimizer {sources[-1]}"
-        )
+        where = f"manifest of {str(recorded.folder)!r}"
+        raise RecordingError(f"{where} must have optimizer {sources[-1]}")
     classes = {source: recorded.optimizers[source]["class"] for source in sources}
     kinds = {source: _kind(path, recorded, backend, trusted) for source, path in classes.items()}
 
@@ -78,10 +78,9 @@ def replay(
         try:
             content = load_file(path)
         except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-            raise RecordingError(
-                f"the file of kept tensors {str(path)!r} must be whole, got one that cannot be"
-                f" read: {error}"
-            ) from error
+            where = f"the file of kept tensors {str(path)!r}"
+            words = f"must be whole, got one that cannot be read: {error}"
+            raise RecordingError(f"{where} {words}") from error
         for key, tensor in content.items():
             name, _, quantity = key.rpartition("|")
             tensors.setdefault(name, {})[quantity] = tensor
@@ -90,11 +89,9 @@ def replay(
         except RecordingError:
             raise
         except Exception as error:  # whatever an optimizer makes of such options and tensors
-            words = f"{type(error).__name__}: {error}"
-            raise RecordingError(
-                f"step {step} in {str(recorded.folder)!r} must be one that {classes[source]} can"
-                f" take, got {words}"
-            ) from error
+            where = f"step {step} in {str(recorded.folder)!r}"
+            words = f"one that {classes[source]} can take, got {type(error).__name__}: {error}"
+            raise RecordingError(f"{where} must be {words}") from error
     return lines
 
 
@@ -121,15 +118,11 @@ def _differences(
     lost = [name for name in step_tensors if "grad" in step_tensors[name] and name not in params]
     if lost:
         raise RecordingError(f"groups must have all parameters of the step, got no {lost[0]}")
-    option_pairs = [
-        [pair for pair in group.items() if pair[0] != "single"] for group in line["groups"]
-    ]
-    options = [{name: _option(value) for name, value in group} for group in option_pairs]
-    counts = [settings.pop("step") for settings in options]
-    groups = [
-        {**settings, "params": [params[name] for name in group]}
-        for settings, group in zip(options, names, strict=False)  # later groups have come since
-    ]
+    groups, counts = list[dict[str, Any]](), list[int | None]()
+    for settings, group in zip(line["groups"], names, strict=False):  # later ones came since
+        options = {n: number(value) for n, value in settings.items() if n != "single"}
+        counts.append(options.pop("step"))
+        groups.append({**options, "params": [params[name] for name in group]})
     has_masters = any("master" in tensors for tensors in step_tensors.values())
     optimizer = _made(kind, groups, has_masters, backend)
     _load(optimizer, step_tensors, [name for group in names for name in group], counts)
@@ -137,9 +130,8 @@ def _differences(
     for name, param in params.items():
         state = optimizer.state[param]
         now = {**state, "weight": param.detach(), "master": state.get("master_param")}
-        for quantity in (
-            key for key in step_tensors[name] if isinstance(now.get(key), torch.Tensor)
-        ):
+        tensors = [key for key in step_tensors[name] if isinstance(now.get(key), torch.Tensor)]
+        for quantity in tensors:
             # places of elements of other bits
             before, here = step_tensors[name][quantity].reshape(-1), now[quantity].reshape(-1)
             codes = (t.contiguous().view(torch.uint8).view(len(t), -1) for t in (before, here))
@@ -147,12 +139,6 @@ def _differences(
             if unlike:
                 values = f"{before[unlike[0]].item()!r}, and {here[unlike[0]].item()!r} here"
                 yield f"{quantity} of {name}: {len(unlike)} differ; element {unlike[0]}: {values}"
-
-
-def _option(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_option(element) for element in value)
-    return float.fromhex(value) if is_float(value) and "0x" in value else value
 
 
 def _kind(
@@ -242,11 +228,8 @@ def _installed_folders() -> set[str]:
 
     A folder that PYTHONPATH names is none, whatever its name is, unless it is Python's own.
     """
-    folders = [
-        *site.getsitepackages(),
-        sysconfig.get_path("purelib"),
-        sysconfig.get_path("platlib"),
-    ]
+    names = ("purelib", "platlib")
+    folders = [*site.getsitepackages(), *map(sysconfig.get_path, names)]
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())
     lines = (

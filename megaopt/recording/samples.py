@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import numpy
 
 from megaopt.recording.checks import is_float
 from megaopt.recording.files import Recording, Value, places_of_samples
+from megaopt.recording.measure import FLOATS, as_numbers
 from megaopt.recording.rounded import Array
 
 Bits = numpy.ndarray[Any, Any]
@@ -53,15 +54,6 @@ class Given(NamedTuple):
     """The factor by which the step clips gradients; None: no factor."""
 
 
-DECODERS: dict[str, Callable[[Bits], Bits]] = {
-    "float64": lambda bits: bits.astype("<u8").view("<f8"),
-    "float32": lambda bits: bits.astype("<u4").view("<f4"),
-    "bfloat16": lambda bits: (bits.astype("<u4") << 16).view("<f4"),
-    "float16": lambda bits: bits.astype("<u2").view("<f2"),
-}
-"""Functions that make numbers of bits, by dtype."""
-
-
 @dataclass
 class ParameterSamples:
     """One parameter's samples of a step."""
@@ -102,10 +94,9 @@ def held_of(places: Sequence[int], tensor: Tensor) -> Bits:
 
 def decoded(tensor: Tensor) -> Array:
     """The numbers of samples, fp64; raises Unknown for codes, which mean nothing alone."""
-    if tensor.value.dtype not in DECODERS:
+    if tensor.value.dtype not in FLOATS:
         raise Unknown(f"{tensor.value.quantity} is of {tensor.value.dtype}")
-    with numpy.errstate(all="ignore"):
-        return DECODERS[tensor.value.dtype](tensor.bits[tensor.held]).astype(numpy.float64)
+    return as_numbers(tensor.bits[tensor.held], tensor.value.dtype)
 
 
 CODES = ("state1", "state2")

@@ -21,6 +21,8 @@ WAITING = 64
 LATE = 0.02
 """Seconds for which the thread lets steps come together: at each by itself it would take Python's
 lock from the loop, which a step of 300 tensors then waits for as long as it takes itself."""
+NORMS, SCALES = ("grad_norm", "clip_norm", "clip_coefficient"), ("grad_scale", "loss_scale")
+"""The numbers that a step has of its gradient's norm, and of loss scales."""
 Number = torch.Tensor | float
 """A float, or a tensor of one on the host, which is there when the device gets to it."""
 
@@ -66,14 +68,13 @@ class Step:
         parts = [part.array() for part in (*self.rows, *self.stepped)]
         rows = numpy.concatenate(parts) if parts else None
         samples = numpy.concatenate([s.array() for s in self.samples]) if self.samples else None
-        names = ("grad_norm", "clip_norm", "clip_coefficient", "grad_scale", "loss_scale")
-        numbers = {name: getattr(self, name) for name in names}
+        numbers = {name: getattr(self, name) for name in (*NORMS, *SCALES)}
         texts = {n: None if v is None else hexadecimal(float(v)) for n, v in numbers.items()}
         scalars = {
             "losses": [hexadecimal(float(loss)) for loss in self.losses],
-            **{name: texts[name] for name in names[:3]},
+            **{name: texts[name] for name in NORMS},
             "groups": [{n: option(v) for n, v in group.items()} for group in self.options],
-            **{name: texts[name] for name in names[3:]},
+            **{name: texts[name] for name in SCALES},
             "skipped": None if self.skipped is None else bool(self.skipped),
             "rng": random_digests(self.random),
             "batch": [digits(batch) for batch in self.batches],

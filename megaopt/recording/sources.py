@@ -39,9 +39,8 @@ def flattened(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if not inner:
             yield name, local
         for attribute in inner:
-            yield from flattened(
-                f"{name}.{RENAMED.get(attribute, attribute)}", getattr(local, attribute)
-            )
+            inner_name = f"{name}.{RENAMED.get(attribute, attribute)}"
+            yield from flattened(inner_name, getattr(local, attribute))
     elif isinstance(value, (list, tuple, Mapping)):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, element in items:
@@ -172,15 +171,12 @@ class RecordedOptimizer:
 
     def _name(self) -> None:
         """Looks up what the parameters are."""
+        params, sizes = tuple(self.params()), [len(group["params"]) for group in self.groups]
         prefix = f"optimizer{self.number}." if self.number else ""
-        labels = [
-            f"{prefix}param_groups.{i}.{j}"
-            for i, group in enumerate(self.groups)
-            for j in range(len(group["params"]))
-        ]
-        params = tuple(self.params())
+        places = ((i, j) for i, size in enumerate(sizes) for j in range(size))
+        labels = [f"{prefix}param_groups.{i}.{j}" for i, j in places]
         self._owners = self._parameters.owners(self.number, params, labels)
-        self._params, self._sizes = params, [len(group["params"]) for group in self.groups]
+        self._params, self._sizes = params, sizes
         self._shapes = [param.shape for param in params]
         owned = dict(zip(params, self._owners, strict=True))
         self.anew |= dict.fromkeys(self._parameters.came_anew(owned))
@@ -260,15 +256,11 @@ class RecordedOptimizer:
         """The model's weights, of which the optimizer has masters alone."""
         if self._models is None:
             self.look()
-            weights = [o.weight for o in self._owners if o.weight is not None]
-            placed = [(weight, self._parameters.known(weight)) for weight in weights]
-            self._models = those(
-                [
-                    (of_state(weight, placement, tensor), name, tensor, weight)
-                    for weight, placement in placed
-                    for name, tensor in weight_of(weight)
-                ]
-            )
+            entries = list[Named]()
+            for weight in (o.weight for o in self._owners if o.weight is not None):
+                place, named = self._parameters.known(weight), weight_of(weight)
+                entries += [(of_state(weight, place, t), n, t, weight) for n, t in named]
+            self._models = those(entries)
         return self._models if self._models.tensors else None
 
     def ask(self) -> None:
@@ -311,14 +303,9 @@ class RecordedOptimizer:
             descriptions = [*read.listed.held, *left.listed.held]
             # the part of each parameter that the launch takes it to be
             views = {view.param: view for view in optimizer.stepper.owned(self.groups).views}
-            self._launched = (
-                key,
-                Launched(
-                    *(descriptions, digests, weight_names),
-                    lambda param: views[param].place(0),
-                    number,
-                ),
-            )
+            names = descriptions, digests, weight_names
+            launched = Launched(*names, lambda param: views[param].place(0), number)
+            self._launched = key, launched
         return self._launched[1].rows([*read.tensors, *left.tensors], digests, number)
 
     def note(self, step: int) -> None:

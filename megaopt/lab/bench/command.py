@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,10 @@ def main(
     device = torch.device("cuda", torch.cuda.current_device())
     copy = Copy(device)
     cases = [case for case in selection if case.subject.package not in skipped]
-    timed = [
-        bench.case(case.name, case.subject.description, partial(run, case, device, copy))
-        for case in cases
-    ]
+    timed = []
+    for case in cases:
+        measure_case = partial(run, case, device, copy)
+        timed.append(bench.case(case.name, case.subject.description, measure_case))
     add_ratios(timed)
     peers_timed = [case.subject for case in cases if not case.subject.is_ours]
     libraries = {subject.package: subject.version() for subject in peers_timed}
@@ -133,13 +134,8 @@ def select(
     for mode in modes:
         in_order += [mode, *(peer for peer in chosen if last_mode.get(peer.name) == mode.name)]
     in_order += [peer for peer in chosen if peer.name not in last_mode]
-    cases = [
-        BenchCase(tensor_set, subject)
-        for tensor_set in SETS.values()
-        if tensor_set.name in (sets or SETS)
-        for subject in in_order
-        if subject.weight is None or tensor_set.shapes
-    ]
+    pairs = product((SETS[name] for name in SETS if name in (sets or SETS)), in_order)
+    cases = [BenchCase(s, subject) for s, subject in pairs if subject.weight is None or s.shapes]
     if not cases and only and in_order and {*sets} != {HOST}:
         allowed = ", ".join(tensor_set.name for tensor_set in SETS.values() if tensor_set.shapes)
         require(False, "sets", [*sets], f"of {allowed}, which have matrices for fp8 weights")

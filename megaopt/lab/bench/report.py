@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from matplotlib.artist import Artist
@@ -20,9 +20,8 @@ from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.files import write_json
 from megaopt.lab.bench.measure import Record, free_memory
 from megaopt.lab.console import coloured, make_console, make_table, print_table
-from megaopt.lab.regression.outputs import make_folder
 from megaopt.lab.regression.picture import save
-from megaopt.lab.source import describe_source, made_with
+from megaopt.lab.source import describe_source, made_with, make_folder
 from megaopt.lab.toml_tables import ConfigError, require
 
 OURS, PEER, FAILED, FLOOR = "#3b6ea5", "#b4b4b4", "#a03030", "#222222"
@@ -112,14 +111,6 @@ class BenchRun:
 def is_timed(case: Record) -> bool:
     """Returns whether something was measured."""
     return "step_ms" in case
-
-
-def grouped(cases: Iterable[Record], name: str = "set") -> dict[Any, list[Record]]:
-    """The cases by what they have under a name, in order."""
-    groups: dict[Any, list[Record]] = {}
-    for case in cases:
-        groups.setdefault(case[name], []).append(case)
-    return groups
 
 
 def table_of(title: str, cases: Iterable[Record], named: Columns, timed: Columns) -> Table:

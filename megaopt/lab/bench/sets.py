@@ -89,11 +89,7 @@ SETS = {
     tensor_set.name: tensor_set
     for tensor_set in (
         TensorSet.of_shapes("A", "one tensor of 2**28 elements", [(2**14, 2**14)]),
-        TensorSet.of_shapes(
-            "B",
-            "Llama-3.1-8B's 291 tensors, an eighth of each",
-            LLAMA_8B,
-        ),
+        TensorSet.of_shapes("B", "Llama-3.1-8B's 291 tensors, an eighth of each", LLAMA_8B),
         TensorSet(name="C", description="4,000 tensors of 1,024 elements", sizes=(1024,) * 4000),
         TensorSet(
             name="llama70b-64",
@@ -102,9 +98,7 @@ SETS = {
             flat=True,
         ),
         TensorSet.of_shapes(
-            "moe64",
-            "4 layers of 64 experts, hidden 2,048, expert 1,408: 796 tensors",
-            EXPERTS * 4,
+            "moe64", "4 layers of 64 experts, hidden 2,048, expert 1,408: 796 tensors", EXPERTS * 4
         ),
         TensorSet.of_shapes(
             "gpt2",

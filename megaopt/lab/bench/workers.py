@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megaopt.lab.regression.group import apart, deaf
+from megaopt.lab.regression.processes import apart, deaf
 
 LONGEST = 500
 """Characters of an error that are kept."""

@@ -28,14 +28,7 @@ from megaopt.kernels.refusals import refuse
 from megaopt.lab import exits
 from megaopt.lab.bench import report
 from megaopt.lab.bench.instance import Instance, build
-from megaopt.lab.bench.measure import (
-    MOST_STEPS,
-    Copy,
-    Record,
-    measure,
-    product_speed,
-    with_rates,
-)
+from megaopt.lab.bench.measure import MOST_STEPS, Copy, Record, measure, product_speed, with_rates
 from megaopt.lab.bench.report import BenchRun, Columns
 from megaopt.lab.bench.sets import TensorSet
 from megaopt.lab.bench.subjects import SHARED
@@ -157,11 +150,8 @@ def select(
     for setup in setups:
         check_case(setup, device)
     if matched:  # elsewhere hybrid is the same as grouped
-        setups = [
-            setup
-            for setup in setups
-            if _is_plain(setup) and (setup.kernel != "hybrid" or setup.precision == IEEE)
-        ]
+        setups = [s for s in setups if s.kernel != "hybrid" or s.precision == IEEE]
+        setups = list(filter(_is_plain, setups))
     return list(filter(is_there, setups))
 
 

@@ -185,10 +185,9 @@ class Setup:
     @property
     def options(self) -> dict[str, Any]:
         """Returns the arguments of GaLoreAdamW that it sets."""
-        arguments = {
-            name: getattr(self, name) for name in ("rank", "proj_type", "kernel", "precision")
-        }
-        return {**arguments, **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)}
+        names = ("rank", "proj_type", "kernel", "precision")
+        moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), self.moments)
+        return {**{name: getattr(self, name) for name in names}, **moments}
 
 
 @dataclass(frozen=True)
@@ -248,13 +247,8 @@ def measure_errors(setup: Setup, device: torch.device) -> list[TensorMeasurement
     dtype, shape = WEIGHTS[setup.weights], (setup.rows, setup.columns)
     values, *grads = (tensor.to(dtype) for tensor in _drawn(shape, setup.seed, device))
     weights = [Parameter(0.02 * values) for _ in range(setup.matrices)]
-    optimizer = GaLoreAdamW(
-        weights,
-        seed=setup.seed,
-        dtype=None if dtype == torch.float32 else torch.float32,
-        **setup.options,
-        **GROUP,
-    )
+    masters = None if dtype == torch.float32 else torch.float32
+    optimizer = GaLoreAdamW(weights, seed=setup.seed, dtype=masters, **setup.options, **GROUP)
     # the last matrix's tensors behind each step; param is the master, or a weight that is its own
     behind: list[Tensors] = []
     for grad in grads:
@@ -267,19 +261,12 @@ def measure_errors(setup: Setup, device: torch.device) -> list[TensorMeasurement
         tensors |= {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
         behind.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
     before, after = behind
-    inputs = {"grad": grads[-1], **before}
-    del inputs["weight"]
-    exact, torchs = (
-        plain_step(
-            {name: tensor.to(wide) for name, tensor in inputs.items()},
-            state["projection"].to(wide),
-            setup.low_rank.side,
-            GROUP,
-            STEP,
-            setup.precision,
-        )
-        for wide in (torch.float64, torch.float32)
-    )
+    inputs = {"grad": grads[-1], **before, "projection": state["projection"]}
+    how, plain = (setup.low_rank.side, GROUP, STEP, setup.precision), list[Tensors]()
+    for wide in (torch.float64, torch.float32):
+        cast = {name: tensor.to(wide) for name, tensor in inputs.items() if name != "weight"}
+        plain.append(plain_step(cast, cast.pop("projection"), *how))
+    exact, torchs = plain
     derived = derived_update_error(exact, setup.rank)
     exact["weight"], torchs["weight"] = exact["param"], torchs["param"].to(dtype)
     return compared(before, after, exact, torchs, derived)
@@ -318,18 +305,9 @@ def compared(
             old, bound = before[slot].double(), derived
             value, by_torch, truth = value - old, by_torch - old, truth - old
         torchs_error = distance([by_torch], [truth])
-        findings.append(
-            TensorMeasurement(
-                name=name,
-                error=distance([value], [truth]),
-                torchs=torchs_error,
-                bound=FACTOR * torchs_error + bound,
-                norm=float(truth.norm()),
-                mean=mean,
-                value=value,
-                exact=truth,
-            )
-        )
+        errors = distance([value], [truth]), torchs_error, FACTOR * torchs_error + bound
+        norm = float(truth.norm())
+        findings.append(TensorMeasurement(name, *errors, norm, mean, value, truth))
     return findings
 
 

@@ -19,20 +19,20 @@ from rich.text import Text
 from megaopt.kernels.backends import BACKENDS, why_not
 from megaopt.kernels.contracts import CONTRACTS
 from megaopt.kernels.files import replacing
-from megaopt.lab import environment, exits
+from megaopt.lab import exits, source
 from megaopt.lab.console import coloured, make_console, make_table, print_table, step_progress
-from megaopt.lab.golden.case import GoldenCase
 from megaopt.lab.golden.cases import (
     ANY_MACHINE,
     CASES,
     NVIDIA_GPU,
+    GoldenCase,
     Record,
     covering,
     packaged,
     render,
 )
 from megaopt.lab.golden.run import DIGITS, run
-from megaopt.lab.regression.group import apart
+from megaopt.lab.regression.processes import apart
 from megaopt.lab.toml_tables import ConfigError, require
 from megaopt.recording.pair import differences
 
@@ -213,7 +213,7 @@ def _record(path: Path, old: Record, console: Console) -> int:
     places = {ANY_MACHINE: ("reference", torch.device("cpu"))}
     if reason is None:
         places[NVIDIA_GPU] = ("triton", device)
-        made_on = {name: environment.describe()[name] for name in DESCRIBED}
+        made_on = {name: source.describe()[name] for name in DESCRIBED}
     with step_progress(console) as progress:
         for part, place in places.items():
             cases = progress.track(CASES[part], description="stepping cases")
@@ -265,7 +265,7 @@ def report(tasks: Sequence[GoldenTask], record: Record) -> Iterator[str]:
     """
     wrong = sum(len(task.different) for task in tasks)
     yield f"# megaopt verify: {f'{wrong} differ' if wrong else 'identical'}"
-    here = {name: environment.describe()[name] for name in SHARED}
+    here = {name: source.describe()[name] for name in SHARED}
     here["golden record"] = _digest(render(record))
     yield from _markdown(("here", ""), ((name, value or "none") for name, value in here.items()))
     rows, reasons, different = [], [], []
@@ -314,14 +314,8 @@ def choose(only: Sequence[str], backends: Sequence[str]) -> dict[str, list[Golde
     words = f"a pattern of one of the {len(names)} names of cases, as 'ieee/adamw/bf16*' is"
     for pattern in only:
         require(any(fnmatchcase(name, pattern) for name in names), "only", pattern, words)
-    return {
-        part: [
-            case
-            for case in cases
-            if any(fnmatchcase(case.name, pattern) for pattern in only or ("*",))
-        ]
-        for part, cases in CASES.items()
-    }
+    chosen = {name for name in names if any(fnmatchcase(name, p) for p in only or ("*",))}
+    return {part: [case for case in CASES[part] if case.name in chosen] for part in CASES}
 
 
 def plan(
@@ -369,7 +363,7 @@ def why_not_compared(record: Record, part: str) -> str | None:
     """Why digests made here cannot be those of a part of the record; None where they must be."""
     if part == ANY_MACHINE:
         return None
-    here = environment.describe()["compute_capability"]
+    here = source.describe()["compute_capability"]
     recorded = record.made_on.get("compute_capability")
     if here != recorded:
         return f"recorded on compute capability {recorded}, the GPU here has {here}"

@@ -15,9 +15,9 @@ from torch import Tensor
 import megaopt
 from megaopt.float8 import Float8Weight
 from megaopt.kernels.digest.codes import codes_of
-from megaopt.lab.bits import alike_codes
-from megaopt.lab.golden.case import GoldenCase
+from megaopt.lab.golden.cases import GoldenCase
 from megaopt.lab.golden.tensors import copies, gradient, parameters, project, select, specs_of
+from megaopt.lab.regression.parts import alike_codes
 from megaopt.optimizer import FusedOptimizer
 
 STEPS = 20

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import megaopt
-from megaopt.lab.golden.case import GoldenCase
+from megaopt.lab.golden.cases import GoldenCase
 from megaopt.recording.inputs import mixed
 
 Words = NDArray[numpy.uint64]
@@ -221,10 +221,9 @@ def _grad(
 
 def _with_nonfinite(bits: Patterns, drawn: Words, nan: bool, infinite: bool) -> Patterns:
     """One number of 64 becomes NaN, and another infinity, where that is asked for."""
-    if nan:
-        bits = _with_some(NAN, 0, bits, drawn)
-    if infinite:
-        bits = _with_some(INFINITY, 1, bits, drawn)
+    for kind, pattern, is_there in ((0, NAN, nan), (1, INFINITY, infinite)):
+        if is_there:  # of its own sign
+            bits = numpy.where(_field(drawn, 48, 6) == kind, (bits & SIGN) | pattern, bits)
     return bits
 
 
@@ -290,11 +289,6 @@ def _drawn(
         # zeros and subnormal numbers become numbers in [1, 2), with their bits
         bits = numpy.where(bits & INFINITY, bits, bits | ONE)
     return bits, drawn
-
-
-def _with_some(pattern: int, kind: int, bits: Patterns, drawn: Words) -> Patterns:
-    """One number of 64 becomes a pattern, of its own sign; others by another kind, below 64."""
-    return numpy.where(_field(drawn, 48, 6) == kind, (bits & SIGN) | pattern, bits)
 
 
 def _tensor_of(bits: Patterns, dtype: torch.dtype) -> torch.Tensor:

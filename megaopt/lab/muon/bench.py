@@ -100,6 +100,7 @@ def _subject(
 
 EMERGING = "emerging_optimizers.orthogonalized_optimizers.muon"
 SIMPLE = {"nesterov": True, "coefficient_type": "simple"}
+SYRK, TRITON = {**SIMPLE, "use_syrk": True}, {"nesterov": True, "use_triton": True}
 GRAM = "gram_newton_schulz"
 GRAM_WORDS = ("gram-newton-schulz, fp16", "fp16, Gram's form by quack")
 SUBJECTS = {
@@ -109,18 +110,9 @@ SUBJECTS = {
         _subject("ours-fp16", "FusedMuon, fp16", "fp16, form by shape", precision="fp16"),
         _subject("torch", "torch.optim.Muon, bf16", "bf16, one after another", "torch.optim"),
         _subject("emerging", "Emerging-Optimizers, bf16", "bf16, fp32 between", EMERGING, **SIMPLE),
-        _subject(
-            "emerging-syrk", "the same, syrk", "the same by syrk", EMERGING, use_syrk=True, **SIMPLE
-        ),
+        _subject("emerging-syrk", "the same, syrk", "the same by syrk", EMERGING, **SYRK),
         _subject("dion", "dion, bf16", "bf16, stacked by shape", "dion", nesterov=True),
-        _subject(
-            "dion-triton",
-            "the same, Triton",
-            "the same by Triton",
-            "dion",
-            nesterov=True,
-            use_triton=True,
-        ),
+        _subject("dion-triton", "the same, Triton", "the same by Triton", "dion", **TRITON),
         _subject("gram-newton-schulz", *GRAM_WORDS, GRAM, nesterov=True),
     )
 }
@@ -338,7 +330,10 @@ def draw(record: Record) -> Figure:
     """Milliseconds as bars, a field for each set, the fastest first; those without a time last."""
     fields: dict[str, list[Bar]] = {}
     floors: dict[str, float] = {}
-    for cases in report.grouped(record["cases"]).values():
+    by_set: dict[str, list[Record]] = {}
+    for case in record["cases"]:
+        by_set.setdefault(case["set"], []).append(case)
+    for cases in by_set.values():
         tensors = _set_of(cases[0])
         count, size = len(tensors.sizes), sum(tensors.sizes) / 1e6
         heading = f"{tensors.description}: {count} matrices, {size:.0f}e6 parameters"

@@ -16,24 +16,16 @@ from megaopt.kernels.files import write_json
 from megaopt.lab import exits
 from megaopt.lab.config import read_config
 from megaopt.lab.configs import DEFAULT, Config, find_config
-from megaopt.lab.console import (
-    coloured,
-    make_console,
-    make_table,
-    print_table,
-    step_progress,
-)
+from megaopt.lab.console import coloured, make_console, make_table, print_table, step_progress
 from megaopt.lab.regression.megatron.config import read_megatron_run
 from megaopt.lab.regression.outcome import TrialOutcome
-from megaopt.lab.regression.outputs import make_folder
 from megaopt.lab.regression.picture import draw_losses, draw_times
 from megaopt.lab.regression.plan import AnyRun
-from megaopt.lab.regression.record import TIMES, build_record, measured, times_of
-from megaopt.lab.regression.recorded import describe_losses
+from megaopt.lab.regression.record import TIMES, build_record, describe_losses, measured, times_of
 from megaopt.lab.regression.regression import Regression
-from megaopt.lab.source import describe_source
+from megaopt.lab.source import describe_source, make_folder
 from megaopt.lab.toml_tables import read_toml
-from megaopt.lab.training.determinism import choose_device
+from megaopt.lab.training.machine import choose_device
 from megaopt.lab.training.text import batches_of, load_corpus
 
 UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"), (0, "B"))

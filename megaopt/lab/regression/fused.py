@@ -196,12 +196,11 @@ def muon(model: nn.Module, run: RunConfig, variant: MuonVariant) -> OptimizerWei
     for piece in pieces:
         is_embedding = piece.name.endswith("embedding.weight")
         piece.tensor.use_muon = not is_embedding  # type: ignore[attr-defined]  # a mark
-    hyperparameters = arguments(run.optimizer)
+    options = arguments(run.optimizer)
+    options["adam_eps"] = options.pop("eps")
     optimizer = FusedMuon(
         numbered_groups(pieces, run.optimizer, variant.layout),
-        lr=hyperparameters["lr"],
-        betas=hyperparameters["betas"],
-        adam_eps=hyperparameters["eps"],
+        **options,
         adjust_lr_fn="match_rms_adamw",
         dtype=torch.float32,
         precision=variant.precision,

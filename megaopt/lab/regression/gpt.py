@@ -22,10 +22,10 @@ from megaopt.lab.config import (
 )
 from megaopt.lab.regression.fake_quantize import FakeQuantizedLinear
 from megaopt.lab.regression.fused import fused, galore, muon, peer
-from megaopt.lab.regression.outputs import about_file
 from megaopt.lab.regression.parts import Part
 from megaopt.lab.regression.unfused import UnfusedWeights
 from megaopt.lab.regression.weights import OptimizerWeights
+from megaopt.lab.source import about_file
 from megaopt.lab.toml_tables import ConfigError
 from megaopt.lab.training.model import build_model
 from megaopt.lab.training.text import batches_of, load_corpus
@@ -34,7 +34,7 @@ from megaopt.recording.pair import differences, flat
 from megaopt.saving import checkpoint
 
 if TYPE_CHECKING:
-    from megaopt.lab.regression.rank import RankTask
+    from megaopt.lab.regression.processes import RankTask
 
 
 class GptTraining:

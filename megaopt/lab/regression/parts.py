@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from megaopt.kernels.digest.codes import codes_of
 from megaopt.kernels.place import Place
-from megaopt.lab.bits import alike_codes
 from megaopt.recording.digest import of_places
 from megaopt.recording.files import Value, Writer
 from megaopt.recording.table import Array, Rows
@@ -73,3 +74,12 @@ def flip_master_bit(parts: Iterable[Part]) -> None:
             bits[bits.numel() // 2] ^= 1
             return
     raise RuntimeError("this rank holds no element of an fp32 master")
+
+
+def alike_codes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns as integers of the same width, of every NaN that of torch.nan."""
+    codes = codes_of(tensor)
+    if not tensor.is_floating_point():
+        return codes
+    nan = codes_of(torch.tensor(math.nan).to(tensor.dtype))
+    return codes.masked_fill(tensor.detach().isnan(), int(nan.item()))

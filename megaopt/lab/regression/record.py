@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import statistics
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaopt.lab import environment
-from megaopt.lab.regression.megatron.config import (
-    MegaoptVariant,
-    MegatronRun,
-    StockVariant,
-)
+from megaopt.lab.regression.megatron.config import MegaoptVariant, MegatronRun, StockVariant
 from megaopt.lab.regression.megatron.traffic import bytes_per_parameter
 from megaopt.lab.regression.megatron.training import settings
 from megaopt.lab.regression.outcome import TrialOutcome
 from megaopt.lab.regression.regression import Regression, is_installed
-from megaopt.lab.source import Source
+from megaopt.lab.source import Source, describe
 from megaopt.lab.training.text import Corpus
 from megaopt.recording.environment import installed
 
@@ -76,7 +75,7 @@ def times_of(regression: Regression) -> dict[str, Any]:
 
 def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict[str, Any]:
     """The record of a regression so far; losses and norms are hexadecimal floats."""
-    described = environment.describe()
+    described = describe()
     versions = {key: described[key] for key in VERSIONS}
     of_megatron: dict[str, Any] = {}
     if isinstance(regression.run, MegatronRun):
@@ -123,3 +122,45 @@ def build_record(regression: Regression, corpus: Corpus, source: Source) -> dict
         "identical": finished and first is None and not regression.failed,
         "first_difference": first and dataclasses.asdict(first),
     }
+
+
+# --- final losses that were recorded of a config, on processors of several kinds
+
+# The text is the same everywhere, and so is the optimizer's arithmetic (`megaopt verify`). Matrix
+# products are torch's and the processor's. So a run's losses are the recorded ones wherever those
+# products are, and others elsewhere, which is no fault: nothing here decides about an exit status.
+FILE = Path(__file__).with_name("losses.json")
+
+
+def recorded() -> dict[str, Any]:
+    """Returns by config its file's SHA-256, torch's version, losses by processor and variant."""
+    records: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return records
+
+
+def digest_of(config_path: Path) -> str:
+    """SHA-256 of a config's text, whatever its line ends."""
+    return hashlib.sha256(config_path.read_text(encoding="utf-8").encode()).hexdigest()
+
+
+def describe_losses(config_path: Path, losses: Mapping[str, float]) -> str:
+    """A line about a run's final losses, by variant.
+
+    Args:
+        config_path: of the run.
+        losses: of all variants.
+    """
+    record = recorded().get(config_path.stem)
+    if record is None or record["config"] != digest_of(config_path):
+        return "losses: none are recorded of this config"
+    hexadecimals = {name: loss.hex() for name, loss in losses.items()}
+    for processor, recorded_losses in record["losses"].items():
+        if recorded_losses == hexadecimals:
+            return (
+                f"losses: those recorded with {processor} and torch {record['torch']}, to the bit"
+            )
+    kinds = ", ".join(record["losses"])
+    return (
+        f"losses: not those recorded with torch {record['torch']} ({kinds}): matrix products have "
+        "other bits here, which is no fault"
+    )

@@ -10,20 +10,13 @@ from pathlib import Path
 import torch
 
 from megaopt.lab.config import RunConfig
-from megaopt.lab.environment import cores
-from megaopt.lab.regression.group import Group, RankError
 from megaopt.lab.regression.megatron.config import StockVariant
 from megaopt.lab.regression.outcome import TrialDifference, TrialOutcome, earliest
-from megaopt.lab.regression.plan import (
-    AnyRun,
-    TrainingJob,
-    in_order,
-    job_to_perturb,
-    plan_trials,
-)
-from megaopt.lab.regression.rank import RankTask
+from megaopt.lab.regression.plan import AnyRun, TrainingJob, in_order, job_to_perturb, plan_trials
+from megaopt.lab.regression.processes import Group, RankError, RankTask
+from megaopt.lab.source import cores
 from megaopt.lab.toml_tables import ConfigError, require
-from megaopt.lab.training.limits import count_parameters, require_memory, require_room
+from megaopt.lab.training.machine import count_parameters, require_memory, require_room
 
 PAUSE = 0.1
 """Seconds between two looks at the processes."""

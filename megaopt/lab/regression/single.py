@@ -6,19 +6,14 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from megaopt.lab import exits
-from megaopt.lab.config import (
-    FusedVariant,
-    MatrixVariant,
-    read_config,
-)
+from megaopt.lab.config import FusedVariant, MatrixVariant, read_config
 from megaopt.lab.configs import Config, find_config
 from megaopt.lab.console import make_console, step_progress
 from megaopt.lab.regression.gpt import GptTraining
-from megaopt.lab.regression.outputs import about_file, try_to_write
 from megaopt.lab.regression.parts import open_recording, rows_of
+from megaopt.lab.source import about_file, try_to_write
 from megaopt.lab.toml_tables import MOST, require
-from megaopt.lab.training.determinism import choose_device, deterministic
-from megaopt.lab.training.limits import require_room
+from megaopt.lab.training.machine import choose_device, deterministic, require_room
 
 
 def train(

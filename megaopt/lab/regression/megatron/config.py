@@ -9,16 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megaopt.lab.config import GaLoreConfig, NamedVariant, TrainingConfig, need_once
-from megaopt.lab.toml_tables import (
-    ByKind,
-    Count,
-    Number,
-    Ranks,
-    Several,
-    Table,
-    Threads,
-    read_run,
-)
+from megaopt.lab.toml_tables import ByKind, Count, Number, Ranks, Several, Table, Threads, read_run
 
 StateDtype = Literal[
     "float32", "bfloat16", "float16", "float8",

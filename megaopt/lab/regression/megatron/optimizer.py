@@ -9,11 +9,7 @@ from typing import Any
 import torch
 
 from megaopt.galore import GaLoreAdamW
-from megaopt.lab.regression.megatron.config import (
-    MegaoptVariant,
-    MegatronRun,
-    MegatronVariant,
-)
+from megaopt.lab.regression.megatron.config import MegaoptVariant, MegatronRun, MegatronVariant
 from megaopt.lab.regression.megatron.emerging import make_muon
 from megaopt.lab.regression.megatron.model import megatron, weights_dtype
 from megaopt.lab.regression.unfused import UnfusedAdam

@@ -26,7 +26,7 @@ from megaopt.lab.regression.parts import Part
 from megaopt.recording.files import hexadecimal
 
 if TYPE_CHECKING:
-    from megaopt.lab.regression.rank import RankTask
+    from megaopt.lab.regression.processes import RankTask
 
 SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",

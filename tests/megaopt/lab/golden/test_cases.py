@@ -19,8 +19,7 @@ from megaopt.kernels.formats import (
     FormatTable,
 )
 from megaopt.kernels.rules import RULES
-from megaopt.lab.golden.case import VARIATIONS
-from megaopt.lab.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU
+from megaopt.lab.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, VARIATIONS
 from megaopt.options.choices import Nonfinite, Rounding
 
 EVERY = [case for cases in CASES.values() for case in cases]

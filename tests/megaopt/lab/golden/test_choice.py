@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megaopt.lab.golden import check
-from megaopt.lab.golden.case import GoldenCase
-from megaopt.lab.golden.cases import ANY_MACHINE, CASES, covering, packaged
+from megaopt.lab.golden.cases import ANY_MACHINE, CASES, GoldenCase, covering, packaged
 
 ROWS = {
     "rules": lambda case: {(case.parts[1], case.contract)},
@@ -48,7 +47,7 @@ def gpu(monkeypatch):
     made_on = packaged().made_on
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "why_not", reason)
-    monkeypatch.setattr(check.environment, "describe", lambda: made_on)
+    monkeypatch.setattr(check.source, "describe", lambda: made_on)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaopt.lab import environment
+from megaopt.lab import source
 from megaopt.lab.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, packaged
 from megaopt.lab.golden.run import run
 
@@ -59,7 +59,7 @@ def test_a_gpu_has_the_bits_of_the_record(case, backend):
 @pytest.mark.gpu
 @cases_of(NVIDIA_GPU)
 def test_a_gpu_has_the_bits_of_its_own_part(case):
-    here = environment.describe()["compute_capability"]
+    here = source.describe()["compute_capability"]
     recorded = RECORD.made_on["compute_capability"]
     if here != recorded:
         pytest.skip(f"recorded on compute capability {recorded}, the GPU here has {here}")

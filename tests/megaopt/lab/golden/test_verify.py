@@ -10,8 +10,15 @@ from megaopt import kernels
 from megaopt.kernels.formats import MOMENTS, WEIGHTS
 from megaopt.kernels.rules import RULES
 from megaopt.lab.golden import check
-from megaopt.lab.golden.case import GoldenCase
-from megaopt.lab.golden.cases import ANY_MACHINE, CASES, NVIDIA_GPU, Record, packaged, parse
+from megaopt.lab.golden.cases import (
+    ANY_MACHINE,
+    CASES,
+    NVIDIA_GPU,
+    GoldenCase,
+    Record,
+    packaged,
+    parse,
+)
 
 FP32 = "ieee/adamw/fp32-weight/no-master/fp32-fp32"
 BF16 = "ieee/adamw/bf16-weight/no-master/bf16-bf16"

@@ -3,10 +3,10 @@ import torch
 from tiny_runs import UNFUSED, fused, tiny_run, variant
 
 from megaopt.lab.config import read_config
-from megaopt.lab.regression import rank, regression
-from megaopt.lab.regression.group import Group, RankError
+from megaopt.lab.regression import processes, regression
+from megaopt.lab.regression.processes import Group, RankError
 from megaopt.lab.regression.regression import Regression
-from megaopt.lab.training.determinism import deterministic
+from megaopt.lab.training.machine import deterministic
 
 BASELINES = UNFUSED + variant("ties_away", "unfused", rounding="nearest_away")
 OPTIMIZER = "warmup_steps = 3\nbeta2 = 0.95\nweight_decay = 0.1\n"
@@ -40,7 +40,7 @@ class Here:
     def look(self):
         try:
             with deterministic(1):
-                rank.train(self.task)
+                processes.train(self.task)
         except Exception as error:
             raise RankError(str(error)) from error
         self.steps = self.job.steps
@@ -83,7 +83,7 @@ def run():
 @pytest.fixture
 def plant(monkeypatch):
     """Plants a fault: fault(training, scalars) is called after one step of one job."""
-    built = rank.build
+    built = processes.build
 
     def plant(name, number, fault):
         def build(task):
@@ -99,7 +99,7 @@ def plant(monkeypatch):
             training.step = spoiled
             return training
 
-        monkeypatch.setattr(rank, "build", build)
+        monkeypatch.setattr(processes, "build", build)
 
     return plant
 

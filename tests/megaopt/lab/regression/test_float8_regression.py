@@ -8,7 +8,7 @@ import pytest
 
 from megaopt.float8 import RECIPES
 from megaopt.lab.regression import fake_quantize
-from megaopt.lab.regression.group import Group
+from megaopt.lab.regression.processes import Group
 
 ALL = list(RECIPES)
 FORMS = {

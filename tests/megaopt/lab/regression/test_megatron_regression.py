@@ -9,10 +9,9 @@ from tiny_runs import tiny_run, variant
 
 from megaopt.lab.configs import find_config
 from megaopt.lab.regression.command import regress
-from megaopt.lab.regression.group import Group, RankError
 from megaopt.lab.regression.megatron.config import read_megatron_run
 from megaopt.lab.regression.plan import plan_trials
-from megaopt.lab.regression.rank import RankTask
+from megaopt.lab.regression.processes import Group, RankError, RankTask
 from megaopt.lab.regression.regression import is_installed
 from megaopt.lab.source import describe_source
 

@@ -6,12 +6,12 @@ import pytest
 
 from megaopt.lab.config import read_config
 from megaopt.lab.configs import find_config
-from megaopt.lab.regression import recorded
+from megaopt.lab.regression import record
 
 REPOSITORY = Path(__file__).parents[4]
 
 
-@pytest.fixture(params=recorded.recorded())
+@pytest.fixture(params=record.recorded())
 def name(request):
     return request.param
 
@@ -19,25 +19,25 @@ def name(request):
 def losses_of(name, processor):
     return {
         variant: float.fromhex(loss)
-        for variant, loss in recorded.recorded()[name]["losses"][processor].items()
+        for variant, loss in record.recorded()[name]["losses"][processor].items()
     }
 
 
 def test_a_record_is_of_the_config_as_it_is(name):
     path = find_config(Path(f"{name}.toml"))
-    assert recorded.recorded()[name]["config"] == recorded.digest_of(path)
+    assert record.recorded()[name]["config"] == record.digest_of(path)
     variants = [variant.name for variant in read_config(path).runs]
-    for processor in recorded.recorded()[name]["losses"]:
+    for processor in record.recorded()[name]["losses"]:
         assert sorted(losses_of(name, processor)) == sorted(variants)
 
 
 def test_a_runs_losses_are_found_by_every_bit(name):
     path = find_config(Path(f"{name}.toml"))
     losses = losses_of(name, "AVX2")
-    found = recorded.describe_losses(path, losses)
+    found = record.describe_losses(path, losses)
     assert found.startswith("losses: those recorded with AVX2 and torch")
     losses["unfused"] += 2.0**-22
-    found = recorded.describe_losses(path, losses)
+    found = record.describe_losses(path, losses)
     assert found.startswith("losses: not those recorded with torch")
 
 
@@ -47,4 +47,4 @@ def test_the_page_shows_the_recorded_losses():
     shown = {row[0].strip(): row[2].strip() for row in rows}
     losses = losses_of("gpt_tiny", "AVX512")
     assert shown == {variant: f"{loss:.9g}" for variant, loss in losses.items()}
-    assert recorded.recorded()["gpt_tiny"]["torch"] in text
+    assert record.recorded()["gpt_tiny"]["torch"] in text

@@ -5,9 +5,8 @@ import torch
 
 from megaopt.lab.config import ModelConfig, read_config
 from megaopt.lab.toml_tables import ConfigError
-from megaopt.lab.training import limits
-from megaopt.lab.training.determinism import choose_device
-from megaopt.lab.training.limits import count_parameters, least_bytes
+from megaopt.lab.training import machine
+from megaopt.lab.training.machine import choose_device, count_parameters, least_bytes
 from megaopt.lab.training.model import GPT, build_model
 
 CONFIG = ModelConfig(layers=2, heads=2, width=16, context=12, vocabulary_size=256)
@@ -42,13 +41,13 @@ def test_a_run_larger_than_the_memory_is_refused(monkeypatch):
     variant = config.runs[0]
     needed = least_bytes(config, variant)
     assert needed > 12 * count_parameters(config.model)
-    monkeypatch.setattr(limits, "memory_of", lambda device: needed)
-    limits.require_room(config, variant, CPU)
-    monkeypatch.setattr(limits, "memory_of", lambda device: needed - 1)
+    monkeypatch.setattr(machine, "memory_of", lambda device: needed)
+    machine.require_room(config, variant, CPU)
+    monkeypatch.setattr(machine, "memory_of", lambda device: needed - 1)
     with pytest.raises(ConfigError, match=r"must be small enough for the .* on this cpu, got a"):
-        limits.require_room(config, variant, CPU)
-    monkeypatch.setattr(limits, "memory_of", lambda device: None)  # the system does not tell
-    limits.require_room(config, variant, CPU)
+        machine.require_room(config, variant, CPU)
+    monkeypatch.setattr(machine, "memory_of", lambda device: None)  # the system does not tell
+    machine.require_room(config, variant, CPU)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):

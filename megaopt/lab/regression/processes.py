@@ -1,7 +1,7 @@
-"""The processes of a job: started together, watched, and ended together where one fails.
+"""The processes of a job, one for each rank: what each does, and how they are watched and ended.
 
-torch.distributed.elastic.multiprocessing is not used: it takes the command's handler of Ctrl-C away
-for good, and writes errors to stderr itself.
+They start together, and end together where one fails. torch.distributed.elastic.multiprocessing is
+not used: it takes the command's handler of Ctrl-C away for good, and writes to stderr itself.
 """
 
 from __future__ import annotations
@@ -10,15 +10,29 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
 from megaopt.lab.exits import DEBUG, wants_traceback
+from megaopt.lab.regression import gpt
+from megaopt.lab.regression.megatron import training as megatron
 from megaopt.lab.regression.megatron.config import MegatronRun
-from megaopt.lab.regression.rank import RankTask, serve
+from megaopt.lab.regression.parts import flip_master_bit, open_recording, rows_of
+from megaopt.lab.regression.plan import AnyRun, TrainingJob
+from megaopt.lab.training.machine import deterministic
 
 CAN_BLOCK = hasattr(signal, "pthread_sigmask")  # not on Windows
 GRACE = 20.0  # seconds that ranks have to leave once all have recorded their last step
@@ -28,6 +42,96 @@ TRACEBACK = "Traceback (most recent call last)"
 LONGEST_FOLDER = 70
 """Bytes of the folder for temporary files, at most, where a copy can be asked for: its socket lies
 there, its path is 32 bytes longer, and Linux takes 107 in all, macOS 103."""
+
+
+# --- the process of a rank: trains a job's steps of a variant and records its bits
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """The task of a rank's process."""
+
+    run: AnyRun
+    job: TrainingJob
+    device: str
+    """ "cuda" or "cpu"."""
+    folder: Path
+    """The folder where the ranks of all jobs meet, write and save."""
+    rank: int
+    perturb: int | None = None
+    """Step after which this rank flips one bit of a master; None: never."""
+
+    @property
+    def name(self) -> str:
+        """The job's name and the rank."""
+        return f"{self.job.name}-rank{self.rank}"
+
+    @property
+    def recording(self) -> Path:
+        """The folder of the job's recording; its files are in a folder rank-0, rank-1 ..."""
+        return self.folder / self.job.name
+
+    @property
+    def log(self) -> Path:
+        """The file of what it prints."""
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def meeting(self) -> str:
+        """Returns the address of the file by which the job's ranks meet."""
+        return f"file://{self.folder / self.job.name}.meeting"
+
+
+def serve(task: RankTask, parent: Connection) -> None:
+    """The process's life: exit status 1 and a traceback in its log where anything fails."""
+    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    # processes that Megatron spawns to save would import the command's main module, torch and all
+    sys.modules["__main__"] = ModuleType("__main__")
+
+    def end_with_parent() -> None:
+        parent.poll(None)
+        os._exit(1)
+
+    # a rank that waits for another in a collective would outlive a parent that was killed
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        with deterministic(task.run.cpu_threads):
+            train(task)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        # not sys.exit: what waits for the other ranks at exit may wait for ever
+        os._exit(1)
+
+
+def build(task: RankTask) -> gpt.GptTraining | megatron.MegatronTraining:
+    """A rank's training, from the seed; the ranks have met."""
+    return megatron.build(task) if isinstance(task.run, MegatronRun) else gpt.build(task)
+
+
+def train(task: RankTask) -> None:
+    """Makes the steps of a job, recording each."""
+    job, training = task.job, build(task)
+    if job.load is not None:
+        training.load(task.folder / job.load)
+    about = job.ranks, training.about()
+    with closing(open_recording(task.recording, task.rank, *about)) as writer:
+        for step in range(job.first, job.last + 1):
+            scalars = training.step(step)
+            if step == task.perturb:
+                flip_master_bit(training.parts())
+            rows = rows_of(training.parts(), writer, training.device)
+            if step in job.save_after:
+                training.save(task.folder / f"{job.name}-after-{step}")
+            writer.step(step, 0, scalars, rows)
+
+
+# --- the command's side
 
 
 class RankError(RuntimeError):

@@ -37,7 +37,7 @@ from megaopt.kernels.matrix.plan import (
 )
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place
-from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
+from megaopt.kernels.products.tables import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import PROJECTION

@@ -19,7 +19,7 @@ from megaopt.kernels.matrix.exchange import UpdateMaker
 from megaopt.kernels.muon.orthogonal import EO, TORCH, Orthogonal
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import Work, joined
+from megaopt.kernels.rules.matrix import Work, joined, split
 from megaopt.kernels.step.reference import controlled_grad, skips_of
 
 Numbers = tuple[float, float, float, float]
@@ -73,7 +73,7 @@ def step_as_eo(
 
     # each matrix of the parameter alone, and all back where they were
     cuts = how.cuts(direction.shape)
-    updates = [_update_as_eo(cut.of(direction), how) for cut in cuts]
+    updates = [_update_as_eo(matrix, how) for matrix in split(cuts, direction)]
     param.add_(joined(cuts, updates, param.shape), alpha=-lr)
 
 

@@ -48,32 +48,19 @@ def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, to
     return (torch.ones_like(inverse) / inverse if form.scale_of_inverse else scale), inverse
 
 
-def packed(code: torch.Tensor, form: Format) -> torch.Tensor:
-    """Codes as the format keeps them: of 4 bits two in each byte, the even one the lower."""
-    return code if form.packed == 1 else code[..., ::2] | code[..., 1::2] << 4
-
-
-def unpacked(stored: torch.Tensor, form: Format) -> torch.Tensor:
-    """A code of its own for each element."""
-    if form.packed == 1:
-        return stored
-    return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
-
-
 def decoded(
     form: Format, stored: torch.Tensor, scale: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
     """The fp32 values of stored codes; first: of what is in blocks, as store_blocks has it."""
-    code = unpacked(stored, form)
-    return form.decode_reference(code, factors(form, scale, code, first))
-
-
-def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first: int) -> Any:
-    """Returns decode_reference's second argument: a scale, or the factor of each element."""
-    if not form.block:
-        return scale
-    assert scale is not None
-    return spread(factor_reference(scale), form.block, like, first)
+    # a code of its own for each element
+    code = stored
+    if form.packed > 1:
+        code = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    # one scale, or the factor of each element
+    if form.block:
+        assert scale is not None
+        scale = spread(factor_reference(scale), form.block, code, first)
+    return form.decode_reference(code, scale)
 
 
 def spread(numbers: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
@@ -103,9 +90,10 @@ def store_blocks(
     # a scale byte a block; its inverse for each element
     new = scale_of_amax_reference(padded.view(-1, form.block).amax(1), form.window_offset)
     inverse = spread(inverse_factor_reference(new), form.block, value, first)
-    # codes, then packed where two share a byte
+    # codes; of 4 bits two share a byte, the even one the lower
     encode = form.encode_reference if bits else form.encode_by_hand
-    code.copy_(packed(encode(value, inverse, *bits), form))
+    new_codes = encode(value, inverse, *bits)
+    code.copy_(new_codes if form.packed == 1 else new_codes[..., ::2] | new_codes[..., 1::2] << 4)
     scale.copy_(new.view(scale.shape))
 
 

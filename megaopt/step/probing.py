@@ -10,14 +10,18 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaopt.kernels.shards import PLAIN, local_of
 from megaopt.params import ParamView
-from megaopt.state.owned import Owned
+from megaopt.state.owned import Group, Owned
 from megaopt.state.watch import grads_of
+
+if TYPE_CHECKING:
+    from megaopt.step.collect import Check
+    from megaopt.step.stepper import Stepper
 
 ASKS = "torch.distributed.checkpoint.state_dict"
 """The module of get_optimizer_state_dict, which says nowhere else that it asks."""
@@ -75,6 +79,28 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
     for mesh in _meshes(owned.views):
         flag = _largest(flag, mesh)
     return not bool(flag)
+
+
+def answers_torch(
+    stepper: Stepper, groups: Sequence[Group], state: Any, decoupled: bool, check: Check | None
+) -> bool:
+    """Makes the states, and steps nothing, where a first step is such a question.
+
+    It has lr=0 and gradients of 0, on all ranks. Arguments as for Stepper.step. Returns whether it
+    was the question.
+    """
+    owned = stepper.owned(groups)
+    if not is_probe(owned, state, decoupled):
+        return False
+    # what comes between it and the first step may differ
+    stepper.ties.has_agreed = False
+    stepper.was_stepped = stepper.options.MATRIX is None
+    # gradients are elsewhere than torch put them: all parameters' states are made
+    if decoupled:
+        stepper.make_states(groups, state, range(len(owned.params)), check)
+    else:
+        stepper.gather(groups, state, decoupled, check)
+    return True
 
 
 def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:

@@ -375,7 +375,7 @@ class Meeting:
                 gathered.append((group, amaxes, torch.cat(amaxes)))
         return gathered
 
-    def exchange(self, gathered: Gathered) -> None:
+    def reduce_amaxes(self, gathered: Gathered) -> None:
         """Makes amaxes the largest of all ranks, between step and casts."""
         # the largest of all ranks, in one all-reduce; then each amax takes its piece
         for group, amaxes, together in gathered:

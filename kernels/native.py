@@ -64,7 +64,13 @@ class Extension:
             try:
                 # the file counts, whoever built it; only then why this child failed
                 ended = self._child is not None and self._child.poll() is not None
-                output = self._hear() if ended else ""
+                output = ""
+                if ended:
+                    # the last that the compiler said
+                    size = os.fstat(self._output).st_size
+                    text = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
+                    os.close(self._output)
+                    output = text.decode(errors="replace").strip()
                 if self.file.exists():
                     spec: Any = importlib.util.spec_from_file_location(self.file.stem, self.file)
                     module = importlib.util.module_from_spec(spec)
@@ -84,12 +90,6 @@ class Extension:
             time.sleep(0.05)
             self._due = 0.0
         return self.module
-
-    def _hear(self) -> str:
-        size = os.fstat(self._output).st_size
-        output = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
-        os.close(self._output)
-        return output.decode(errors="replace").strip()
 
     def _start(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)

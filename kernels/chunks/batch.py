@@ -39,22 +39,23 @@ class Cast:
     remainder: Format = field(default=NONE, repr=False)
     """The format beside codes of which the step has values for its own time (plan_formats)."""
 
-    @property
-    def rounding(self) -> Format:
-        """The format through which values go before they are encoded."""
-        return WEIGHTS[torch.float32 if self.recipe.direct or self.exact else self.dtype]
+    # made of these fields
+    quantizer: Quantizer = field(init=False, repr=False, compare=False)
+    """The recipe's."""
+    rounding: Format = field(init=False, repr=False, compare=False)
+    """The format through which values go before they are encoded."""
+    slots: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The slots of what lies beside the codes."""
 
-    @property
-    def quantizer(self) -> Quantizer:
-        """The recipe's."""
-        return self.recipe.quantizer
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The slots of what lies beside the codes."""
-        scale_slots = ("weight_scale",) if self.quantizer.keeps_scale else ()
+    def __post_init__(self) -> None:
+        quantizer, is_wide = self.recipe.quantizer, self.recipe.direct or self.exact
+        scale_slots = ("weight_scale",) if quantizer.keeps_scale else ()
         remainder_slots = ("weight_remainder",) if self.remainder.present else ()
-        return (*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots)
+        vars(self).update(
+            quantizer=quantizer,
+            rounding=WEIGHTS[torch.float32 if is_wide else self.dtype],
+            slots=(*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots),
+        )
 
 
 class Extent(NamedTuple):

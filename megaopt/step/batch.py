@@ -155,16 +155,19 @@ class Batch:
 
     def copy_results(self) -> None:
         """Copies the results back to staged tensors after a step."""
-        # unscaled gradients, then weights and states; contiguous tensors are their own copies
+        # unscaled gradients, then weights and states
         copies, grads = self._copies, self._written_grads
         self._copies, self._written_grads = {}, []
-        if grads:
-            copy_back(grads, copies["grad"])
+        written = [(grads, copies["grad"])] if grads else []
         if "weight_remainder" in copies:
             copies["master"] = copies["weight_remainder"]
         weight_slots = () if self.float8 else ("weight",)
         for slot in (*weight_slots, *self.formats.state_slots):
-            copy_back(self.tensors(slot), copies[slot])
+            written.append((self.tensors(slot), copies[slot]))
+        # contiguous tensors are their own copies
+        for tensor, copy in chain(*(zip(*pair, strict=True) for pair in written)):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
     def abandon(self) -> None:
         """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
@@ -329,13 +332,6 @@ class Batches:
         self.undo.clear()
         for batch in self.fed:
             batch.undo.clear()
-
-
-def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Stores what became of contiguous copies; a contiguous tensor is its own copy."""
-    for tensor, copy in zip(tensors, copies, strict=True):
-        if copy is not tensor:
-            tensor.copy_(copy)
 
 
 def put_back(copies: Copies) -> None:

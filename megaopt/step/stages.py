@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.norm.bins import NONFINITE
+from megaopt.kernels.refusals import refuse
 from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
@@ -22,7 +24,7 @@ from megaopt.state.owned import Group
 from megaopt.state.watch import Seen
 from megaopt.step.batch import Batches
 from megaopt.step.gradients import check_written_grads
-from megaopt.step.request import NOTHING, Asked, check_met
+from megaopt.step.request import NOTHING, Asked
 
 if TYPE_CHECKING:
     from megaopt.step.ranks.meeting import Meeting
@@ -88,8 +90,13 @@ class StepRun:
             self.waits = arguments.waits(stepper.options)
             self.meeting = stepper.ties.meeting_for(self, request.needs_norm)
         # ranks vote by one found_inf, not by one for each group
-        if self.meeting is not None:
-            check_met(request)
+        found_inf = None if self.meeting is None else request.found_inf
+        if found_inf is not None and found_inf.numel() > 1:
+            refuse(
+                "found_inf",
+                "one number where other ranks hold parts of the parameters, as all skip or none",
+                found_inf,
+            )
 
     def count(self) -> None:
         """Raises the host's counts: in one call, so that Ctrl-C comes before all or behind all."""
@@ -299,7 +306,8 @@ def nonfinite(run: StepRun, device: torch.device) -> torch.Tensor:
     # a look through all gradients of each device, into the bins that the norm is made of
     for batch_device in {batch.device for batch in batches}:
         plans = [batch.plan for batch in batches if batch.device == batch_device]
-        device_flag = _preparation(run, batch_device).has_nonfinite(plans)
+        bins = _preparation(run, batch_device).measure(plans)
+        device_flag = bins[:, NONFINITE].ne(0).any().reshape(1)
         flag = torch.maximum(flag, device_flag.to(device, torch.int64))
     return flag
 

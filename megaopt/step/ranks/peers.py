@@ -106,7 +106,8 @@ class Peers:
     ) -> None:
         self.device, self.groups, self.plans = device, groups, plans
         self.ranks = ranks
-        self._copies = copies
+        self._copies, self.all_groups = copies, [*groups, *copies]
+        """The groups of parts, then those of copies."""
         self.alike, self.kind = alike, kind
         self.meetings = 0
         """A digest of the kinds of all meetings, where ranks have all in common."""
@@ -133,19 +134,14 @@ class Peers:
         self._captured: list[torch.Tensor] = []  # what CUDA graphs copy from
 
     @property
-    def all_groups(self) -> list[dist.ProcessGroup]:
-        """The groups of parts, then those of copies."""
-        return [*self.groups, *self._copies]
+    def is_read_at_once(self) -> bool:
+        """Whether a message can be read without waiting for work that is queued on the device."""
+        return self.device.type == "cpu"
 
     @property
     def event(self) -> str:
         """A name of what was heard last, which these ranks alone have in common; waits for it."""
         return "/".join(("megaopt", "differ", *map(str, (*self.ranks, *self._words.tolist()))))
-
-    @property
-    def is_read_at_once(self) -> bool:
-        """Whether a message can be read without waiting for work that is queued on the device."""
-        return self.device.type == "cpu"
 
     def write(
         self, request: object, heard: torch.Tensor | None = None, measures: bool = True

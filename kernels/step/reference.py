@@ -122,20 +122,23 @@ def store_scaled(
 
 
 def controlled_grad(
-    stored: torch.Tensor, controls: torch.Tensor, formats: Formats, rule: Rule
+    stored: torch.Tensor, controls: torch.Tensor | None, formats: Formats, rule: Rule
 ) -> torch.Tensor:
     """The fp32 gradient unscaled and clipped, each with one rounding, or with a second one.
 
-    The unscaled one is stored where the formats say so and there is a scale.
+    The unscaled one is stored where the formats say so and there is a scale. Where the step
+    maximizes the result is turned round. controls: of the step; None: no scale, and no clipping.
     """
-    # the first three controls of the row; the gradient in fp32
-    grad_scale, inverse, coefficient = controls[:SKIP]
     grad = formats.grad.decode_reference(stored)
-    unscaled = rule.unscale_reference(grad, grad_scale, inverse)
-    # written back before clipping
-    if formats.writes_grad and bool(controls[UNSCALED]):
-        stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
-    return rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
+    if controls is not None:
+        # the first three controls of the row; the gradient in fp32
+        grad_scale, inverse, coefficient = controls[:SKIP]
+        unscaled = rule.unscale_reference(grad, grad_scale, inverse)
+        # written back before clipping
+        if formats.writes_grad and bool(controls[UNSCALED]):
+            stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
+        grad = rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
+    return grad * -1.0 if formats.maximize else grad
 
 
 def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
@@ -143,18 +146,6 @@ def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
     if not formats.rounds_grad:
         return grad
     return formats.grad.decode_reference(formats.grad.encode_reference(grad))
-
-
-def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns which elements torch's kernel would take as the first of a thread's four."""
-    addresses = [
-        (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
-    ]
-    # whether all tensors are aligned for four neighbours a thread, and so which come first
-    numel = tensors["weight"].numel()
-    is_vectorized = bool(vectorized(numpy.array([numel]), addresses)[0])
-    first = first_lane_reference(numel, is_vectorized, tensors["weight"].device)
-    return first.view(tensors["weight"].shape)
 
 
 def param_of(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
@@ -183,10 +174,18 @@ def step_tensor(
 
     controls: fp32, the row of megaopt.kernels.step.controls; None leaves gradients alone.
     """
-    # an unscaled gradient is contracted for every element, any other for none with maximize
-    unscaled = controls is not None and bool(controls[UNSCALED])
-    lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     weight, row = tensors["weight"], scalars[: rule.row_length]
+    lanes: tuple[torch.Tensor, ...] = ()
+    if rule.lanes:
+        # whether all tensors are aligned for four neighbours a thread of torch's kernel, and so
+        # which elements it would take as the first of a thread's four
+        buffers = tensors.values()
+        addresses = [(numpy.array([t.data_ptr()]), t.element_size()) for t in buffers]
+        is_vectorized = bool(vectorized(numpy.array([weight.numel()]), addresses)[0])
+        firsts = first_lane_reference(weight.numel(), is_vectorized, weight.device)
+        # an unscaled gradient is contracted for every element, any other for none with maximize
+        unscaled = controls is not None and bool(controls[UNSCALED])
+        lanes = ((firsts.view(weight.shape) | formats.maximize) & (not unscaled),)
     # int64, a word an element, in the tensor's shape
     words = words_of(weight, rule, scalars, place, formats.draws)
     words = words.view(weight.shape) if formats.draws else words
@@ -221,11 +220,7 @@ def step_with_words(
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     # the gradient, fp32; scaled, clipped, turned round
-    if controls is None:
-        grad = formats.grad.decode_reference(grad)
-    else:
-        grad = controlled_grad(grad, controls, formats, rule)
-    grad = grad * -1.0 if formats.maximize else grad
+    grad = controlled_grad(grad, controls, formats, rule)
     # the update; under contract ieee every NaN gets one pattern
     param, moments = rule.update_reference(param, moments, grad, row, *lanes)
     if rule.makes_nan_canonical:

@@ -93,16 +93,16 @@ def products_with_epilogue(
             full.append(alike.pop(shapes))
     for few in (*full, *alike.values()):
         # [products, m, k], and so on; all have the same optional matrices, and one is not copied
-        left, right, added, scale = (
-            matrices[0] if matrices[0] is None
-            else matrices[0][None] if len(few) == 1
-            else torch.stack(list(matrices))
-            for matrices in zip(*((a, b, c, e) for a, b, c, _, e in few), strict=True)
-        )  # fmt: skip
+        stacks: dict[str, Any] = dict.fromkeys(Factors._fields)
+        for name in ("left", "right", "added", "scale"):
+            matrices = [getattr(product, name) for product in few]
+            if matrices[0] is not None:
+                stacks[name] = matrices[0][None] if len(few) == 1 else torch.stack(matrices)
         # fp32 [products, m, n]
-        total, (alpha, beta, diagonal) = products_reference(left, right), numbers
+        total = products_reference(stacks["left"], stacks["right"])
+        (alpha, beta, diagonal), scale = numbers, stacks["scale"]
         factors = None if scale is None else scale[:, None, None]
-        arguments = (alpha, few[0].out.dtype, added, beta, diagonal, factors)
+        arguments = (alpha, few[0].out.dtype, stacks["added"], beta, diagonal, factors)
         results = finished_reference(total, *arguments)
         # the numbers below the diagonal stand above it, too
         if mirrored:

@@ -181,6 +181,7 @@ def _multiply(
 
 def _check(index: int, product: Factors, first: Factors) -> None:
     left, right, added, out, _ = product
+    matrix: Any
     for name, matrix in (("left", left), ("right", right)):
         if matrix.dim() != 2 or 1 not in matrix.stride():
             layout = f"{list(matrix.shape)} with strides {list(matrix.stride())}"

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.table import CopyEvent, Upload, is_capturing, pinned_copy, stream_of
 from megaopt.kernels.norm.bins import new_bins
-from megaopt.params import ParamView
 
 FOUND_INF, NONFINITE, WORDS = 2, 3, 4
 """Words at the end of a message: digests of the meetings that a rank is going to have, and of all
@@ -248,7 +247,7 @@ class PartsOnRanks:
         number: of the parameter, by which parameters take turns with their makers.
     """
 
-    def __init__(self, view: ParamView, number: int) -> None:
+    def __init__(self, view: Any, number: int) -> None:
         # all coordinates of the mesh, by rank; parameters take turns with their makers by number
         self._mesh, dims = view.split
         ranks = self._mesh.mesh

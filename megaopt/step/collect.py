@@ -308,15 +308,17 @@ def _batch(
         extents = [view.extent for view in views]
     if formats.matrix is not None:
         # only optimizers with a rule for matrices load what steps them
-        from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
         from megaopt.step.matrix import matrices_of
 
-        stepped = master_formats(formats) if is_float8 else formats
-        matrices = matrices_of(owned, stepped, places, states)
-        plan = matrices.plan
         # matrices in fp8: the matrix plan steps masters, the other one casts them
         if is_float8:
-            plan = CastMatrixPlan(formats, plan, partial(plan_of, extents=extents))
+            from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
+
+            matrices = matrices_of(owned, master_formats(formats), places, states)
+            plan = CastMatrixPlan(formats, matrices.plan, partial(plan_of, extents=extents))
+        else:
+            matrices = matrices_of(owned, formats, places, states)
+            plan = matrices.plan
     # plain weights: one plan, and one launch, for all of them
     elif not is_float8:
         plan = plan_of(formats, owned.rule)

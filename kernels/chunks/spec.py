@@ -42,7 +42,7 @@ class KernelSpec:
     digests_grad: bool = field(init=False, repr=False, compare=False)
     """The gradient is among the slots."""
     reads_param: bool = field(init=False, repr=False, compare=False)
-    """What is computed needs the parameter's value."""
+    """The parameter's value is needed for what is computed."""
     writes_grad: bool = field(init=False, repr=False, compare=False)
     """An unscaled gradient takes the place of the one in memory."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,11 +48,17 @@ class Float8Recipe:
     as TransformerEngine's fused optimizer does, and not as bf16 weights that are cast."""
 
     def __post_init__(self) -> None:
-        _one_of("scaling", self.scaling, QUANTIZERS)
-        _one_of("dtype", self.dtype, FLOAT8)
-        _one_of("amax_compute_algo", self.amax_compute_algo, ALGORITHMS)
-        _one_of("power_of_two_scales", self.power_of_two_scales, (None, True, False))
-        _one_of("direct", self.direct, (True, False))
+        for name, choices in (
+            ("scaling", tuple(QUANTIZERS)),
+            ("dtype", tuple(FLOAT8)),
+            ("amax_compute_algo", ALGORITHMS),
+            ("power_of_two_scales", (None, True, False)),
+            ("direct", (True, False)),
+        ):
+            value = getattr(self, name)
+            if value not in choices:
+                allowed = ", ".join(map(str, choices))
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
         for name in ("margin", "amax_history_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -117,12 +122,6 @@ class Float8Recipe:
                 f"shape must have two dimensions with scaling={self.scaling!r}, got {tuple(shape)}"
             )
         return scale_shape(self.block, shape)
-
-
-def _one_of(name: str, value: object, allowed: Iterable[object]) -> None:
-    choices = list(allowed)
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
 
 
 RECIPES = {scaling: Float8Recipe(scaling) for scaling in QUANTIZERS}

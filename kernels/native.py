@@ -35,22 +35,6 @@ PRODUCT = Path(__file__).with_name("products") / "product.h"
 BUILDER = Path(__file__).with_name("native_build.py")
 
 
-def place() -> Path:
-    """Returns the file's place in torch's cache of extensions.
-
-    There is one for each source and way to build it, torch, Python and libc.
-    """
-    # all that the binary depends on goes into its name
-    about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
-    about += [platform.machine(), *platform.libc_ver()]
-    # the builder has the compiler's flags
-    sources = b"".join(path.read_bytes() for path in (SOURCE, PRODUCT, BUILDER))
-    digest = hashlib.sha256(sources + repr(about).encode()).hexdigest()[:16]
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions")
-    return Path(root, f"megaopt_native_{digest}.so").absolute()
-
-
 class Extension:
     """One process's view of the extension.
 
@@ -78,7 +62,24 @@ class Extension:
         if self.module is None and self.reason is None and time.monotonic() >= self._due:
             self._due, self._wait = time.monotonic() + self._wait, min(2 * self._wait, LONGEST_WAIT)
             try:
-                self._look(is_worth_building)
+                # the file counts, whoever built it; only then why this child failed
+                ended = self._child is not None and self._child.poll() is not None
+                output = ""
+                if ended:
+                    # the last that the compiler said
+                    size = os.fstat(self._output).st_size
+                    text = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
+                    os.close(self._output)
+                    output = text.decode(errors="replace").strip()
+                if self.file.exists():
+                    spec: Any = importlib.util.spec_from_file_location(self.file.stem, self.file)
+                    module = importlib.util.module_from_spec(spec)
+                    spec.loader.exec_module(module)
+                    self.module = module
+                elif ended:
+                    self.reason = output or "the compiler's process ended without a word"
+                elif self._child is None and is_worth_building:
+                    self._start()
             except Exception as error:  # no place to build in, or no process: the twin serves
                 self.reason = f"{type(error).__name__}: {error}"
         return self.module
@@ -90,39 +91,26 @@ class Extension:
             self._due = 0.0
         return self.module
 
-    def _look(self, is_worth_building: bool) -> None:
-        # the file counts, whoever built it; only then why this child failed
-        ended = self._child is not None and self._child.poll() is not None
-        output = self._hear() if ended else ""
-        if self.file.exists():
-            spec: Any = importlib.util.spec_from_file_location(self.file.stem, self.file)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            self.module = module
-        elif ended:
-            self.reason = output or "the compiler's process ended without a word"
-        elif self._child is None and is_worth_building:
-            self._start()
-
-    def _hear(self) -> str:
-        size = os.fstat(self._output).st_size
-        output = os.pread(self._output, REASON_LENGTH, max(0, size - REASON_LENGTH))
-        os.close(self._output)
-        return output.decode(errors="replace").strip()
-
     def _start(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         # one process of all builds; the lock goes on to the child
-        lock = _locked(lock_of(self.file))
+        lock_file = self.file.with_suffix(".lock")
+        lock = _locked(lock_file)
         if lock is None:
             return  # another process builds it
         try:
             # what the compiler says is kept for `reason`
             self._output, path = tempfile.mkstemp()
             os.unlink(path)  # it goes with its descriptors
+            # it finds what this process finds, and leaves the GPUs alone; a virtual environment
+            # that is not activated has its ninja beside Python
+            paths = [path for path in sys.path if path]
+            tools = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
+            variables = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(tools)}
+            variables |= {"CUDA_VISIBLE_DEVICES": "", "MAX_JOBS": "1"}
             self._child = _Builder(
                 [sys.executable, "-c", _RUN, str(BUILDER), str(self.source), str(self.file)],
-                env=_environment(),
+                env={**os.environ, **variables},
                 cwd=self.file.parent,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
@@ -131,7 +119,7 @@ class Extension:
                 start_new_session=True,  # Ctrl-C is not meant for it
             )
         except BaseException:
-            lock_of(self.file).unlink(missing_ok=True)
+            lock_file.unlink(missing_ok=True)
             raise
         finally:
             os.close(lock)
@@ -145,20 +133,6 @@ class _Builder(subprocess.Popen[bytes]):
 
 # not `python FILE`: modules beside the file would be found before others of their name
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
-
-
-def _environment() -> dict[str, str]:
-    """The child's variables: it finds what this process finds, and leaves the GPUs alone."""
-    paths = [path for path in sys.path if path]
-    # a virtual environment that is not activated has its ninja there
-    tools = [os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(tools)}
-    return {**os.environ, **variables, "CUDA_VISIBLE_DEVICES": "", "MAX_JOBS": "1"}
-
-
-def lock_of(file: Path) -> Path:
-    """Returns the file that a process locks while it builds the extension."""
-    return file.with_suffix(".lock")
 
 
 def _locked(path: Path) -> int | None:
@@ -185,8 +159,23 @@ _extensions: dict[int, Extension] = {}
 
 
 def extension() -> Extension:
-    """This process's."""
-    return _extensions.setdefault(os.getpid(), Extension(place()))
+    """This process's, whose file is in torch's cache of extensions.
+
+    There is a file for each source and way to build it, torch, Python and libc.
+    """
+    native = _extensions.get(os.getpid())
+    if native is not None:
+        return native
+    # all that the binary depends on goes into its name
+    about = [torch.__version__, torch.version.git_version, sys.implementation.cache_tag]
+    about += [platform.machine(), *platform.libc_ver()]
+    # the builder has the compiler's flags
+    sources = b"".join(path.read_bytes() for path in (SOURCE, PRODUCT, BUILDER))
+    digest = hashlib.sha256(sources + repr(about).encode()).hexdigest()[:16]
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path(cache, "torch_extensions")
+    file = Path(root, f"megaopt_native_{digest}.so").absolute()
+    return _extensions.setdefault(os.getpid(), Extension(file))
 
 
 def get(is_worth_building: bool) -> Any:
@@ -197,8 +186,7 @@ def get(is_worth_building: bool) -> Any:
     """
     if os.environ.get(SWITCH) == "0":
         return None
-    native = _extensions.get(os.getpid()) or extension()
-    return native.get(is_worth_building)
+    return extension().get(is_worth_building)
 
 
 def is_worth_building(tensors: Sequence[torch.Tensor]) -> bool:

@@ -25,7 +25,7 @@ def dtensor_class() -> Any:
 
 def is_dtensor(value: object) -> bool:
     """Checks for a torch.distributed.tensor.DTensor."""
-    return isinstance(value, dtensor_class())
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def local_of(value: Any) -> Any:

@@ -25,6 +25,7 @@ from megaopt.state.tensors import MASTER, clear_moments, picklable
 from megaopt.step.counts import restart
 from megaopt.step.probing import is_asked_by_torch
 from megaopt.step.request import Asked
+from megaopt.step.stages import norm_of
 from megaopt.step.stepper import Stepper
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises RuntimeError before the first norm, and with parameters on several devices.
         """
-        return self.stepper.norm
+        return norm_of(self.stepper.preparations)
 
     def record_digests(self, quantities: Iterable[str] | None, *, passes: bool = True) -> None:
         """Lets later steps find the digests of what they read and store (see `digests`).

@@ -604,8 +604,8 @@ MUTANTS = {
             E8,
         ),
         "halves exchanged when stored": (
-            "code[..., ::2] | code[..., 1::2]",
-            "code[..., 1::2] | code[..., ::2]",
+            "new_codes[..., ::2] | new_codes[..., 1::2]",
+            "new_codes[..., 1::2] | new_codes[..., ::2]",
             E4,
         ),
         "halves exchanged when read": ("stored & 15, stored >> 4", "stored >> 4, stored & 15", E4),

@@ -12,7 +12,6 @@ FILES = [
 ]
 WORDS = loaded("tools/house.py").PRONOUNS
 PUBLIC = {
-    ("kernels/rules/base.py", "kept"),
     ("kernels/rules/base.py", "other"),
     ("kernels/rules/base.py", "others"),
     ("kernels/rules/matrix.py", "kept"),

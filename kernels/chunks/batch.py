@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 
 from megaopt.kernels.chunks.rows import FIRST_MOMENT_ROW, FIXED_ROWS
 from megaopt.kernels.chunks.store import LATER, PLAIN, Left, Quantizer, Recipe, Store
-from megaopt.kernels.formats import MASTERS, NONE, WEIGHTS, Format
+from megaopt.kernels.formats import NONE, WEIGHTS, Format
 from megaopt.kernels.rules.base import digest
 
 if TYPE_CHECKING:
@@ -39,22 +39,23 @@ class Cast:
     remainder: Format = field(default=NONE, repr=False)
     """The format beside codes of which the step has values for its own time (plan_formats)."""
 
-    @property
-    def rounding(self) -> Format:
-        """The format through which values go before they are encoded."""
-        return WEIGHTS[torch.float32 if self.recipe.direct or self.exact else self.dtype]
+    # made of these fields
+    quantizer: Quantizer = field(init=False, repr=False, compare=False)
+    """The recipe's."""
+    rounding: Format = field(init=False, repr=False, compare=False)
+    """The format through which values go before they are encoded."""
+    slots: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The slots of what lies beside the codes."""
 
-    @property
-    def quantizer(self) -> Quantizer:
-        """The recipe's."""
-        return self.recipe.quantizer
-
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """The slots of what lies beside the codes."""
-        scale_slots = ("weight_scale",) if self.quantizer.keeps_scale else ()
+    def __post_init__(self) -> None:
+        quantizer, is_wide = self.recipe.quantizer, self.recipe.direct or self.exact
+        scale_slots = ("weight_scale",) if quantizer.keeps_scale else ()
         remainder_slots = ("weight_remainder",) if self.remainder.present else ()
-        return (*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots)
+        vars(self).update(
+            quantizer=quantizer,
+            rounding=WEIGHTS[torch.float32 if is_wide else self.dtype],
+            slots=(*scale_slots, "weight_scale_inv", "weight_amax", *remainder_slots),
+        )
 
 
 class Extent(NamedTuple):
@@ -91,115 +92,87 @@ class Formats:
     from_param: tuple[str, ...] = field(default=(), compare=False)
     """Names of moments that start as the parameter, not as zeros."""
 
-    @property
-    def moment_count(self) -> int:
-        """The number of the rule's moments."""
-        return len(self.moments)
+    # made of these fields
+    by_slot: dict[str, Format] = field(init=False, compare=False)
+    """The formats of gradient, weight, master and moments, by slot."""
+    slots: tuple[str, ...] = field(init=False, compare=False)
+    """The slots that hold tensors."""
+    state_slots: tuple[str, ...] = field(init=False, compare=False)
+    """The slots whose tensors are in the optimizer's state."""
+    moment_count: int = field(init=False, compare=False)
+    """The number of the rule's moments."""
+    rows: dict[str, int] = field(init=False, compare=False)
+    """The row of each slot in the kernel's table of addresses."""
+    row_count: int = field(init=False, compare=False)
+    """The rows of that table."""
+    scaled: bool = field(init=False, compare=False)
+    """A scale has to be known before the codes can be stored."""
+    block: int = field(init=False, compare=False)
+    """Elements that share a scale where moments are kept in blocks, else 0."""
+    block_pair: bool = field(init=False, compare=False)
+    """There are two moments, both in blocks."""
+    draws: bool = field(init=False, compare=False)
+    """Something is rounded stochastically."""
+    reads_weight: bool = field(init=False, compare=False)
+    """A step updates the weight's value, alone or with a joined master."""
+    store: Store = field(init=False, compare=False)
+    """The way in which the step's pass stores weights."""
+    in_place: bool = field(init=False, compare=False)
+    """One pass reads and stores fp8 codes, with no fp32 value for the step."""
+    remainder: Format = field(init=False, compare=False)
+    """The format of what lies beside fp8 codes; NONE where nothing does."""
+    cast_draws: bool = field(init=False, compare=False)
+    """The codes, or what lies beside them, are rounded stochastically."""
 
-    @cached_property
-    def by_slot(self) -> dict[str, Format]:
-        """The formats of gradient, weight, master and moments, by slot."""
-        formats = {"grad": self.grad, "weight": self.weight, "master": self.master}
-        return {**formats, **dict(zip(self.moment_names, self.moments, strict=True))}
-
-    @cached_property
-    def slots(self) -> tuple[str, ...]:
-        """The slots that hold tensors."""
-        # gradient and weight come first: state_slots leaves the first two out
-        buffers = [slot for slot, form in self.by_slot.items() if form.present]
-        scales = [f"{slot}_scale" for slot, form in self.by_slot.items() if form.has_scale]
-        return (*buffers, *scales, *(self.cast.slots if self.cast else ()))
-
-    @cached_property
-    def rows(self) -> dict[str, int]:
-        """The row of each slot in the kernel's table of addresses."""
-        # two rows a moment: its address, and that of its scale
-        moments = {}
+    def __post_init__(self) -> None:
+        cast, master, moments = self.cast, self.master, self.moments
+        by_slot = {"grad": self.grad, "weight": self.weight, "master": master}
+        by_slot |= zip(self.moment_names, moments, strict=True)
+        # gradient and weight come first: states have neither
+        buffers = [slot for slot, form in by_slot.items() if form.present]
+        scales = [f"{slot}_scale" for slot, form in by_slot.items() if form.has_scale]
+        slots = (*buffers, *scales, *(cast.slots if cast else ()))
+        # in the table two rows a moment: its address, and that of its scale
+        rows = dict(FIXED_ROWS)
         for index, name in enumerate(self.moment_names):
-            moments[name] = FIRST_MOMENT_ROW + 2 * index
-            moments[f"{name}_scale"] = FIRST_MOMENT_ROW + 2 * index + 1
-        return {**FIXED_ROWS, **moments}
+            rows[name] = FIRST_MOMENT_ROW + 2 * index
+            rows[f"{name}_scale"] = FIRST_MOMENT_ROW + 2 * index + 1
 
-    @property
-    def row_count(self) -> int:
-        """The rows of the kernel's table."""
-        return FIRST_MOMENT_ROW + 2 * self.moment_count
-
-    @cached_property
-    def store(self) -> Store:
-        """The way in which the step's pass stores weights.
-
-        fp8 weights wait where the master is scaled: its stored value, of which the weight is made,
-        is known only when the tensor is through. So do tiles beside moments that are scaled, or in
-        blocks, which lie along the tensor.
-        """
-        if self.cast is None:
-            return PLAIN
-        # what the quantizer would do, if nothing stands against it
-        store = self.cast.quantizer.store
-        if self.cast.exact and not store.in_place and store.left is Left.NOTHING:
-            return LATER  # it stores codes to nearest, and nothing beside them
-        waits = self.scaled or (self.block > 0 and not self.cast.rows_hold_blocks)
-        return LATER if self.master.scaled or (store.tile and waits) else store
-
-    @cached_property
-    def state_slots(self) -> tuple[str, ...]:
-        """The slots whose tensors are in the optimizer's state."""
-        return tuple(slot for slot in self.slots[2:] if not slot.startswith("weight"))
-
-    @property
-    def scaled(self) -> bool:
-        """Returns whether a scale has to be known before the codes can be stored."""
-        return any(form.scaled for form in self.by_slot.values())
-
-    @cached_property
-    def block(self) -> int:
-        """Elements that share a scale where moments are kept in blocks, else 0."""
-        return max((form.block for form in self.moments), default=0)
-
-    @property
-    def block_pair(self) -> bool:
-        """Returns whether there are two moments, both in blocks."""
-        return len(self.moments) == 2 and all(form.block for form in self.moments)
-
-    @cached_property
-    def draws(self) -> bool:
-        """Returns whether something is rounded stochastically."""
-        drawn = any(form.draws for form in self.by_slot.values())
-        return drawn or (self.cast is not None and self.cast.remainder.draws)
-
-    @cached_property
-    def in_place(self) -> bool:
-        """Returns whether one pass reads and stores fp8 codes, with no fp32 value for the step."""
-        return self.is_exact and self.store.in_place
-
-    @property
-    def is_exact(self) -> bool:
-        """Returns whether fp8 codes, with what lies beside them, are masters: no update is lost."""
-        return self.reads_weight and self.cast is not None and self.cast.exact
-
-    @property
-    def reads_weight(self) -> bool:
-        """Returns whether a step updates the weight's value, alone or with a joined master."""
-        return self.master.joined or not self.master.present
-
-    def with_values(self) -> Formats:
-        """The same for a step that is given fp32 values for its time, beside the codes."""
-        assert self.cast is not None
-        cast = replace(self.cast, remainder=self.master)
-        return replace(self, master=MASTERS[torch.float32], cast=cast)
-
-    @property
-    def cast_draws(self) -> bool:
-        """Returns whether fp8 codes, or what lies beside them, are rounded stochastically."""
-        return self.cast is not None and (self.weight.draws or self.remainder.draws)
-
-    @property
-    def remainder(self) -> Format:
-        """The format of what lies beside fp8 codes; NONE where nothing does."""
-        if self.cast is None:
-            return NONE
-        return self.master if self.master.joined else self.cast.remainder
+        scaled = any(form.scaled for form in by_slot.values())
+        block = max((form.block for form in moments), default=0)
+        reads_weight = master.joined or not master.present
+        # plain weights are stored as they are, fp8 ones as the quantizer does if nothing stands
+        # against it
+        store, remainder = PLAIN, NONE
+        if cast is not None:
+            remainder, store = master if master.joined else cast.remainder, cast.quantizer.store
+            # they wait where the master is scaled: its stored value, of which the weight is made,
+            # is known only when the tensor is through. So do tiles beside moments that are scaled,
+            # or in blocks, which lie along the tensor
+            waits = scaled or (block > 0 and not cast.rows_hold_blocks)
+            waits = master.scaled or (store.tile and waits)
+            # or the pass would store codes to nearest, and nothing beside them
+            loses = cast.exact and not store.in_place and store.left is Left.NOTHING
+            store = LATER if waits or loses else store
+        vars(self).update(
+            by_slot=by_slot,
+            slots=slots,
+            state_slots=tuple(slot for slot in slots[2:] if not slot.startswith("weight")),
+            moment_count=len(moments),
+            rows=rows,
+            row_count=FIRST_MOMENT_ROW + 2 * len(moments),
+            scaled=scaled,
+            block=block,
+            block_pair=len(moments) == 2 and all(form.block for form in moments),
+            draws=any(form.draws for form in by_slot.values())
+            or (cast is not None and cast.remainder.draws),
+            reads_weight=reads_weight,
+            store=store,
+            # codes, with what lies beside them, are masters then: no update is lost
+            in_place=reads_weight and cast is not None and cast.exact and store.in_place,
+            remainder=remainder,
+            cast_draws=cast is not None and (self.weight.draws or remainder.draws),
+        )
 
     @cached_property
     def cache_key(self) -> str:
@@ -211,7 +184,7 @@ class Formats:
             keys += [self.cast.quantizer.cache_key, self.cast.rounding.cache_key]
             keys.append(self.cast.remainder.cache_key)
         flags = (self.rounds_grad, self.writes_grad, self.maximize, self.matrix)
-        return digest(f"{'/'.join(keys)}/{self.cast}/{flags}")
+        return digest((keys, self.cast, flags))
 
     def __hash__(self) -> int:
         """Quick: launches look for their kernel by it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import OWN, Geometry
@@ -26,52 +26,41 @@ class KernelSpec:
     digests: tuple[str, ...] = ()
     """Slots whose digests the launch sums up (megaopt.kernels.digest.step)."""
 
-    @property
-    def block(self) -> int:
-        """Elements of a block."""
-        return self.geometry.block
+    # made of these fields
+    block: int = field(init=False, repr=False, compare=False)
+    """Elements of a block."""
+    width: int = field(init=False, repr=False, compare=False)
+    """Elements of a row, which a thread takes; 0 where moments are not in blocks."""
+    digest_count: int = field(init=False, repr=False, compare=False)
+    """The number of slots that have digests."""
+    digest_places: int = field(init=False, repr=False, compare=False)
+    """Both lanes of all slots, filled up to a power of two."""
+    digest_rows: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The slots' rows in the table of addresses."""
+    digest_formats: tuple[Format, ...] = field(init=False, repr=False, compare=False)
+    """The slots' formats."""
+    digests_grad: bool = field(init=False, repr=False, compare=False)
+    """The gradient is among the slots."""
+    reads_param: bool = field(init=False, repr=False, compare=False)
+    """The parameter's value is needed for what is computed."""
+    writes_grad: bool = field(init=False, repr=False, compare=False)
+    """An unscaled gradient takes the place of the one in memory."""
 
-    @property
-    def width(self) -> int:
-        """Elements of a row, which a thread takes; 0 where moments are not in blocks."""
-        return self.geometry.width if self.formats.block else 0
-
-    @property
-    def digest_count(self) -> int:
-        """The number of slots that have digests."""
-        return len(self.digests)
-
-    @property
-    def digest_places(self) -> int:
-        """Both lanes of all slots, filled up to a power of two."""
-        return 1 << (2 * len(self.digests) - 1).bit_length()
-
-    @property
-    def digest_rows(self) -> tuple[int, ...]:
-        """The slots' rows in the table of addresses."""
-        return tuple(self.formats.rows[slot] for slot in self.digests)
-
-    @property
-    def digest_formats(self) -> tuple[Format, ...]:
-        """The slots' formats."""
-        return tuple(self.formats.by_slot[slot] for slot in self.digests)
-
-    @property
-    def digests_grad(self) -> bool:
-        """Returns whether the gradient is among the slots."""
-        return "grad" in self.digests
-
-    @property
-    def reads_param(self) -> bool:
-        """Returns whether what is computed needs the parameter's value."""
-        if self.stores:
-            return self.rule.reads_param
-        return self.rule.moments_use_param or self.formats.master.scaled
-
-    @property
-    def writes_grad(self) -> bool:
-        """An unscaled gradient takes the place of the one in memory."""
-        return self.stores and self.formats.writes_grad
+    def __post_init__(self) -> None:
+        formats, rule, slots = self.formats, self.rule, self.digests
+        # without storing: what the amaxes are made of
+        needs_param = rule.moments_use_param or formats.master.scaled
+        vars(self).update(
+            block=self.geometry.block,
+            width=self.geometry.width if formats.block else 0,
+            digest_count=len(slots),
+            digest_places=1 << (2 * len(slots) - 1).bit_length(),
+            digest_rows=tuple(formats.rows[slot] for slot in slots),
+            digest_formats=tuple(formats.by_slot[slot] for slot in slots),
+            digests_grad="grad" in slots,
+            reads_param=rule.reads_param if self.stores else needs_param,
+            writes_grad=self.stores and formats.writes_grad,
+        )
 
     @property
     def amaxes(self) -> KernelSpec:

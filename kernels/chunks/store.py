@@ -82,7 +82,7 @@ class Store:
     @cached_property
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
-        return _key(self.name, self.begin, self.put, self.finish, self.tile)
+        return digest(self.name, self.begin, self.put, self.finish, self.tile)
 
 
 @helper
@@ -187,8 +187,4 @@ class Quantizer:
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
         fields = (self.name, self.rows, self.columns, self.scale_element, self.store.cache_key)
-        return _key(f"{fields}", self.scale, self.value)
-
-
-def _key(fields: str, *functions: Any) -> str:
-    return digest(f"{fields}:{[getattr(function, 'cache_key', '') for function in functions]}")
+        return digest(fields, self.scale, self.value)

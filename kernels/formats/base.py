@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -71,6 +71,19 @@ class Format:
     first, second, ... numbers. For NVIDIA's GPUs from compute capability 9.0 on; elsewhere, and
     where it is None, codes are taken from the words one by one."""
 
+    # made of these fields
+    present: bool = field(init=False)
+    """There is a buffer at all."""
+    scaled: bool = field(init=False)
+    """A scale per tensor goes with the codes."""
+    has_scale: bool = field(init=False)
+    """One or more scales go with the codes."""
+
+    def __post_init__(self) -> None:
+        scaled = self.code_max > 0
+        has_scale = scaled or self.block > 0
+        vars(self).update(present=self.dtype is not None, scaled=scaled, has_scale=has_scale)
+
     def drawn(self, encode: Any, encode_reference: Callable[..., Any], **more: Any) -> Format:
         """The same, rounded stochastically by these functions; more: other fields."""
         fields = {"encode": encode, "encode_reference": encode_reference, "draws": True}
@@ -107,21 +120,6 @@ class Format:
         half = torch.full_like(value, 0x8000, dtype=torch.int32)
         rest = () if self.joined else (inverse or (None,))
         return self.encode_reference(value, *rest, half)
-
-    @property
-    def present(self) -> bool:
-        """Returns whether there is a buffer at all."""
-        return self.dtype is not None
-
-    @property
-    def scaled(self) -> bool:
-        """Returns whether a scale per tensor goes with the codes."""
-        return self.code_max > 0
-
-    @property
-    def has_scale(self) -> bool:
-        """Returns whether one or more scales go with the codes."""
-        return self.scaled or self.block > 0
 
     def reads_as(self, form: Format) -> bool:
         """Returns whether another format's codes and scales are the same values in this one.

@@ -46,7 +46,8 @@ from megaopt.kernels.matrix.bucket import (
     renewed,
 )
 from megaopt.kernels.matrix.exchange import Bucket, MatrixBox, Tensors, UpdateMaker
-from megaopt.kernels.matrix.plan import MatrixPlan, PartLaunch, apply_formats
+from megaopt.kernels.matrix.launch import PartLaunch
+from megaopt.kernels.matrix.plan import MatrixPlan, apply_formats
 from megaopt.kernels.place import Place
 from megaopt.kernels.rules.galore import GALORE_KEEP
 from megaopt.kernels.rules.matrix import PROJECTION
@@ -306,7 +307,7 @@ class GaLoreBucket:
             self._apply.look(run.addresses, grad=base + begins["back"] + self._returned)
         self._direction.step(run.scalars, run.controls)
 
-    def send(self, memory: BucketMemory) -> None:
+    def cast_directions(self, memory: BucketMemory) -> None:
         """Does nothing: directions already are as they are sent."""
 
     def make(self, run: SharedStepRun, memory: BucketMemory, update: None) -> None:
@@ -387,7 +388,8 @@ def galore_plan(
         assert formats.matrix is not None
         if not formats.scaled:
             low_rank = formats.matrix.how
-            plan.making = GaLoreMaking(How(formats, low_rank, "grouped", tiles_of(low_rank)))
+            how = How(formats, low_rank, "grouped", tiles_of(low_rank))
+            plan.making = partial(GaLoreMaking, how)
         return plan
     step = CompiledStep() if kernel == "compiled" else step_tensor
     return MatrixPlan(formats, groups, places, step)

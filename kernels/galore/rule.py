@@ -72,7 +72,7 @@ class LowRank:
         rows, columns = shape
         return (self.rank, columns) if self.side == RIGHT else (rows, self.rank)
 
-    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
         """The projection, and how much of the gradient's square it captured when it was made."""
         return {PROJECTION: self.projection_shape(shape), CAPTURED_ENERGY: ()}
 
@@ -224,7 +224,7 @@ GALORE = MatrixRule(
     Transform(_project_back),
     GALORE_APPLY,
     LowRank.low_shape,
-    LowRank.kept,
+    LowRank.state_shapes,
     ROWS,
 )
 GALORE_WHOLE = replace(GALORE, name="galore_whole", meets=WHOLE)

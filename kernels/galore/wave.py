@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +37,7 @@ from megaopt.kernels.matrix.plan import (
 )
 from megaopt.kernels.optional_triton import INTERPRETED, set_allocator
 from megaopt.kernels.place import Place
-from megaopt.kernels.products.launch import SHARED_MEMORY, has_room, processors, scratch
+from megaopt.kernels.products.tables import SHARED_MEMORY, has_room, processors, scratch
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.galore import GALORE_APPLY, GALORE_DIRECTION
 from megaopt.kernels.rules.matrix import PROJECTION
@@ -83,37 +83,41 @@ class How:
     """The kernel, one of LAUNCHED, or BY_SHAPE."""
     tiles: ProjectionTiles
 
-    @property
-    def grouped(self) -> bool:
-        """The gradients are projected by one launch, not by torch."""
-        return self.kernel != "hybrid" or self.low_rank.precision != IEEE
+    # made of these fields
+    grouped: bool = field(init=False, compare=False)
+    """The gradients are projected by one launch, not by torch."""
+    fused: bool = field(init=False, compare=False)
+    """The launch that projects takes Adam's step."""
+    direction: Formats = field(init=False, compare=False)
+    """The formats of Adam's step, which writes the direction rounded for the last product."""
+    projection: Format = field(init=False, compare=False)
+    """The format in which the launches find the projections."""
+    turns: bool = field(init=False, compare=False)
+    """The launches find right factors turned: tensor cores take TF32 in no other order."""
+    turned: bool = field(init=False, compare=False)
+    """The last launch finds its right factor turned."""
+    shares_low: bool = field(init=False, compare=False)
+    """The direction takes the place of the projected gradient."""
 
-    @property
-    def fused(self) -> bool:
-        """The launch that projects takes Adam's step."""
-        return self.kernel == "fused"
-
-    @property
-    def direction(self) -> Formats:
-        """The formats of Adam's step, which writes the direction rounded for the last product."""
+    def __post_init__(self) -> None:
+        side, precision, fused = self.low_rank.side, self.low_rank.precision, self.kernel == "fused"
+        ahead, is_bf16 = self.tiles.ahead, precision == BF16
         formats = replace(self.formats, writes_grad=False)  # a projected one, which nobody reads
-        is_bf16 = self.low_rank.precision == BF16
-        return inner_formats(formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+        direction = inner_formats(formats, WEIGHTS["bfloat16"] if is_bf16 else FLOAT32)
+        turns = ahead and precision == TF32
+        vars(self).update(
+            grouped=self.kernel != "hybrid" or precision != IEEE,
+            fused=fused,
+            direction=direction,
+            projection=WEIGHTS["bfloat16"] if ahead and is_bf16 else FLOAT32,
+            turns=turns,
+            turned=turns and (fused or side == RIGHT),
+            shares_low=direction.weight is FLOAT32 and not (fused and turns and side == LEFT),
+        )
 
     def low_numel(self, shape: torch.Size) -> int:
         """Returns the numbers of a projected gradient."""
         return torch.Size(self.low_rank.low_shape(shape)).numel()
-
-    @property
-    def projection(self) -> Format:
-        """The format in which the launches find the projections."""
-        is_cast = self.tiles.ahead and self.low_rank.precision == BF16
-        return WEIGHTS["bfloat16"] if is_cast else FLOAT32
-
-    @property
-    def turns(self) -> bool:
-        """The launches find right factors turned: tensor cores take TF32 in no other order."""
-        return self.tiles.ahead and self.low_rank.precision == TF32
 
     def workspace_bytes(self, shape: torch.Size) -> int:
         """Returns the bytes that a step takes for a while.
@@ -130,12 +134,6 @@ class How:
         copies = self.tiles.ahead * (8 if self.turns else 2)
         return 4 * low + direction + copies * projection
 
-    @property
-    def shares_low(self) -> bool:
-        """The direction takes the place of the projected gradient."""
-        is_turned = self.fused and self.turns and self.low_rank.side == LEFT
-        return self.direction.weight is FLOAT32 and not is_turned
-
     def outer_and_terms(self, shape: Sequence[int]) -> tuple[int, int]:
         """Returns the dimension of a gradient that stays, and the one along which sums go."""
         rows, columns = shape
@@ -149,11 +147,6 @@ class How:
         first = (outer % project.outer, terms % project.inner, rank % part_of(project.ranks, rank))
         last = (shape[0] % back.rows, shape[1] % back.width, rank % part_of(back.inner, rank))
         return not any((*first, wide)), not any((*last, wide))
-
-    @property
-    def turned(self) -> bool:
-        """The last launch finds its right factor turned."""
-        return self.turns and (self.fused or self.low_rank.side == RIGHT)
 
     def whole_tile(self, device: torch.device, apply: Formats) -> WholeTile | None:
         """Returns the tile of matrices that have whole ones only; None where there is none.

@@ -172,7 +172,7 @@ class TorchBucket:
         self.room = 0
         """Bytes that launches take while updates are made."""
         self.sums: torch.Tensor | None = None
-        """The sums that ranks add up between `direct` and `send`."""
+        """The sums that ranks add up between `direct` and `cast_directions`."""
         # of one step: what one phase makes and a later one reads
         self.notes: Any = None
         """The notes of the matrices by the sums; None where this rank failed to make them."""
@@ -232,11 +232,11 @@ class TorchBucket:
         if self.sums is not None:
             making.measure(self._directions, self._low.parts, self.sums)
 
-    def send(self, memory: BucketMemory) -> None:
+    def cast_directions(self, memory: BucketMemory) -> None:
         """Makes what is sent of the directions, by the sums over all ranks."""
         # of all matrices of the bucket: the sums of other owners' matrices are here, too
         self.notes = self._making.notes(self.sums, self._low.pieces)
-        self._making.send(self._directions, self._low.parts, self.notes, self._out)
+        self._making.cast(self._directions, self._low.parts, self.notes, self._out)
 
     def make(self, run: SharedStepRun, memory: BucketMemory, update: torch.Tensor | None) -> None:
         """Makes updates, and leaves their parts in `far`; what states keep is stepped.

@@ -160,13 +160,13 @@ class UpdateMaker:
     def measure(self, directions: Tensors, parts: Sequence[MatrixPart], sums: torch.Tensor) -> None:
         """Adds what is known of this rank's parts of directions to the sums."""
 
-    def send(
+    def cast(
         self, directions: Tensors, parts: Sequence[MatrixPart], notes: Any, out: Tensors
     ) -> None:
         """Makes what is sent of directions; `out` are these themselves where formats are alike."""
 
     def notes(self, sums: Any, pieces: Sequence[ParameterMatrix]) -> Any:
-        """Returns what `send` and `make` must know of the matrices, by the sums over all ranks."""
+        """Returns what `cast` and `make` must know of the matrices, by the sums over all ranks."""
 
     def make(
         self,

@@ -13,13 +13,8 @@ from megaopt.kernels.chunks.batch import Buffers, Formats, Scalars
 from megaopt.kernels.formats import GRADS, NONE, WEIGHTS, Format
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.place import Place, in_order
-from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.matrix import SAME, Matrix, Work
-from megaopt.kernels.step.launch import TritonPlan
-from megaopt.kernels.step.reference import (
-    skips_of,
-    step_tensor,
-)
+from megaopt.kernels.step.reference import skips_of, step_tensor
 from megaopt.kernels.subnormals import check_subnormals
 
 FLOAT32 = WEIGHTS["float32"]
@@ -75,8 +70,9 @@ class MatrixPlan:
         step: takes an elementwise step: `step_tensor`, LaunchedStep() or CompiledStep().
         launches: in its place, of a rule that has launches over many matrices (GaLoreLaunches),
             or other steps of its own.
-        making: how matrices are made that ranks share (megaopt.kernels.matrix.exchange), of a rule
-            that brings whole ones together; None: by its transform.
+        making: makes what says how updates of matrices that ranks share are made, an UpdateMaker
+            (megaopt.kernels.matrix.exchange), of a rule that brings whole ones together; None: by
+            its transform.
     """
 
     def __init__(
@@ -86,7 +82,7 @@ class MatrixPlan:
         places: Sequence[Place] | None = None,
         step: Step = step_tensor,
         launches: Any = None,
-        making: Any = None,
+        making: Callable[[], Any] | None = None,
     ) -> None:
         assert formats.matrix is not None
         self.making, self._is_shared = making, False
@@ -98,6 +94,8 @@ class MatrixPlan:
         # a step is two elementwise ones with a transform between them
         self._inner, self._apply, self._step = inner_formats(formats), apply_formats(formats), step
         self._launches = launches
+        self.many_calls = launches is None or bool(launches.many_calls)
+        """True if a step is many calls on the host, as Plan has it."""
         self.addresses: dict[str, numpy.ndarray] = {}  # `look` is told the tensors
         self.stale = True
         self._buffers: Buffers = {}
@@ -105,16 +103,12 @@ class MatrixPlan:
     def share(self, steps: Any) -> None:
         """Steps matrices that are on several ranks by megaopt.kernels.matrix.shared's steps."""
         self._launches, self._is_shared = steps, True
+        self.many_calls = bool(steps.many_calls)
 
     def renew(self) -> None:
         """Makes anew what ranks that share matrices keep, without a step; else nothing."""
         if self._is_shared:
             self._launches.renew(self._buffers, self.works)
-
-    @property
-    def many_calls(self) -> bool:
-        """True if a step is many calls on the host, as Plan has it."""
-        return self._launches is None or bool(self._launches.many_calls)
 
     @property
     def is_captured(self) -> bool:
@@ -164,7 +158,9 @@ class MatrixPlan:
 
             # a gradient stays as it is; what `before` made may be written over
             direction = torch.empty_like(low) if low is grad else low
-            tensors = self._tensors(self._inner, index, grad=taken, weight=direction)
+            buffers = {slot: matrices[index] for slot, matrices in self._buffers.items()}
+            stepped = {**buffers, "grad": taken, "weight": direction}
+            tensors = {slot: stepped[slot] for slot in self._inner.slots}
             place = self.matrix.low_place(work.place, grad.shape)
             # moments are stepped by the controls: unscaled, clipped
             row = None if controls is None else controls[group]
@@ -176,107 +172,6 @@ class MatrixPlan:
                 update = rule.after.run(direction, work).contiguous()
             check_update(self.matrix, update, direction.dtype, grad.shape)
             # the weight is stepped without controls: an update is no gradient
-            tensors = self._tensors(self._apply, index, grad=update)
+            tensors = {slot: {**buffers, "grad": update}[slot] for slot in self._apply.slots}
             self._step(tensors, self._apply, rule.apply, scalars[group], None, work.place)
         self._buffers = {}
-
-    def _tensors(
-        self, formats: Formats, index: int, **replacements: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Returns the tensors of an elementwise step by slot.
-
-        replacements: in the place of the matrix's.
-        """
-        # the slots of these formats alone
-        tensors = {slot: matrices[index] for slot, matrices in self._buffers.items()}
-        return {slot: {**tensors, **replacements}[slot] for slot in formats.slots}
-
-
-class LaunchedStep:
-    """`step_tensor` by the step's kernel: a launch, whose table is kept from step to step."""
-
-    def __init__(self) -> None:
-        self._plans: dict[Any, TritonPlan] = {}
-
-    def __call__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        formats: Formats,
-        rule: Rule,
-        scalars: Any,
-        controls: torch.Tensor | None = None,
-        place: Place = Place(0),  # noqa: B008 a tuple
-    ) -> None:
-        """Steps as megaopt.kernels.step.reference.step_tensor; scalars may be on the device."""
-        weight = tensors["weight"]
-        # a plan is of one tensor; tensors of one size and place share it
-        key = (rule, formats, weight.numel(), weight.device, place)
-        if key not in self._plans:
-            arguments = (formats, rule, [weight.numel()], [0], weight.device, None, [place])
-            self._plans[key] = TritonPlan(*arguments)
-        plan = self._plans[key]
-        # a batch of one tensor, whose group has the only row
-        plan.look({slot: [tensor] for slot, tensor in tensors.items()})
-        row = None if controls is None else controls[None]
-        plan.step(scalars[None] if isinstance(scalars, torch.Tensor) else [scalars], row)
-
-
-class PartLaunch:
-    """An elementwise launch of parts of parameters' tensors, which is told addresses alone.
-
-    Args:
-        formats: of the step's buffers.
-        rule: the step's.
-        params: for each part its parameter, by its place in the batch.
-        firsts: how many numbers of the parameter's tensors lie before the part.
-        sizes: how many numbers it has.
-        groups, places: of the batch's parameters; or of their moments, whose parts these are.
-        device: of all.
-    """
-
-    def __init__(
-        self,
-        formats: Formats,
-        rule: Rule,
-        params: Sequence[int],
-        firsts: Sequence[int],
-        sizes: Sequence[int],
-        groups: Sequence[int],
-        places: Sequence[Place],
-        device: torch.device,
-    ) -> None:
-        # int64 [parts] each
-        self._params = numpy.array(params, dtype=numpy.int64)
-        self._firsts = numpy.array(firsts, dtype=numpy.int64)
-        # random bits go by where a part's numbers lie in the parameter
-        parts = list(zip(params, firsts, sizes, strict=True))
-        part_places = [places[param].after(first, size) for param, first, size in parts]
-        tables = (list(sizes), [groups[param] for param in params], device, None, part_places)
-        self._plan = TritonPlan(formats, rule, *tables)
-
-    def look(self, addresses: dict[str, numpy.ndarray], **part_addresses: numpy.ndarray) -> None:
-        """Tells the launch where all lies.
-
-        addresses: of each parameter's tensors; part_addresses: of each part, in the place of these,
-        by slot.
-        """
-        # the plan's own rows are written: it has no tensors to look at
-        plan = self._plan
-        for slot, row in plan.addresses.items():
-            now = part_addresses.get(slot)
-            if now is None:
-                # int64 [parts], bytes of the tensor before the part's numbers
-                form = plan.formats.by_slot.get(slot)
-                if form is not None:  # packed: numbers in one element of the tensor
-                    offsets = self._firsts * plan.formats.dtype(slot).itemsize // form.packed
-                else:  # a scale: of each block a byte, or of the whole tensor
-                    block = plan.formats.by_slot[slot.removesuffix("_scale")].block
-                    offsets = self._firsts // block if block else 0 * self._firsts
-                now = addresses[slot][self._params] + offsets
-            # stale: the table on the device differs, and is uploaded with the next step
-            plan.stale = plan.stale or not numpy.array_equal(now, row)
-            row[:] = now
-
-    def step(self, scalars: torch.Tensor, controls: torch.Tensor | None) -> None:
-        """Launches it; arguments as of TritonPlan.step."""
-        self._plan.step(scalars, controls)

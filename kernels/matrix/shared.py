@@ -350,10 +350,10 @@ class SharedSteps:
         if self._is_projected:
             way.arrive()
         self._try(way.steps.direct, run, memory)
-        # all ranks add up, also one that has failed; the cast of `send` goes by the sums
+        # all ranks add up, also one that has failed; the cast goes by the sums
         if way.steps.sums is not None:
             self._exchange.add_up(way.steps.sums)
-        self._try(way.steps.send, memory)
+        self._try(way.steps.cast_directions, memory)
 
     def _leave(self, turn: int, run: SharedStepRun) -> None:
         """Directions go to the owners."""

@@ -33,7 +33,7 @@ def room_of(lengths: Sequence[int], rank: int) -> int:
 
 
 class TiledProducts:
-    """Makes products in the place of newton_schulz.Immediate, of lists of one matrix.
+    """Makes products in the place of kernels.products.launch, of lists of one matrix.
 
     Args:
         exchange: the ranks that make it: exchange.Exchange.
@@ -57,14 +57,15 @@ class TiledProducts:
         # one memory for both kinds of products, as they follow each other
         return max(room_of(lengths, rank), room_of(of_square, rank))
 
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
+    def products(self, left: Matrices, right: Matrices, out: Matrices, **options: Any) -> None:
         """Makes S X of a symmetric matrix S, or of a tall matrix X S, by parts of the longer side.
 
         `options` may have `add`, the matrix that is added.
         """
         # square: [short, short]; whole and target: [m, n], on each rank
-        (square,), (whole,), (target,) = squares, matrices, out
-        is_tall = whole.shape[0] > whole.shape[1]
+        (target,) = out
+        is_tall = target.shape[0] > target.shape[1]
+        (whole,), (square,) = (left, right) if is_tall else (right, left)
         # rows of a tall matrix, columns of another: a part is made of the square and that part
         ends = cuts(max(whole.shape), self._ranks, False)
         cut = [_part(target, is_tall, *pair) for pair in pairwise(ends)]
@@ -81,7 +82,7 @@ class TiledProducts:
         self._make(lambda: end > begin and products(*sides, [cut[self._rank]], **part_options))
         self._exchange(cut)
 
-    def symmetric(
+    def symmetric_products(
         self, left: Matrices, out: Matrices, right: Matrices | None = None, **options: Any
     ) -> None:
         """Makes a symmetric product by rows of its lower triangle."""

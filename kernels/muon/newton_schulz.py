@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from megaopt.kernels.muon.orthogonal import FP16, Orthogonal
 from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import accumulate_reference, total_reference
-from megaopt.kernels.products.launch import products, symmetric_products
+from megaopt.kernels.products import launch
 
 FP16_EXPONENT = 14
 """The exponent of a direction's norm in fp16, of which no number overflows then."""
@@ -81,64 +82,53 @@ class Workspace(NamedTuple):
     """and lists of [short, short]."""
 
 
-class Immediate:
-    """Makes products when they are asked for; wave.py notes them instead."""
-
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
-        """Makes S X of symmetric matrices S, or of a tall matrix X S, which is that turned."""
-        products(*ordered(squares, matrices), out, **options)
-
-    def symmetric(self, left: Matrices, out: Matrices, **options: Any) -> None:
-        """Makes symmetric products: megaopt.kernels.products.launch.symmetric_products."""
-        symmetric_products(left, out, **options)
-
-
-def ordered(squares: Matrices, matrices: Matrices) -> tuple[Matrices, Matrices]:
-    """Returns left and right factors of S X."""
-    # a tall matrix stands for the transposed one: X S is S X of that
-    pairs = [
-        (x, s) if x.shape[0] > x.shape[1] else (s, x)
-        for s, x in zip(squares, matrices, strict=True)
-    ]
-    return [left for left, _ in pairs], [right for _, right in pairs]
-
-
-def gram_sides(matrices: Matrices) -> Matrices:
-    """Returns each X, or its transposed one, so that X X^T is the smaller product."""
-    return [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
-
-
 def iterated(
-    room: Workspace, scales: MatrixScales, how: Orthogonal, is_gram: bool, make: Any
+    room: Workspace, scales: MatrixScales, how: Orthogonal, is_gram: bool, make: Any = launch
 ) -> Matrices:
     """Makes all products of an iteration of `room.first`; returns where the result is.
 
-    make: Immediate(), or what notes products.
+    make: has the functions of kernels.products.launch, as that has, or wave.Notes, which notes
+    products, or tiles.TiledProducts, which ranks make together.
     """
+    steps = len(how.coefficients)
+    # the steps in which Gram's form begins anew; restarts behind the last step never come
+    starts = {0, *(restart for restart in how.restarts if 0 < restart < steps)}
+    # factors of the products with X: the first divides by its norm, the last has the ratio, too
+    count = len(starts) if is_gram else steps
+    between = [None] * (count - 2)
+    several = [scales.inverse, *between, scales.last]
+    factors = iter([scales.only] if count == 1 else several)
     if is_gram:
-        return _in_gram_form(room, scales, how, make)
-    # in standard form A = X X^T, B = b A + c A A, X' = a X + B X in each step
+        return _in_gram_form(room, scales, how, make, starts, factors)
+
+    # in standard form A = X X^T; B = b A + c A A, X' = a X + B X in each step
     # now and target: [m, n]; gram and power: [short, short]
-    (now, target, (gram, power)), last = room, len(how.coefficients) - 1
+    now, target, (gram, power) = room
     for step, (a, b, c) in enumerate(how.coefficients):
-        # A = X X^T; X is divided by its norm from the first product on, not before
-        make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
+        # A = X X^T, of the shorter side; X is divided by its norm from the first product on
+        sides = [x.mT if x.shape[0] > x.shape[1] else x for x in now]
+        make.symmetric_products(sides, gram, scale=None if step else scales.square)
         polynomial = gram
         # B = b A + c A A; of a cubic it is b A, whose b goes into the next product
         if c:
-            make.symmetric(gram, power, add=gram, alpha=c, beta=b)
+            make.symmetric_products(gram, power, add=gram, alpha=c, beta=b)
             polynomial = power
 
         # X' = a X + B X, into the other matrix
         options = {"add": now, "alpha": 1.0 if c else b, "beta": a}
-        make.times(
-            polynomial, now, target, scale=_factor(scales, step == 0, step == last), **options
-        )
+        _multiply(make, polynomial, now, target, scale=next(factors), **options)
         now, target = target, now
     return now
 
 
-def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: Any) -> Matrices:
+def _in_gram_form(
+    room: Workspace,
+    scales: MatrixScales,
+    how: Orthogonal,
+    make: Any,
+    starts: set[int],
+    factors: Iterator[torch.Tensor | None],
+) -> Matrices:
     """Makes polynomials of R = X X^T, and multiplies X by them at restarts and at the end.
 
     W = a I + b R + c R R is a step's; Q their product; R' = W R W. Products of these, which commute
@@ -146,31 +136,28 @@ def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: 
     """
     # now and target: [m, n]; gram has R, poly W, whole Q, and spare nothing
     now, target, (gram, poly, spare, whole) = room
-    # restarts behind the last step never come
     steps = len(how.coefficients)
-    starts = {0, *(restart for restart in how.restarts if 0 < restart < steps)}
     for step, (a, b, c) in enumerate(how.coefficients):
         # where Q begins R is made of X, at a restart of X times the Q that has come together
         if step in starts:
             if step:
-                # X is divided by its norm when it is multiplied first
-                is_first = step == min(starts - {0})
-                make.times(whole, now, target, scale=_factor(scales, is_first, False))
+                _multiply(make, whole, now, target, scale=next(factors))
                 now, target = target, now
-            # R = X X^T
-            make.symmetric(gram_sides(now), gram, scale=None if step else scales.square)
+            # R = X X^T, of the shorter side; X is divided by its norm when it is multiplied first
+            sides = [x.mT if x.shape[0] > x.shape[1] else x for x in now]
+            make.symmetric_products(sides, gram, scale=None if step else scales.square)
         # W = a I + b R + c R R
-        make.symmetric(gram, poly, add=gram, alpha=c, beta=b, diagonal=a)
+        make.symmetric_products(gram, poly, add=gram, alpha=c, beta=b, diagonal=a)
         # Q of this step: W itself where Q begins, else Q W
         if step in starts:
             factor = poly
         else:
-            make.symmetric(whole, spare, right=poly)
+            make.symmetric_products(whole, spare, right=poly)
             factor, spare = spare, whole
         # R' = W R W, unless the next step makes R anew or there is none
         if step + 1 < steps and step + 1 not in starts:
-            make.symmetric(gram, spare, right=poly)
-            make.symmetric(poly, gram, right=spare)
+            make.symmetric_products(gram, spare, right=poly)
+            make.symmetric_products(poly, gram, right=spare)
         # the matrix of the new Q is `whole` from here on; those left over are overwritten
         if factor is poly:
             poly, whole = whole, poly
@@ -178,16 +165,19 @@ def _in_gram_form(room: Workspace, scales: MatrixScales, how: Orthogonal, make: 
             whole = factor
 
     # the last product has the ratio, and divides by the norm if it is the first, too
-    make.times(whole, now, target, scale=_factor(scales, len(starts) == 1, True))
+    _multiply(make, whole, now, target, scale=next(factors))
     return target
 
 
-def _factor(scales: MatrixScales, is_first: bool, is_last: bool) -> torch.Tensor | None:
-    """Returns the factor of a product with X: of the first, of the last, of one that is both."""
-    # None: no factor, for products between the first and the last
-    if is_first:
-        return scales.only if is_last else scales.inverse
-    return scales.last if is_last else None
+def _multiply(
+    make: Any, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any
+) -> None:
+    """Makes S X of symmetric matrices S; of a tall matrix X S, which is that turned."""
+    pairs = [
+        (x, s) if x.shape[0] > x.shape[1] else (s, x)
+        for s, x in zip(squares, matrices, strict=True)
+    ]
+    make.products([left for left, _ in pairs], [right for _, right in pairs], out, **options)
 
 
 # --- the twin
@@ -211,4 +201,4 @@ def orthogonal(direction: torch.Tensor, how: Orthogonal) -> torch.Tensor:
         return direction.to(how.dtype)
     first, scales = begun(direction, how)
     is_gram = how.is_gram(direction.shape)
-    return iterated(room_of([first], is_gram), scales, how, is_gram, Immediate())[0]
+    return iterated(room_of([first], is_gram), scales, how, is_gram)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from typing import Any
 
@@ -192,6 +192,8 @@ class Orthogonal:
     """The restarts of Gram's form, in ascending order."""
     contract: str = OWN
     """The contract, one of CONTRACTS; peers.py has what the others take of all this."""
+    dtype: torch.dtype = field(init=False, repr=False)
+    """The dtype of all numbers between products."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what is not one of these, or does not go together."""
@@ -231,6 +233,7 @@ class Orthogonal:
                 )
         if self.contract != OWN:
             self._check_contract()
+        vars(self).update(dtype=DTYPES[self.precision])
 
     def _check_contract(self) -> None:
         """Raises ValueError for what other libraries do not have."""
@@ -253,11 +256,6 @@ class Orthogonal:
                 raise ValueError(
                     f"{name} must be {allowed} with contract={self.contract!r}, got {value!r}"
                 )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all numbers between products."""
-        return DTYPES[self.precision]
 
     def ratio(self, shape: Shape) -> float:
         """Returns the factor of the update of a matrix [rows, columns]; 1 without columns."""
@@ -322,7 +320,7 @@ class Orthogonal:
             return self.method == GRAM
         return self.precision == FP16 and short > GRAM_SHORT and long >= GRAM_RATIO * short
 
-    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
+    def state_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
         """Returns names and shapes of a state's tensors beside the momentum."""
         if self.second_moment is None:
             return {}

@@ -19,7 +19,7 @@ from megaopt.kernels.matrix.exchange import UpdateMaker
 from megaopt.kernels.muon.orthogonal import EO, TORCH, Orthogonal
 from megaopt.kernels.norm.reference import accumulate_reference
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.rules.matrix import Work, joined
+from megaopt.kernels.rules.matrix import Work, joined, split
 from megaopt.kernels.step.reference import controlled_grad, skips_of
 
 Numbers = tuple[float, float, float, float]
@@ -73,7 +73,7 @@ def step_as_eo(
 
     # each matrix of the parameter alone, and all back where they were
     cuts = how.cuts(direction.shape)
-    updates = [_update_as_eo(cut.of(direction), how) for cut in cuts]
+    updates = [_update_as_eo(matrix, how) for matrix in split(cuts, direction)]
     param.add_(joined(cuts, updates, param.shape), alpha=-lr)
 
 
@@ -156,23 +156,13 @@ class PeerSteps:
             # the master is stepped if there is one, else the weight
             param = tensors.get("master", tensors["weight"]).detach()
             row = None if controls is None else controls[group]
-            grad = _gradient(tensors["grad"], row, formats, self._rule).to(param.dtype)
+            grad = controlled_grad(tensors["grad"], row, formats, self._rule).to(param.dtype)
             # behind those of others in the row
             numbers: Any = scalars[group][:length][-COUNT:]
             self._step(param, grad, tensors["momentum_buffer"], numbers, self._how)
             # the weight is the master, rounded
             if "master" in tensors:
                 tensors["weight"].detach().copy_(formats.weight.encode_reference(param))
-
-
-def _gradient(stored: torch.Tensor, row: Any, formats: Formats, rule: Rule) -> torch.Tensor:
-    """Returns the fp32 gradient of a step; row: of the controls, or None."""
-    if row is None:
-        # without controls there is no loss scale and no clipping
-        grad = formats.grad.decode_reference(stored)
-    else:
-        grad = controlled_grad(stored, row, formats, rule)
-    return grad * -1.0 if formats.maximize else grad
 
 
 # --- among ranks: contract "eo"
@@ -215,7 +205,7 @@ class PeerPlan:
                 # before messages: the momentum is stepped, and the direction goes where it is sent
                 # from; fp32 [numbers of the part], as what is elementwise needs no whole matrix
                 row = None if controls is None else controls[group]
-                grad = _gradient(tensors["grad"], row, self.formats, self._rule)
+                grad = controlled_grad(tensors["grad"], row, self.formats, self._rule)
                 buffer = tensors["momentum_buffer"]
                 buffer.lerp_(grad, 1 - momentum)
                 tensors["weight"].copy_(grad.lerp(buffer, momentum) if nesterov else buffer)

@@ -1,4 +1,4 @@
-"""Muon's steps of matrices whose parts are on several ranks, in launches that are planned once.
+"""Muon's steps of matrices whose parts are on several ranks: in torch, and in planned launches.
 
 A bucket's launches, in the order of shared.SharedSteps:
 
@@ -10,8 +10,9 @@ A bucket's launches, in the order of shared.SharedSteps:
     finish   every rank steps its weights and masters
 
 In fp16 a direction is cast times a power of two, by the norm of its whole matrix: `direct` leaves
-fp32 numbers in `wide` and their squares in `sums`, which ranks add up, and `send` casts. What
-`make` launches is the same in each step, whatever gradients and learning rates are: one CUDA graph.
+fp32 numbers in `wide` and their squares in `sums`, which ranks add up, and `cast_directions` casts.
+What `make` launches is the same in each step, whatever gradients and learning rates are: one CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -25,21 +26,145 @@ import torch
 from megaopt.kernels.calling import Replayed, compiling_together
 from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import stream_of, to_device
-from megaopt.kernels.formats import GRADS
+from megaopt.kernels.formats import GRADS, WEIGHTS
 from megaopt.kernels.matrix.boxes import UNIT, Box, BoxCopies
 from megaopt.kernels.matrix.bucket import BucketMemory, SharedStepRun, part_numbers
-from megaopt.kernels.matrix.exchange import WHOLLY, Bucket, MatrixBox, ParameterMatrix
+from megaopt.kernels.matrix.exchange import (
+    WHOLLY,
+    Bucket,
+    MatrixBox,
+    MatrixPart,
+    ParameterMatrix,
+    UpdateMaker,
+)
+from megaopt.kernels.muon import newton_schulz
 from megaopt.kernels.muon.layout import Area, MatrixGroup, waves
-from megaopt.kernels.muon.newton_schulz import MatrixScales
-from megaopt.kernels.muon.orthogonal import FP16
+from megaopt.kernels.muon.newton_schulz import (
+    Matrices,
+    MatrixScales,
+    Workspace,
+    room_of,
+    scales_reference,
+)
+from megaopt.kernels.muon.normuon import normalized
+from megaopt.kernels.muon.orthogonal import FP16, Orthogonal
 from megaopt.kernels.muon.wave import DirectionTable, Iteration, PartLaunches, cast, scales_by_norms
 from megaopt.kernels.norm.bins import BANKS, ROWS
 from megaopt.kernels.norm.launch import NormPlan
+from megaopt.kernels.norm.reference import accumulate_reference, total_reference
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import SECOND_MOMENT
+from megaopt.kernels.rules.matrix import SECOND_MOMENT, Matrix, Shape
 
 WITHOUT_END = 2**62
 """Bytes of which one wave has room for all matrices of a bucket."""
+
+
+class MuonMaking(UpdateMaker):
+    """The way from directions to updates: MUON's, alone and with other ranks, in plain torch."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        super().__init__(matrix)
+        self.how: Orthogonal = matrix.how
+        # ranks send 16 bits a number, both ways
+        self.sent = WEIGHTS[self.how.dtype]
+        self.is_scaled = self.how.precision == FP16
+        """Directions are fp32 first, and cast when their norms are known."""
+        self.direction = WEIGHTS["float32"] if self.is_scaled else self.sent
+        self.shares_work = True
+
+    def sums(self, pieces: Sequence[ParameterMatrix], device: torch.device) -> torch.Tensor:
+        """Makes bins of the norm of each matrix: a bank."""
+        return torch.zeros((len(pieces), ROWS, 2), dtype=torch.int64, device=device)
+
+    def measure(
+        self, directions: Matrices, parts: Sequence[MatrixPart], sums: torch.Tensor
+    ) -> None:
+        """Adds the squares of directions to the bins."""
+        for part, direction in zip(parts, directions, strict=True):
+            # parts of one matrix add to the same bins: whole numbers, in any order
+            accumulate_reference([direction], sums[part.piece][None])
+
+    def notes(self, sums: torch.Tensor, pieces: Sequence[ParameterMatrix]) -> MatrixScales:
+        """Makes the factors of the matrices."""
+        # with second moments the ratio comes behind these
+        ratios = [
+            1.0 if self.how.second_moment else self.how.ratio(piece.shape) for piece in pieces
+        ]
+        # fp32 (1,) of each matrix, alike on all ranks
+        norms = [total_reference(bins[None])[0].view(1) for bins in sums]
+        pairs = zip(norms, ratios, strict=True)
+        scales = [
+            scales_reference(norm, self.how.eps, ratio, self.is_scaled) for norm, ratio in pairs
+        ]
+        # of each factor one tensor, fp32 [matrices]
+        return MatrixScales(*map(torch.cat, zip(*scales, strict=True)))
+
+    def cast(
+        self, directions: Matrices, parts: Sequence[MatrixPart], notes: MatrixScales, out: Matrices
+    ) -> None:
+        """Casts directions, times their matrices' powers of two."""
+        # bf16 directions were made in the place that they are sent from
+        if self.is_scaled:
+            powers = notes.power.unbind()
+            for part, direction, target in zip(parts, directions, out, strict=True):
+                target.copy_((direction * powers[part.piece]).to(target.dtype))
+
+    def make(
+        self,
+        wholes: Matrices,
+        pieces: Sequence[ParameterMatrix],
+        indices: Sequence[int],
+        notes: MatrixScales,
+        states: Any,
+    ) -> Matrices:
+        """Iterates all matrices of one form together, and then steps second moments."""
+        # indices: of `wholes` among the bucket's matrices, of all of which the notes have factors
+        updates_by_index: dict[int, torch.Tensor] = {}
+        for is_gram in (False, True):
+            chosen = [
+                i for i, whole in enumerate(wholes) if self.how.is_gram(whole.shape) is is_gram
+            ]
+            if chosen:
+                # this form's factors, fp32 [chosen]
+                places = torch.tensor([indices[i] for i in chosen], device=wholes[0].device)
+                scales = MatrixScales(*(factors[places] for factors in notes))
+                room = room_of([wholes[i] for i in chosen], is_gram)
+                matrices = newton_schulz.iterated(room, scales, self.how, is_gram)
+                updates_by_index.update(zip(chosen, matrices, strict=True))
+
+        # back in the order of `wholes`
+        updates = [updates_by_index[i] for i in range(len(wholes))]
+        return self.finish(updates, states)
+
+    def finish(self, updates: Matrices, states: Sequence[dict[str, Any]]) -> Matrices:
+        """Steps second moments, if there are any."""
+        if not self.how.second_moment:
+            return updates
+        normalized_updates = []
+        for update, state in zip(updates, states, strict=True):
+            # the second moments of the matrix, fp32 [rows], are stepped in place
+            numbers = (state[SECOND_MOMENT], self.how.beta2, self.how.ratio(update.shape))
+            normalized_updates.append(normalized(update, *numbers))
+        return normalized_updates
+
+    def room(self, shape: Shape, device: torch.device) -> Workspace:
+        """Makes the memory of the iteration of a matrix that ranks make together."""
+        # into which the owner's direction comes
+        first = torch.empty(tuple(shape), dtype=self.how.dtype, device=device)
+        return room_of([first], self.how.is_gram(shape))
+
+    def together(self, room: Workspace, notes: Any, make: Any) -> torch.Tensor:
+        """Returns the update of one matrix, by the products of `make`.
+
+        notes: None where this rank failed: then it makes no products, and goes on with the others.
+        """
+        # anything stands for factors: a failed rank's products are never made
+        scales: Any = notes or MatrixScales(*[make] * len(MatrixScales._fields))
+        is_gram = self.how.is_gram(room.first[0].shape)
+        return newton_schulz.iterated(room, scales, self.how, is_gram, make)[0]
+
+
+# --- in launches
 
 
 class MuonBucket:
@@ -89,7 +214,7 @@ class MuonBucket:
         """Bytes that the launches of `make` take beside messages."""
         self._norms = PartNorms(bucket, how, device) if self._is_scaled else None
         self.sums = None if self._norms is None else self._norms.sums
-        """The sums that ranks add up between `direct` and `send`; None: there are none."""
+        """The sums that ranks add up behind `direct`, before the cast; None: there are none."""
         # CUDA graphs of `measure`, `cast` and `make`: messages and new scalars lie between them
         self._measured, self._cast, self._made = (Replayed(device) for _ in range(3))
         self._begins: dict[str, int] = {}
@@ -110,7 +235,7 @@ class MuonBucket:
         # all of a step's memory is one tensor, in which pieces lie where `lie` was told
         base = memory.whole.data_ptr()
         if run.has_moved:
-            # int64 [parts], addresses: `near` is sent as it is, `wide` is cast into it by `send`
+            # int64 [parts], addresses: `near` is sent as it is, `wide` is cast into it behind
             directions = base + self._begins["near"] + self._sent
             if self._is_scaled:
                 directions = base + self._begins["wide"] + self._wide
@@ -120,11 +245,11 @@ class MuonBucket:
         # the first launch: momenta are stepped, and directions written
         self._parts.direct(run.scalars, run.controls)
         if self._norms is not None:
-            # this rank's squares, into `sums`: ranks add them up before `send`
+            # this rank's squares, into `sums`: ranks add them up before directions are cast
             state, measure = (stream_of(self._device), base), self._norms.measure
             self._measured(state, lambda: measure(memory.whole))
 
-    def send(self, memory: BucketMemory) -> None:
+    def cast_directions(self, memory: BucketMemory) -> None:
         """Casts fp32 directions, by the sums over all ranks."""
         if self._norms is not None:
             # wide -> near, all parts of this rank, whoever makes their matrices
@@ -154,7 +279,7 @@ class MuonBucket:
                     # bf16: the norms of the whole matrices, made here
                     iteration.scale(memory.room)
                 else:
-                    # fp16: the factors that `send` cast by, fp32 [5, this rank's matrices]
+                    # fp16: the factors of the cast, fp32 [5, this rank's matrices]
                     scales = iteration.layout.scales.of(memory.room)
                     torch.index_select(self._norms.scales, 1, in_bucket, out=scales)
                 # all products of the iteration, then second moments

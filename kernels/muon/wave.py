@@ -19,20 +19,21 @@ from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.chunks.table import OWN as GEOMETRY
 from megaopt.kernels.chunks.table import Chunks, DeviceTable, Geometry, to_device
 from megaopt.kernels.formats import GRADS, WEIGHTS
-from megaopt.kernels.matrix.plan import PartLaunch, apply_formats, inner_formats
+from megaopt.kernels.matrix.launch import PartLaunch
+from megaopt.kernels.matrix.plan import apply_formats, inner_formats
 from megaopt.kernels.muon import kernel
 from megaopt.kernels.muon.layout import Layout
 from megaopt.kernels.muon.newton_schulz import (
     Matrices,
     MatrixScales,
     iterated,
-    ordered,
 )
 from megaopt.kernels.muon.normuon import numbers_of
 from megaopt.kernels.norm.launch import NormPlan
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.epilogue import ProductCoefficients
-from megaopt.kernels.products.launch import ELEMENTS, Tables, factors_of, moved
+from megaopt.kernels.products.launch import factors_of
+from megaopt.kernels.products.tables import ELEMENTS, Tables, moved
 from megaopt.kernels.rules.matrix import SECOND_MOMENT
 
 ONE_ROW = Geometry(1, 1)
@@ -67,17 +68,17 @@ class NotedLaunch:
 
 
 class Notes:
-    """Notes products in the place of newton_schulz.Immediate, which makes them."""
+    """Notes products in the place of kernels.products.launch, which makes them."""
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         self._tables, self._device, self.launches = tables, device, list[NotedLaunch]()
 
-    def times(self, squares: Matrices, matrices: Matrices, out: Matrices, **options: Any) -> None:
-        """Notes S X, as newton_schulz.Immediate makes it."""
+    def products(self, left: Matrices, right: Matrices, out: Matrices, **options: Any) -> None:
+        """Notes products."""
         # neither the result is symmetric, nor is the right matrix the left one, turned
-        self._note((False, False), *ordered(squares, matrices), out, **options)
+        self._note((False, False), left, right, out, **options)
 
-    def symmetric(
+    def symmetric_products(
         self, left: Matrices, out: Matrices, right: Matrices | None = None, **options: Any
     ) -> None:
         """Notes symmetric products."""

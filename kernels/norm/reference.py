@@ -10,12 +10,6 @@ import torch
 from megaopt.kernels.norm.bins import BINS, LIMB, LOWEST, NONFINITE, WIDTH
 
 
-def top_row(largest: float) -> int:
-    """The row of the top bin of squares up to `largest`, which is above 0."""
-    _, above = math.frexp(largest)  # largest is below 2**above, and no less than half of that
-    return above // WIDTH - LOWEST
-
-
 def unit_of(row: int) -> float:
     """The number that a 1 in this row stands for."""
     return math.ldexp(1.0, WIDTH * (row + LOWEST))
@@ -48,7 +42,9 @@ def accumulate_reference(grads: Sequence[torch.Tensor], bins: torch.Tensor) -> N
         largest = float(square.max()) if len(square) else 0.0
         if largest == 0.0:
             continue
-        row = top_row(largest)
+        # the row of the top bin: largest is below 2**above, and no less than half of that
+        _, above = math.frexp(largest)
+        row = above // WIDTH - LOWEST
         # whole units of the top row, and of the one below: fp64, summed as integers
         upper = torch.round(square / unit_of(row))
         rest = square - upper * unit_of(row)

@@ -81,40 +81,34 @@ def products_with_epilogue(
     products: Sequence[Factors], numbers: ProductCoefficients, mirrored: bool
 ) -> None:
     """The twin of kernel.products_kernel: products of one shape are made together, if small."""
+    # products of one shape are made as one stack, which grows until it is large enough
     alike: dict[Any, list[Factors]] = {}
+    full: list[list[Factors]] = []
     for product in products:
         shapes = product.left.shape, product.right.shape
-        # products of one shape wait until they are many enough, then are made as one stack
         few = alike.setdefault(shapes, [])
         few.append(product)
-        if (
-            len(few) * max(product.left.numel(), product.right.numel(), product.out.numel())
-            > AT_ONCE
-        ):
-            _make(alike.pop(shapes), numbers, mirrored)
-    for few in alike.values():
-        _make(few, numbers, mirrored)
-
-
-def _make(few: Sequence[Factors], numbers: ProductCoefficients, mirrored: bool) -> None:
-    """Makes products of one shape, which all have the same optional matrices."""
-    left, right, added, out, scale = zip(*few, strict=True)
-    # fp32 [products, m, n]
-    total, (alpha, beta, diagonal) = products_reference(_stack(left), _stack(right)), numbers
-    addends = None if added[0] is None else _stack(added)
-    factors = None if scale[0] is None else _stack(scale)[:, None, None]
-    arguments = (alpha, out[0].dtype, addends, beta, diagonal, factors)
-    results = finished_reference(total, *arguments)
-    # the numbers below the diagonal stand above it, too
-    if mirrored:
-        is_below = torch.ones_like(results, dtype=torch.bool).tril()
-        results = torch.where(is_below, results, results.mT)
-    torch._foreach_copy_(list(out), list(results.unbind()))
-
-
-def _stack(matrices: Sequence[Any]) -> torch.Tensor:
-    """Stacks tensors of one shape; one alone is not copied."""
-    return matrices[0][None] if len(matrices) == 1 else torch.stack(list(matrices))
+        most = max(product.left.numel(), product.right.numel(), product.out.numel())
+        if len(few) * most > AT_ONCE:
+            full.append(alike.pop(shapes))
+    for few in (*full, *alike.values()):
+        # [products, m, k], and so on; all have the same optional matrices, and one is not copied
+        stacks: dict[str, Any] = dict.fromkeys(Factors._fields)
+        for name in ("left", "right", "added", "scale"):
+            matrices = [getattr(product, name) for product in few]
+            if matrices[0] is not None:
+                stacks[name] = matrices[0][None] if len(few) == 1 else torch.stack(matrices)
+        # fp32 [products, m, n]
+        total = products_reference(stacks["left"], stacks["right"])
+        (alpha, beta, diagonal), scale = numbers, stacks["scale"]
+        factors = None if scale is None else scale[:, None, None]
+        arguments = (alpha, few[0].out.dtype, stacks["added"], beta, diagonal, factors)
+        results = finished_reference(total, *arguments)
+        # the numbers below the diagonal stand above it, too
+        if mirrored:
+            is_below = torch.ones_like(results, dtype=torch.bool).tril()
+            results = torch.where(is_below, results, results.mT)
+        torch._foreach_copy_([product.out for product in few], list(results.unbind()))
 
 
 if INTERPRETED:

@@ -61,8 +61,8 @@ class CastReferencePlan:
         self._scalars = scalars
         self._steps.step(scalars, controls)
         # amaxes of the stored masters, in the buffers that ranks put together
-        for index, extent in self._stepped():
-            tensors = self._tensors(index)
+        for index in self._steps.stepped:
+            tensors, extent = self._tensors(index), self._extents[index]
             if tensors["weight"].numel():
                 values, amax = self._placed(self._values(tensors), extent), tensors["weight_amax"]
                 new_amax = amax_reference(values, self._recipe)
@@ -70,8 +70,8 @@ class CastReferencePlan:
 
     def cast(self) -> None:
         """Stores the codes of parts of fp8 weights, and the whole weights' scale_inv."""
-        for index, extent in self._stepped():
-            self._store(self._tensors(index), extent, self._bits(index))
+        for index in self._steps.stepped:
+            self._store(index)
         # masters may go: some are for the step alone
         self._buffers = {slot: tensors for slot, tensors in self._buffers.items() if slot in MOVED}
 
@@ -79,14 +79,11 @@ class CastReferencePlan:
         """Makes the next step's scales, after `cast`."""
         move = self._recipe.quantizer.move_reference
         assert move is not None
-        for index, _ in self._stepped():
+        for index in self._steps.stepped:
             tensors = self._tensors(index)
             history = tensors["weight_amax_history"]
             history[:1].copy_(torch.maximum(history[:1], tensors["weight_amax"]))
             move(history, tensors["weight_scale"], self._recipe)
-
-    def _stepped(self) -> list[tuple[int, Extent]]:
-        return [(index, self._extents[index]) for index in self._steps.stepped]
 
     def _tensors(self, index: int) -> dict[str, torch.Tensor]:
         return {slot: tensors[index] for slot, tensors in self._buffers.items()}
@@ -105,20 +102,17 @@ class CastReferencePlan:
         whole[extent.start : extent.start + values.numel()] = values
         return whole.view(extent.rows, extent.columns)
 
-    def _bits(self, index: int) -> tuple[torch.Tensor, ...]:
-        """Random bits for a tensor's codes, or none where they are nearest."""
-        assert self.formats.cast is not None
-        if not (self.formats.weight.draws or self.formats.cast.remainder.draws):
-            return ()
-        steps, scalars = self._steps, self._scalars[self._steps.groups[index]]
-        words = words_of(self._buffers["weight"][index], steps.rule, scalars, steps.places[index])
-        return (weight_bits_reference(words),)
-
-    def _store(
-        self, tensors: dict[str, torch.Tensor], extent: Extent, bits: tuple[torch.Tensor, ...]
-    ) -> None:
-        # scales of the amaxes of all ranks, and values in their place in the weight
+    def _store(self, index: int) -> None:
+        tensors, extent, steps = self._tensors(index), self._extents[index], self._steps
         recipe, values, weight = self._recipe, self._values(tensors), tensors["weight"]
+        cast = self.formats.cast
+        assert cast is not None
+        # random bits for the codes, or none where they are nearest
+        bits: tuple[torch.Tensor, ...] = ()
+        if self.formats.weight.draws or cast.remainder.draws:
+            row, place = self._scalars[steps.groups[index]], steps.places[index]
+            bits = (weight_bits_reference(words_of(weight, steps.rule, row, place)),)
+        # scales of the amaxes of all ranks, and values in their place in the weight
         amax = tensors["weight_amax"].view(recipe.scale_shape(torch.Size(extent[:2])))
         scale, scale_inv = recipe.quantizer.scales_reference(
             amax, recipe, tensors.get("weight_scale")
@@ -129,8 +123,7 @@ class CastReferencePlan:
         product = product[start : start + weight.numel()]
         # codes with what lies beside them, or alone
         if "weight_remainder" in tensors:
-            assert self.formats.cast is not None
-            codes, remainder = self.formats.cast.remainder.encode_reference(product, *bits)
+            codes, remainder = cast.remainder.encode_reference(product, *bits)
             tensors["weight_remainder"].copy_(remainder)
         else:
             codes = self.formats.weight.encode_reference(product, None, *bits)

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_float
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -67,15 +67,15 @@ class Rule:
 
     `update(param, moments, grad, scalars)` (Triton) and `update_reference` (torch) return the new
     param and a tuple of the new moments, with the same bits; moments and scalars are tuples, in the
-    order of `kept` and of the row. `scalars(group)` makes the row of numbers that a group needs,
-    on the host. Where lr and step are on the device, `prepare(hyper_ptr, lr, step)` returns that
-    row as a tuple, with the same bits. `unscale(grad, grad_scale, inverse)` takes a loss scale
+    order of `moment_specs` and of the row. `scalars(group)` makes the row of numbers that a group
+    needs, on the host. Where lr and step are on the device, `prepare(hyper_ptr, lr, step)` returns
+    that row as a tuple, with the same bits. `unscale(grad, grad_scale, inverse)` takes a loss scale
     away.
     """
 
     name: str
     contract: str
-    kept: tuple[Moment, ...]
+    moment_specs: tuple[Moment, ...]
     """The moments, in the order in which `update` takes them; there may be none."""
     scalars: Callable[[Mapping[str, Any]], tuple[float, ...]]
     row_length: int
@@ -104,10 +104,20 @@ class Rule:
     hyper_length: int | None = None
     """The number of numbers that `hyper` makes, for a rule that may follow another (`then`)."""
 
-    @cached_property
-    def moments(self) -> tuple[str, ...]:
-        """The moments' names, as the optimizer's state has them."""
-        return tuple(moment.name for moment in self.kept)
+    # made of these fields
+    moments: tuple[str, ...] = field(init=False)
+    """The moments' names, as the optimizer's state has them."""
+    makes_nan_canonical: bool = field(init=False)
+    """The step gives every NaN that `update` returns one pattern: it differs by processor."""
+    width: int = field(init=False)
+    """The number of numbers in a group's row, with those for random bits."""
+
+    def __post_init__(self) -> None:
+        vars(self).update(
+            moments=tuple(moment.name for moment in self.moment_specs),
+            makes_nan_canonical=self.contract == "ieee",
+            width=self.row_length + (DRAW_NUMBERS if self.draws else 0),
+        )
 
     def then(self, other: Rule) -> Rule:
         """This rule, and after it another one that takes the new param: an average of weights, say.
@@ -118,7 +128,7 @@ class Rule:
         if other.lanes or other.tables is not no_tables or other.hyper_length is None:
             raise ValueError(f"other must be a rule that may follow one, like EMA, got {other!r}")
         # where the other one's moments and numbers begin
-        count, length = len(self.kept), self.row_length
+        count, length = len(self.moment_specs), self.row_length
         COUNT, LENGTH = tl.constexpr(count), tl.constexpr(length)
         first_update, other_update = self.update, other.update
 
@@ -154,7 +164,7 @@ class Rule:
         return replace(
             self,
             name=f"{self.name}_{other.name}",
-            kept=(*self.kept, *other.kept),
+            moment_specs=(*self.moment_specs, *other.moment_specs),
             **joined_row(self, other),
             update=update_in_lanes if self.lanes else update,
             update_reference=reference,
@@ -162,15 +172,25 @@ class Rule:
             capturable=self.capturable and self.capturable.then(other),
         )
 
-    @property
-    def makes_nan_canonical(self) -> bool:
-        """The step gives every NaN that `update` returns one pattern: it differs by processor."""
-        return self.contract == "ieee"
+    def within(self, row: Mapping[str, Any], begin: int, end: int) -> Rule:
+        """This rule, which takes its numbers from `begin` to `end` of a row of several rules.
 
-    @property
-    def width(self) -> int:
-        """The number of numbers in a group's row, with those for random bits."""
-        return self.row_length + (DRAW_NUMBERS if self.draws else 0)
+        row: the fields that all of these rules have in common, as joined_row makes them.
+        """
+        own_update, BEGIN, END = self.update, tl.constexpr(begin), tl.constexpr(end)
+
+        @helper
+        def update(param, moments, grad, scalars):  # noqa: ANN202
+            return own_update(param, moments, grad, scalars[BEGIN:END])
+
+        return replace(
+            self,
+            **row,
+            update=update,
+            update_reference=lambda param, moments, grad, scalars: self.update_reference(
+                param, moments, grad, scalars[begin:end]
+            ),
+        )
 
     def row(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """A group's row for the update that is number group["step"]."""
@@ -185,11 +205,10 @@ class Rule:
     @cached_property
     def cache_key(self) -> str:
         """The key of Triton's compilation cache: a change of the source changes it."""
-        functions = (self.prepare, self.update, self.unscale)
-        keys = [getattr(function, "cache_key", "") for function in functions]
         # what the step's kernel is compiled differently for
         reads = (self.moments_use_param, self.reads_param, self.lanes, self.draws)
-        return digest(f"{(self.name, self.contract, self.row_length, *reads)}:{keys}")
+        fields = (self.name, self.contract, self.row_length, *reads)
+        return digest(fields, self.prepare, self.update, self.unscale)
 
     def __repr__(self) -> str:
         """Short, as Triton writes it down at every launch; not the same for two sources."""
@@ -228,30 +247,15 @@ def in_one_row(first: Rule, *others: Rule) -> tuple[Rule, ...]:
             raise ValueError(f"others must be rules that may follow one, got {rule!r}")
     # `scalars`, `hyper` and `prepare` of all: the others share one row among them
     row = joined_row(first, others[0])
-
-    # a rule that takes its numbers from `begin` to `end` of the common row
-    def part(rule: Rule, begin: int, end: int) -> Rule:
-        own_update, BEGIN, END = rule.update, tl.constexpr(begin), tl.constexpr(end)
-
-        @helper
-        def update(param, moments, grad, scalars):  # noqa: ANN202
-            return own_update(param, moments, grad, scalars[BEGIN:END])
-
-        def reference(
-            param: torch.Tensor, moments: Any, grad: torch.Tensor, scalars: Any
-        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            return rule.update_reference(param, moments, grad, scalars[begin:end])
-
-        return replace(rule, **row, update=update, update_reference=reference)
-
     # the first rule has the head of the row, each of the others all that follows
     middle, end = first.row_length, row["row_length"]
-    return (part(first, 0, middle), *(part(rule, middle, end) for rule in others))
+    return (first.within(row, 0, middle), *(rule.within(row, middle, end) for rule in others))
 
 
-def digest(text: str) -> str:
-    """A short name for a long text, for keys that are compared at every launch."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def digest(what: object, *functions: Any) -> str:
+    """A short name for a value and Triton functions, for keys that are compared at every launch."""
+    keys = [getattr(function, "cache_key", "") for function in functions]
+    return hashlib.sha256(f"{what}:{keys}".encode()).hexdigest()[:32]
 
 
 def round_row(values: Iterable[float]) -> tuple[float, ...]:

@@ -117,12 +117,15 @@ class Cut(NamedTuple):
     """Its numbers, in order: where those that follow each other begin in the parameter, and how
     many they are. They are whole rows, or matrices of a batch."""
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The matrix of a parameter's tensor: a view where its numbers follow each other."""
-        flat = whole.reshape(-1)
+
+def split(cuts: Sequence[Cut], whole: torch.Tensor) -> list[torch.Tensor]:
+    """The matrices of a parameter's tensor: views where their numbers follow each other."""
+    flat, matrices = whole.reshape(-1), []
+    for shape, runs in cuts:
         # one run is a view; several are copied together
-        runs = [flat[first : first + size] for first, size in self.runs]
-        return (runs[0] if len(runs) == 1 else torch.cat(runs)).view(*self.shape)
+        parts = [flat[first : first + size] for first, size in runs]
+        matrices.append((parts[0] if len(parts) == 1 else torch.cat(parts)).view(*shape))
+    return matrices
 
 
 def joined(cuts: Sequence[Cut], matrices: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
@@ -153,7 +156,7 @@ class MatrixRule:
     """Takes the update, in the gradient's place, from the weight; without moments."""
     low_shape: Callable[[Any, Shape], tuple[int, ...]] = lambda how, shape: tuple(shape)
     """The shape of what `before` makes, and of the moments, by `Matrix.how` and a matrix's."""
-    kept: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = lambda how, shape: {}
+    state_shapes: Callable[[Any, Shape], dict[str, tuple[int, ...]]] = lambda how, shape: {}
     """Names and shapes of fp32 tensors that a state has beside moments and master."""
     meets: str = NOBODY
     """NOBODY, ROWS or WHOLE."""
@@ -162,14 +165,12 @@ class MatrixRule:
     ]
     """The matrices of a parameter, by `Matrix.how` and its shape; one where `low_shape` is another.
     """
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether ranks bring a whole matrix together at its owner."""
-        return self.meets == WHOLE
+    is_whole: bool = field(init=False)
+    """Ranks bring a whole matrix together at its owner."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no plan steps."""
+        vars(self).update(is_whole=self.meets == WHOLE)
         if self.meets not in (NOBODY, ROWS, WHOLE):
             ways = f"{NOBODY!r}, {ROWS!r} or {WHOLE!r}"
             raise ValueError(f"meets of {self.name} must be {ways}, got {self.meets!r}")
@@ -177,7 +178,7 @@ class MatrixRule:
             names = ", ".join(self.apply.moments)
             raise ValueError(f"apply of {self.name} must have no moments, got {names}")
         # the inner rule is given no weight: none of its moments can start as one
-        copied = [moment.name for moment in self.inner.kept if moment.starts_as != ZEROS]
+        copied = [moment.name for moment in self.inner.moment_specs if moment.starts_as != ZEROS]
         if copied:
             raise ValueError(
                 f"inner of {self.name} must have moments that start as zeros, as it never sees the "
@@ -196,10 +197,6 @@ class Matrix:
     def low_shape(self, shape: Shape) -> tuple[int, ...]:
         """The shape of what `before` makes of a matrix, and of the moments."""
         return self.rule.low_shape(self.how, shape)
-
-    def kept(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of what a matrix's state has beside moments and master."""
-        return self.rule.kept(self.how, shape)
 
     def low_place(self, place: Place, shape: Shape) -> Place:
         """Returns the place, in all moments, of those of a part of the matrix, of this shape."""

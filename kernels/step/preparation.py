@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaopt.kernels.norm.bins import NONFINITE, new_bins
+from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.norm.reference import total_reference
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.adam_ieee import canonical_reference
@@ -64,11 +64,6 @@ class Request:
         return replace(self, **moved) if moved else self
 
     @property
-    def is_skippable(self) -> bool:
-        """Returns whether there are gradients with which the step would be left out."""
-        return self.found_inf is not None or self.skip_nonfinite
-
-    @property
     def is_empty(self) -> bool:
         """Returns whether gradients are taken as they are, in every case."""
         is_given = self.found_inf is not None or self.coefficient is not None
@@ -111,10 +106,6 @@ class Preparation:
         for plan in plans:
             plan.accumulate(self._bins)
         return self._bins
-
-    def has_nonfinite(self, plans: Sequence[Measured]) -> torch.Tensor:
-        """Says whether the plans' gradients have an infinity or NaN; on the device, shape (1,)."""
-        return self.measure(plans)[:, NONFINITE].ne(0).any().reshape(1)
 
 
 class ReferencePreparation(Preparation):

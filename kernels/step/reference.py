@@ -48,32 +48,19 @@ def scale_reference(value: torch.Tensor, form: Format) -> tuple[torch.Tensor, to
     return (torch.ones_like(inverse) / inverse if form.scale_of_inverse else scale), inverse
 
 
-def packed(code: torch.Tensor, form: Format) -> torch.Tensor:
-    """Codes as the format keeps them: of 4 bits two in each byte, the even one the lower."""
-    return code if form.packed == 1 else code[..., ::2] | code[..., 1::2] << 4
-
-
-def unpacked(stored: torch.Tensor, form: Format) -> torch.Tensor:
-    """A code of its own for each element."""
-    if form.packed == 1:
-        return stored
-    return torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
-
-
 def decoded(
     form: Format, stored: torch.Tensor, scale: torch.Tensor | None, first: int = 0
 ) -> torch.Tensor:
     """The fp32 values of stored codes; first: of what is in blocks, as store_blocks has it."""
-    code = unpacked(stored, form)
-    return form.decode_reference(code, factors(form, scale, code, first))
-
-
-def factors(form: Format, scale: torch.Tensor | None, like: torch.Tensor, first: int) -> Any:
-    """Returns decode_reference's second argument: a scale, or the factor of each element."""
-    if not form.block:
-        return scale
-    assert scale is not None
-    return spread(factor_reference(scale), form.block, like, first)
+    # a code of its own for each element
+    code = stored
+    if form.packed > 1:
+        code = torch.stack((stored & 15, stored >> 4), -1).flatten(-2)
+    # one scale, or the factor of each element
+    if form.block:
+        assert scale is not None
+        scale = spread(factor_reference(scale), form.block, code, first)
+    return form.decode_reference(code, scale)
 
 
 def spread(numbers: torch.Tensor, block: int, like: torch.Tensor, first: int) -> torch.Tensor:
@@ -103,9 +90,10 @@ def store_blocks(
     # a scale byte a block; its inverse for each element
     new = scale_of_amax_reference(padded.view(-1, form.block).amax(1), form.window_offset)
     inverse = spread(inverse_factor_reference(new), form.block, value, first)
-    # codes, then packed where two share a byte
+    # codes; of 4 bits two share a byte, the even one the lower
     encode = form.encode_reference if bits else form.encode_by_hand
-    code.copy_(packed(encode(value, inverse, *bits), form))
+    new_codes = encode(value, inverse, *bits)
+    code.copy_(new_codes if form.packed == 1 else new_codes[..., ::2] | new_codes[..., 1::2] << 4)
     scale.copy_(new.view(scale.shape))
 
 
@@ -134,20 +122,23 @@ def store_scaled(
 
 
 def controlled_grad(
-    stored: torch.Tensor, controls: torch.Tensor, formats: Formats, rule: Rule
+    stored: torch.Tensor, controls: torch.Tensor | None, formats: Formats, rule: Rule
 ) -> torch.Tensor:
     """The fp32 gradient unscaled and clipped, each with one rounding, or with a second one.
 
-    The unscaled one is stored where the formats say so and there is a scale.
+    The unscaled one is stored where the formats say so and there is a scale. Where the step
+    maximizes the result is turned round. controls: of the step; None: no scale, and no clipping.
     """
-    # the first three controls of the row; the gradient in fp32
-    grad_scale, inverse, coefficient = controls[:SKIP]
     grad = formats.grad.decode_reference(stored)
-    unscaled = rule.unscale_reference(grad, grad_scale, inverse)
-    # written back before clipping
-    if formats.writes_grad and bool(controls[UNSCALED]):
-        stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
-    return rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
+    if controls is not None:
+        # the first three controls of the row; the gradient in fp32
+        grad_scale, inverse, coefficient = controls[:SKIP]
+        unscaled = rule.unscale_reference(grad, grad_scale, inverse)
+        # written back before clipping
+        if formats.writes_grad and bool(controls[UNSCALED]):
+            stored.copy_(formats.grad.encode_reference(canonical_reference(unscaled)))
+        grad = rounded_grad(rounded_grad(unscaled, formats) * coefficient, formats)
+    return grad * -1.0 if formats.maximize else grad
 
 
 def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
@@ -155,18 +146,6 @@ def rounded_grad(grad: torch.Tensor, formats: Formats) -> torch.Tensor:
     if not formats.rounds_grad:
         return grad
     return formats.grad.decode_reference(formats.grad.encode_reference(grad))
-
-
-def lanes_of(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Returns which elements torch's kernel would take as the first of a thread's four."""
-    addresses = [
-        (numpy.array([tensor.data_ptr()]), tensor.element_size()) for tensor in tensors.values()
-    ]
-    # whether all tensors are aligned for four neighbours a thread, and so which come first
-    numel = tensors["weight"].numel()
-    is_vectorized = bool(vectorized(numpy.array([numel]), addresses)[0])
-    first = first_lane_reference(numel, is_vectorized, tensors["weight"].device)
-    return first.view(tensors["weight"].shape)
 
 
 def param_of(tensors: dict[str, torch.Tensor], formats: Formats) -> torch.Tensor:
@@ -195,10 +174,18 @@ def step_tensor(
 
     controls: fp32, the row of megaopt.kernels.step.controls; None leaves gradients alone.
     """
-    # an unscaled gradient is contracted for every element, any other for none with maximize
-    unscaled = controls is not None and bool(controls[UNSCALED])
-    lanes = ((lanes_of(tensors) | formats.maximize) & (not unscaled),) if rule.lanes else ()
     weight, row = tensors["weight"], scalars[: rule.row_length]
+    lanes: tuple[torch.Tensor, ...] = ()
+    if rule.lanes:
+        # whether all tensors are aligned for four neighbours a thread of torch's kernel, and so
+        # which elements it would take as the first of a thread's four
+        buffers = tensors.values()
+        addresses = [(numpy.array([t.data_ptr()]), t.element_size()) for t in buffers]
+        is_vectorized = bool(vectorized(numpy.array([weight.numel()]), addresses)[0])
+        firsts = first_lane_reference(weight.numel(), is_vectorized, weight.device)
+        # an unscaled gradient is contracted for every element, any other for none with maximize
+        unscaled = controls is not None and bool(controls[UNSCALED])
+        lanes = ((firsts.view(weight.shape) | formats.maximize) & (not unscaled),)
     # int64, a word an element, in the tensor's shape
     words = words_of(weight, rule, scalars, place, formats.draws)
     words = words.view(weight.shape) if formats.draws else words
@@ -233,11 +220,7 @@ def step_with_words(
     )
     param = param_of(tensors, formats) if rule.reads_param else torch.zeros_like(moments[0])
     # the gradient, fp32; scaled, clipped, turned round
-    if controls is None:
-        grad = formats.grad.decode_reference(grad)
-    else:
-        grad = controlled_grad(grad, controls, formats, rule)
-    grad = grad * -1.0 if formats.maximize else grad
+    grad = controlled_grad(grad, controls, formats, rule)
     # the update; under contract ieee every NaN gets one pattern
     param, moments = rule.update_reference(param, moments, grad, row, *lanes)
     if rule.makes_nan_canonical:

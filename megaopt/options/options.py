@@ -30,7 +30,6 @@ from megaopt.kernels.formats import (
 )
 from megaopt.kernels.place import Place
 from megaopt.kernels.refusals import is_dense, listed, one_of, refuse, same, shown
-from megaopt.kernels.step.reference import step_tensor
 from megaopt.options.checks import COUNT, DECAY, Range, has_shared_elements, number
 from megaopt.options.choices import (
     Backend,
@@ -434,10 +433,13 @@ class Options:
         backend: what steps other parameters of the device. shapes, groups and places are of each
         matrix: its own, its row of scalars, and where it lies in its parameter.
         """
-        from megaopt.kernels.matrix.plan import LaunchedStep, MatrixPlan  # for matrices alone
+        from megaopt.kernels.matrix.plan import MatrixPlan  # for matrices alone
 
-        step = LaunchedStep() if backend == "triton" else step_tensor
-        return MatrixPlan(formats, groups, places, step)
+        if backend != "triton":
+            return MatrixPlan(formats, groups, places)
+        from megaopt.kernels.matrix.launch import LaunchedStep
+
+        return MatrixPlan(formats, groups, places, LaunchedStep())
 
     @property
     def rule_contract(self) -> str:

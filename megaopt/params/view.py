@@ -116,7 +116,9 @@ class ParamView:
         if self.matrix is None:
             return {}
         # of the whole matrix, where that comes together
-        return self.matrix.kept(self.whole_shape if self.matrix.rule.is_whole else self.local.shape)
+        rule = self.matrix.rule
+        shape = self.whole_shape if rule.is_whole else self.local.shape
+        return rule.state_shapes(self.matrix.how, shape)
 
     def keeps_blocks(self, form: Format) -> bool:
         """Whether its moments may be in a format of blocks; small ones stay fp32.

@@ -203,7 +203,7 @@ class Owned:
     def moments(self, view: ParamView) -> tuple[str, ...]:
         """The names of a parameter's moments: those of the rule that steps it."""
         rule = self.rule if view.matrix is None else view.matrix.rule.inner
-        return tuple(moment.name for moment in rule.kept)
+        return tuple(moment.name for moment in rule.moment_specs)
 
     def state_names(self, view: ParamView) -> tuple[str, ...]:
         """The names that a parameter's state may have here; under others it is somebody else's."""
@@ -219,7 +219,7 @@ class Owned:
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
         rule = self.rule if view.matrix is None else view.matrix.rule.inner
-        return formats_of(view, grad_dtype, rule.kept, self.options, self.wants_masters)
+        return formats_of(view, grad_dtype, rule.moment_specs, self.options, self.wants_masters)
 
     def external_masters(self) -> list[torch.Tensor | None]:
         """The caller's master of each parameter; None where there is none.

@@ -15,6 +15,7 @@ import torch
 from megaopt.kernels import native
 from megaopt.kernels.backends import Plan
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.native import is_worth_building, same_objects
 from megaopt.kernels.shards import local_of
 from megaopt.options.placement import MASTER, STEP
@@ -26,6 +27,7 @@ from megaopt.state.watch import Grads, Guards, Seen, Shards, Watch
 from megaopt.step.counts import StepRows
 
 if TYPE_CHECKING:
+    from megaopt.state.owned import Owned
     from megaopt.step.float8 import Float8
     from megaopt.step.matrix import Marks, Matrices
     from megaopt.step.ranks.meeting import Meeting
@@ -153,16 +155,19 @@ class Batch:
 
     def copy_results(self) -> None:
         """Copies the results back to staged tensors after a step."""
-        # unscaled gradients, then weights and states; contiguous tensors are their own copies
+        # unscaled gradients, then weights and states
         copies, grads = self._copies, self._written_grads
         self._copies, self._written_grads = {}, []
-        if grads:
-            copy_back(grads, copies["grad"])
+        written = [(grads, copies["grad"])] if grads else []
         if "weight_remainder" in copies:
             copies["master"] = copies["weight_remainder"]
         weight_slots = () if self.float8 else ("weight",)
         for slot in (*weight_slots, *self.formats.state_slots):
-            copy_back(self.tensors(slot), copies[slot])
+            written.append((self.tensors(slot), copies[slot]))
+        # contiguous tensors are their own copies
+        for tensor, copy in chain(*(zip(*pair, strict=True) for pair in written)):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
     def abandon(self) -> None:
         """Lets go of all copies where nothing was stepped; then there is no `copy_results`."""
@@ -226,6 +231,8 @@ class Batches:
         self.matrices = [batch.matrices for batch in batches if batch.matrices is not None]
         self.fed = [batch for batch in batches if not batch.addresses]
         """Batches whose plans get tensors in every step."""
+        self.are_on_one_device = False
+        """All parameters were seen to be on one device, as a norm has it."""
         self.digests: list[Any] = []
         """Digests of each batch where they are recorded: megaopt.step.digests.BatchDigests."""
         self.undo: Copies = []
@@ -327,13 +334,6 @@ class Batches:
             batch.undo.clear()
 
 
-def copy_back(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Stores what became of contiguous copies; a contiguous tensor is its own copy."""
-    for tensor, copy in zip(tensors, copies, strict=True):
-        if copy is not tensor:
-            tensor.copy_(copy)
-
-
 def put_back(copies: Copies) -> None:
     """Writes copies back, which takes no memory, and lets them go."""
     for tensor, before in copies:
@@ -344,28 +344,25 @@ def put_back(copies: Copies) -> None:
 # --- CUDA graphs
 
 
-def can_capture(device: torch.device) -> bool:
-    """Whether a graph may capture steps on a device."""
-    return device.type == "cuda"
-
-
-def check_capture(name: str, capturable: bool) -> None:
+def check_capture(owned: Owned) -> bool:
     """Raises RuntimeError for a step within a capture that reads numbers of the host.
 
-    Args:
-        name: the backend's.
-        capturable: whether numbers are on the device.
+    Returns whether a CUDA graph captures the step.
     """
+    if not is_capturing(owned.device):
+        return False
+    name = owned.backend(owned.device)
     if name != "triton":
         raise RuntimeError(
             f"a CUDA graph is being captured, and backend={name!r} computes on the host: only "
             "backend='triton' can be captured"
         )
-    if not capturable:
+    if not owned.options.capturable:
         raise RuntimeError(
             "a CUDA graph is being captured, and capturable=False: the graph would repeat this "
             "step's lr and step for ever; pass capturable=True"
         )
+    return True
 
 
 def check_captured_batches(last: Batches | None, fit: bool) -> None:

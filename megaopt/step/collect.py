@@ -198,11 +198,17 @@ def completed_states(
 
 
 def new_batches(
-    owned: Owned, state: Any, grads: Grads, check: Check | None, writes: ExternalWrites
+    owned: Owned,
+    state: Any,
+    grads: Grads,
+    check: Check | None,
+    writes: ExternalWrites,
+    recorded: tuple[Sequence[str], bool],
 ) -> Batches:
     """Checks everything, completes the states, and makes the batches of a step.
 
-    Args: as for `collect`. writes: notices who else writes the weights.
+    Args: as for `collect`. writes: notices who else writes the weights. recorded: quantities of
+        which digests are recorded, and whether passes of their own make those.
     """
     # checks alone: nothing has changed if one of these raises
     collected = collect(owned, state, grads, check)
@@ -219,7 +225,14 @@ def new_batches(
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
-    return Batches(batches, owned.groups, state, writes.versions, counts, masters, *choices)
+    all_batches = Batches(batches, owned.groups, state, writes.versions, counts, masters, *choices)
+    # digests of what a step reads and stores, where somebody records them
+    if recorded[0]:
+        from megaopt.step.digests import BatchDigests  # few record any
+
+        all_digests = [BatchDigests(batch, owned, *recorded) for batch in batches]
+        all_batches.digests = [digests for digests in all_digests if digests.names]
+    return all_batches
 
 
 def _warn_without_gradients(owned: Owned, warnings: set[str]) -> None:
@@ -295,15 +308,17 @@ def _batch(
         extents = [view.extent for view in views]
     if formats.matrix is not None:
         # only optimizers with a rule for matrices load what steps them
-        from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
         from megaopt.step.matrix import matrices_of
 
-        stepped = master_formats(formats) if is_float8 else formats
-        matrices = matrices_of(owned, stepped, places, states)
-        plan = matrices.plan
         # matrices in fp8: the matrix plan steps masters, the other one casts them
         if is_float8:
-            plan = CastMatrixPlan(formats, plan, partial(plan_of, extents=extents))
+            from megaopt.kernels.matrix.cast import CastMatrixPlan, master_formats
+
+            matrices = matrices_of(owned, master_formats(formats), places, states)
+            plan = CastMatrixPlan(formats, matrices.plan, partial(plan_of, extents=extents))
+        else:
+            matrices = matrices_of(owned, formats, places, states)
+            plan = matrices.plan
     # plain weights: one plan, and one launch, for all of them
     elif not is_float8:
         plan = plan_of(formats, owned.rule)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megaopt.kernels.chunks.batch import Buffers, Formats
+from megaopt.kernels.formats import MASTERS
 from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state.tensors import MASTER, State
@@ -35,7 +36,12 @@ def plan_formats(formats: Formats, view: ParamView, steps_codes: bool) -> Format
     # codes by tiles, whose amaxes other ranks have a part in; codes along columns, too
     tiles_wait = formats.store.tile is not None and view.extent.shared
     waits = tiles_wait or view.weight.columnwise is not None
-    return formats if steps_codes and formats.in_place and not waits else formats.with_values()
+    if steps_codes and formats.in_place and not waits:
+        return formats
+    # fp32 values for the step's time, beside the codes
+    assert formats.cast is not None
+    cast = replace(formats.cast, remainder=formats.master)
+    return replace(formats, master=MASTERS[torch.float32], cast=cast)
 
 
 class Float8:

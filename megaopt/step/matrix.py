@@ -7,30 +7,21 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
-import torch.distributed as dist
 
 from megaopt.kernels.backends import BACKENDS
 from megaopt.kernels.chunks.batch import Formats
-from megaopt.kernels.matrix.exchange import Renewal, UpdateMaker
 from megaopt.kernels.place import Place
-from megaopt.kernels.rules.matrix import ALONE, SAME, Parts
+from megaopt.kernels.rules.matrix import SAME
 from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.controls import SKIP
 from megaopt.params import ParamView
 from megaopt.state.owned import Owned
 from megaopt.state.tensors import check_state_tensor
-from megaopt.step.ranks.owners import Owners, group_of
-from megaopt.step.ranks.peers import hand_out, reduced
 from megaopt.step.ranks.sharers import is_exchanged
 
 if TYPE_CHECKING:
     from megaopt.kernels.matrix.shared import SharedSteps
-
-MAGNITUDE = 0x7FFFFFFF
-"""The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
-last. What collectives make of a NaN among numbers differs."""
 
 
 @dataclass
@@ -61,14 +52,14 @@ class Matrices:
         self._shapes = [view.kept for view in self.views]
         self._keeps_any = any(self._shapes)  # 192 matrices without took a step's host 0.2 of 0.6 ms
         # parts that ranks do not exchange in each step come together where states are made anew
-        if self.shared is None:
-            for work, view in zip(self.plan.works, self.views, strict=True):
-                work.parts = parts_of(view, work.place.number)
+        self.gathers = self.shared is None and any(view.split is not None for view in self.views)
+        """Rows of matrices come together where what states keep is made anew of them."""
+        if self.gathers:
+            from megaopt.step.ranks.peers import PartsOnRanks  # where ranks share matrices
 
-    @property
-    def gathers(self) -> bool:
-        """Whether rows of matrices come together where what states keep is made anew of them."""
-        return any(work.parts is not ALONE for work in self.plan.works)
+            for work, view in zip(self.plan.works, self.views, strict=True):
+                if view.split is not None:
+                    work.parts = PartsOnRanks(view, work.place.number)
 
     def _local(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """The tensors that a state keeps; of DTensors the shards."""
@@ -157,8 +148,23 @@ class Matrices:
         # the group and the count of each matrix
         chosen = [groups[number] for number in self.group_numbers]
         counted = None if counts is None else [counts[number] for number in self.group_numbers]
-        # what states keep is in the plan's hands, whether it is made anew or not
-        self._provide()
+        # what states keep is in the plan's hands, whether it is made anew or not: the tensors that
+        # `begin` found, if none was missing
+        looked_at, self._tensors = self._tensors, []
+        is_complete = list(map(len, looked_at)) == list(map(len, self._shapes))
+        if is_complete:
+            for work, tensors in zip(self.plan.works, looked_at, strict=True):
+                work.kept = tensors
+        entries = zip(self.plan.works, self.views, self._shapes, self.states, strict=True)
+        for work, view, shapes, state in entries if self._keeps_any and not is_complete else ():
+            # zeros: what a rule keeps before its first step
+            missing = {name: shape for name, shape in shapes.items() if state.get(name) is None}
+            if missing:
+                new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
+                state.update(view.wrap_state(new))
+                work.is_made = None
+            work.kept = self._local(state, shapes)
+
         before = self.plan.matrix.rule.before
         if before.renew is None:
             return
@@ -176,29 +182,9 @@ class Matrices:
 
         # whole gradients are with their owners only within the step: it is done there
         if self.shared is not None:
-            self.shared.renewal = Renewal(turns, renew)
+            self.shared.renewal = self.shared.renewal._replace(turns=turns, renew=renew)
         else:
             renew(turns, lambda index: self.plan.grad(turns[index]))
-
-    def _provide(self) -> None:
-        """Gives the plan what states keep for the rule."""
-        if not self._keeps_any:
-            return
-        # the tensors that `begin` found, if none was missing
-        looked_at, self._tensors = self._tensors, []
-        if list(map(len, looked_at)) == list(map(len, self._shapes)):  # nothing is missing
-            for work, tensors in zip(self.plan.works, looked_at, strict=True):
-                work.kept = tensors
-            return
-        entries = zip(self.plan.works, self.views, self._shapes, self.states, strict=True)
-        for work, view, shapes, state in entries:
-            # zeros: what a rule keeps before its first step
-            missing = {name: shape for name, shape in shapes.items() if state.get(name) is None}
-            if missing:
-                new = {n: torch.zeros(shape, device=self.device) for n, shape in missing.items()}
-                state.update(view.wrap_state(new))
-                work.is_made = None
-            work.kept = self._local(state, shapes)
 
 
 MISSING = "no such attribute"
@@ -218,25 +204,22 @@ class Marks:
     def __init__(self, params: Iterable[torch.Tensor], names: Sequence[str]) -> None:
         self._names = names
         self._attributes = [*map(vars, params)]
-        self._marks = deepcopy([*map(self._read, self._attributes)])  # lists may be edited
+        marks = [[a.get(name, MISSING) for name in names] for a in self._attributes]
+        # each parameter's attributes, and its marks: a copy, as lists may be edited
+        self._pairs = list(zip(self._attributes, deepcopy(marks), strict=True))
+        self._marked = [pair for pair in self._pairs if pair[1] != [MISSING] * len(names)]
         self._counts = [*map(len, self._attributes)]
-        pairs = zip(self._attributes, self._marks, strict=True)
-        self._marked = [pair for pair in pairs if pair[1] != [MISSING] * len(names)]
-
-    def _read(self, attributes: Mapping[str, Any]) -> list[Any]:
-        return [attributes.get(name, MISSING) for name in self._names]
 
     def are_the_same(self) -> bool:
         """Whether parameters are marked as they were."""
-        # marks that were there, then parameters that have got attributes since
-        if any(self._read(attributes) != marks for attributes, marks in self._marked):
+        # marks that were there; all parameters, where some have got other attributes since
+        counts, names = [*map(len, self._attributes)], self._names
+        pairs = self._marked if counts == self._counts else self._pairs
+        if any([a.get(name, MISSING) for name in names] != marks for a, marks in pairs):
             return False
-        counts = [*map(len, self._attributes)]
-        if counts == self._counts:
-            return True
         # other attributes came, and no mark: the new counts are the usual ones
         self._counts = counts
-        return [*map(self._read, self._attributes)] == self._marks
+        return True
 
 
 def matrices_of(
@@ -260,7 +243,12 @@ def matrices_of(
     if not is_whole:
         return Matrices(*arguments)
     # from here on for ranks that exchange: how owners make updates, and of what
-    rule, making = plan.matrix.rule, plan.making or UpdateMaker(plan.matrix)
+    from megaopt.kernels.matrix.exchange import UpdateMaker
+    from megaopt.kernels.matrix.shared import SharedSteps
+    from megaopt.step.ranks.owners import Owners
+
+    rule = plan.matrix.rule
+    making = UpdateMaker(plan.matrix) if plan.making is None else plan.making()
     low_spots, lows = spots, None
     # GaLore's moments are of a smaller matrix, with places of its own
     if rule.before is not SAME:
@@ -282,84 +270,6 @@ def matrices_of(
         parts = [view.local.shape for view in views]
         local = making.alone(exchange.local, parts, groups, spots, device)
     state_shapes = [view.kept for view in views]
-    from megaopt.kernels.matrix.shared import SharedSteps  # others need nothing of it
-
     shared = SharedSteps(formats, making, *with_ranks, state_shapes, local)
     plan.share(shared)
     return Matrices(*arguments, shared)
-
-
-def parts_of(view: ParamView, number: int) -> Parts:
-    """The ranks that hold the other parts of the parameter of this number, or nobody."""
-    return ALONE if view.split is None else PartsOnRanks(view, number)
-
-
-class PartsOnRanks:
-    """Rows of a DTensor on this rank, and those of the others.
-
-    One rank of the mesh, the maker, gets all rows where what states keep is made anew.
-
-    Args:
-        view: of a DTensor that is split in its first dimension.
-        number: of the parameter, by which parameters take turns with their makers.
-    """
-
-    def __init__(self, view: Any, number: int) -> None:
-        # all coordinates of the mesh, by rank; parameters take turns with their makers by number
-        self._mesh, dims = view.split
-        ranks = self._mesh.mesh
-        # in the order that ranks have in a group, whatever their places in the mesh are
-        places = sorted(numpy.ndindex(*ranks.shape), key=lambda place: int(ranks[place]))
-        here, maker = tuple(self._mesh.get_coordinate()), places[number % len(places)]
-        self.ranks, self.is_maker = len(places), here == maker
-        # the maker's number among all ranks, for broadcasts
-        self._source, self._columns = int(ranks[maker]), view.whole_shape[1]
-        # first row and the one behind the last, of each rank; [columns] are whole
-        rows = [box[0] for box in view.boxes(places, view.whole_shape)]
-        # one copy of each part is sent: from the ranks with the maker's coordinates along copies
-        copies = [dim for dim in range(ranks.ndim) if dim not in dims]
-        rows = [
-            ends if all(place[dim] == maker[dim] for dim in copies) else (0, 0)  # a copy of others'
-            for ends, place in zip(rows, places, strict=True)
-        ]
-        # what each rank sends to the maker; to others nothing
-        numels = [(end - begin) * self._columns for begin, end in rows]
-        self._received = numels if self.is_maker else [0] * self.ranks
-        self._sent = [numels[places.index(here)] if place == maker else 0 for place in places]
-        # messages come by rank, rows may lie in another order
-        order = sorted(range(self.ranks), key=rows.__getitem__)
-        self._order = None if order == list(range(self.ranks)) else order
-
-    def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' magnitudes, fp32 of shape ()."""
-        # as int32, the largest of all ranks in one all-reduce
-        bits = magnitude.view(torch.int32) & MAGNITUDE
-        return reduced(bits, [group_of(self._mesh)]).view(torch.float32)
-
-    def joined(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole matrix; one without rows where this rank is not the maker."""
-        # all numbers on the maker, none elsewhere; `part`: this rank's rows, or none where a copy
-        # is sent
-        whole = part.new_empty(sum(self._received))
-        message = part.reshape(-1)[: sum(self._sent)]
-        # as bytes: not every library sends 16 bits
-        incoming, outgoing = (
-            [part.itemsize * numel for numel in numels] for numels in (self._received, self._sent)
-        )
-        # bytes that come from each rank, and that go to each; every rank of the mesh calls it
-        dist.all_to_all_single(
-            whole.view(torch.uint8),
-            message.view(torch.uint8),
-            incoming,
-            outgoing,
-            group=group_of(self._mesh),
-        )
-        # the ranks' rows in the order that they have in the matrix
-        if self._order is not None and self.is_maker:
-            pieces = torch.split(whole, self._received)
-            whole = torch.cat([pieces[rank] for rank in self._order])
-        return whole.view(-1, self._columns)
-
-    def hand_out(self, tensor: torch.Tensor) -> None:
-        """Gives all ranks the maker's tensor, in place."""
-        hand_out(tensor, self._source, group_of(self._mesh))

@@ -10,14 +10,18 @@ import functools
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaopt.kernels.shards import PLAIN, local_of
 from megaopt.params import ParamView
-from megaopt.state.owned import Owned
+from megaopt.state.owned import Group, Owned
 from megaopt.state.watch import grads_of
+
+if TYPE_CHECKING:
+    from megaopt.step.collect import Check
+    from megaopt.step.stepper import Stepper
 
 ASKS = "torch.distributed.checkpoint.state_dict"
 """The module of get_optimizer_state_dict, which says nowhere else that it asks."""
@@ -50,17 +54,16 @@ def loads_frozen() -> bool:
     return "momentum_buffer" in optimizer.state.get(model.weight, {})
 
 
-def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
-    """Whether an optimizer's first step is such a question, on all ranks.
+def answers_torch(
+    stepper: Stepper, groups: Sequence[Group], state: Any, decoupled: bool, check: Check | None
+) -> bool:
+    """Makes the states, and steps nothing, where an optimizer's first step is such a question.
 
-    With DTensors ranks that do not know of one another have to agree. All of them meet at a first
-    step with lr=0, whatever is in the state of one.
-
-    Args:
-        owned: the optimizer's.
-        state: the optimizer's.
-        decoupled: whether it reads decoupled_grad.
+    It is on all ranks or on none: with DTensors ranks that do not know of one another have to
+    agree. All of them meet at a first step with lr=0, whatever is in the state of one. Arguments
+    as for Stepper.step. Returns whether it was the question.
     """
+    owned = stepper.owned(groups)
     # lr says on all ranks alike whether they go on to the exchange
     lrs: list[Any] = [group.get("lr") for group in owned.groups]
     for lr in lrs:
@@ -69,12 +72,26 @@ def is_probe(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:
         if not (isinstance(lr, (int, float)) or is_tensor) or float(lr):
             return False
     if not any(view.is_sharded for view in owned.views):
-        return is_asked_by_torch() and _is_asked(owned, state, decoupled)
-    # 0 on each rank that sees the question; the largest of all, mesh after mesh
-    flag = torch.tensor([not _is_asked(owned, state, decoupled)], dtype=torch.int64, device="cpu")
-    for mesh in _meshes(owned.views):
-        flag = _largest(flag, mesh)
-    return not bool(flag)
+        is_probe = is_asked_by_torch() and _is_asked(owned, state, decoupled)
+    else:
+        # 0 on each rank that sees the question; the largest of all, mesh after mesh
+        sees = _is_asked(owned, state, decoupled)
+        flag = torch.tensor([not sees], dtype=torch.int64, device="cpu")
+        for mesh in _meshes(owned.views):
+            flag = _largest(flag, mesh)
+        is_probe = not bool(flag)
+    if not is_probe:
+        return False
+
+    # what comes between it and the first step may differ
+    stepper.ties.has_agreed = False
+    stepper.was_stepped = stepper.options.MATRIX is None
+    # gradients are elsewhere than torch put them: all parameters' states are made
+    if decoupled:
+        stepper.make_states(groups, state, range(len(owned.params)), check)
+    else:
+        stepper.gather(groups, state, decoupled, check)
+    return True
 
 
 def _is_asked(owned: Owned, state: Mapping[Any, Any], decoupled: bool) -> bool:

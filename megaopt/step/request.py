@@ -94,16 +94,6 @@ def _in_memory(number: torch.Tensor | None) -> torch.Tensor | None:
     return None if number is None else resolved(number).contiguous()
 
 
-def check_met(request: Request) -> None:
-    """Raises ValueError for what ranks that hold parts of the same parameters cannot vote on."""
-    found_inf = request.found_inf
-    if found_inf is not None and found_inf.numel() > 1:
-        requirement = (
-            "one number where other ranks hold parts of the parameters, as all skip or none"
-        )
-        refuse("found_inf", requirement, found_inf)
-
-
 def _is_one(value: Any, dtypes: Collection[torch.dtype], groups: int) -> bool:
     """Returns whether a value is a tensor of these dtypes, of one number or one for each group."""
     # the chain stops before it asks a value for what it does not have

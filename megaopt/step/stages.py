@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megaopt.kernels.backends import BACKENDS
+from megaopt.kernels.norm.bins import NONFINITE
+from megaopt.kernels.refusals import refuse
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.controls import SKIP
 from megaopt.kernels.step.preparation import Request
 from megaopt.options.options import Options
@@ -20,7 +23,8 @@ from megaopt.state.numbers import Row
 from megaopt.state.owned import Group
 from megaopt.state.watch import Seen
 from megaopt.step.batch import Batches
-from megaopt.step.request import NOTHING
+from megaopt.step.gradients import check_written_grads
+from megaopt.step.request import NOTHING, Asked
 
 if TYPE_CHECKING:
     from megaopt.step.ranks.meeting import Meeting
@@ -62,6 +66,37 @@ class StepRun:
     """Groups that the host knows to be skipped, where others are stepped."""
     _counted: tuple[Sequence[Group], list[int]] = ((), [])
     """The groups that are counted, and their counts with this step."""
+
+    def take_memory(self, arguments: Asked) -> None:
+        """Gives plans their tensors, and takes all memory, before the first launch."""
+        stepper, request, batches = self.stepper, self.request, self.batches
+        # a row for each count that is not its group's, behind the groups' rows
+        if self.rows is not None and batches.counts.apart:
+            self.rows += stepper.numbers.made(batches.counts.groups(self.groups))
+        # gradients are written only where a loss scale is taken off them
+        writes = stepper.options.write_unscaled_grads and request.grad_scale is not None
+        if writes:
+            grads = [local_of(grad) for grad in self.seen.grads]
+            check_written_grads(grads, stepper.owned(self.groups).labels)
+        # plans without a table of addresses get their tensors, or contiguous copies of them
+        if batches.fed:
+            for batch, shards in zip(batches.batches, self.seen.shards, strict=True):
+                if not batch.addresses:
+                    batch.feed(self.seen.grads, shards, writes)
+        # no launch fails for memory behind another one
+        self.ready = [batch.plan.ready(self.rows) for batch in batches.batches]
+        # whom the first stage of this step meets, and whether the host waits for the answer
+        if request is not NOTHING or stepper.ties.is_shared:
+            self.waits = arguments.waits(stepper.options)
+            self.meeting = stepper.ties.meeting_for(self, request.needs_norm)
+        # ranks vote by one found_inf, not by one for each group
+        found_inf = None if self.meeting is None else request.found_inf
+        if found_inf is not None and found_inf.numel() > 1:
+            refuse(
+                "found_inf",
+                "one number where other ranks hold parts of the parameters, as all skip or none",
+                found_inf,
+            )
 
     def count(self) -> None:
         """Raises the host's counts: in one call, so that Ctrl-C comes before all or behind all."""
@@ -132,7 +167,7 @@ def arranged(batches: Batches, options: Options, ties: Ties, asks: bool) -> Stag
     anew: list[Stage | bool] = [bool(batches.matrices) and refresh]
     then: list[Stage | bool] = [launch, is_exchanged and gather_amaxes]
     last: list[Stage | bool] = [
-        is_exchanged and exchange,
+        is_exchanged and reduce_amaxes,
         bool(float8) and quantize,
         any(batch.copies for batch in batches.batches) and copy_results,
         bool(batches.digests) and finish_digests,
@@ -271,7 +306,8 @@ def nonfinite(run: StepRun, device: torch.device) -> torch.Tensor:
     # a look through all gradients of each device, into the bins that the norm is made of
     for batch_device in {batch.device for batch in batches}:
         plans = [batch.plan for batch in batches if batch.device == batch_device]
-        device_flag = _preparation(run, batch_device).has_nonfinite(plans)
+        bins = _preparation(run, batch_device).measure(plans)
+        device_flag = bins[:, NONFINITE].ne(0).any().reshape(1)
         flag = torch.maximum(flag, device_flag.to(device, torch.int64))
     return flag
 
@@ -338,10 +374,10 @@ def gather_amaxes(run: StepRun) -> None:
     run.gathered = run.meeting.gather([batch.float8 for batch in run.batches.quantized])
 
 
-def exchange(run: StepRun) -> None:
+def reduce_amaxes(run: StepRun) -> None:
     """Makes amaxes of fp8 weights the largest of all ranks."""
     assert run.meeting is not None
-    run.meeting.exchange(run.gathered)
+    run.meeting.reduce_amaxes(run.gathered)
 
 
 def quantize(run: StepRun) -> None:

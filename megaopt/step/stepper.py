@@ -11,7 +11,6 @@ import torch
 from megaopt.kernels.chunks.table import is_capturing
 from megaopt.kernels.refusals import one_of
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.shards import local_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import Options
 from megaopt.options.placement import MASTER, SCALE, Homes
@@ -20,14 +19,13 @@ from megaopt.state.numbers import GroupScalars
 from megaopt.state.owned import Group, Owned
 from megaopt.state.watch import Seen, grads_of
 from megaopt.state.writes import ExternalWrites
-from megaopt.step.batch import Batches, can_capture, check_capture, check_captured_batches
+from megaopt.step.batch import Batches, check_capture, check_captured_batches
 from megaopt.step.collect import Check, completed_states, new_batches, resolve_grads, take_over
 from megaopt.step.counts import GivenCounts
-from megaopt.step.gradients import check_written_grads
-from megaopt.step.probing import is_asked_by_torch, is_probe
-from megaopt.step.ranks.ties import Ties, disagree
-from megaopt.step.request import NOTHING, Asked, check_met, request_of
-from megaopt.step.stages import StageLists, StepRun, arranged, leave_out_digests, norm_of
+from megaopt.step.probing import answers_torch, is_asked_by_torch
+from megaopt.step.ranks.ties import Ties
+from megaopt.step.request import NOTHING, Asked, request_of
+from megaopt.step.stages import StageLists, StepRun, arranged, leave_out_digests
 
 if TYPE_CHECKING:
     from megaopt.kernels.digest.launch import StepDigests
@@ -81,16 +79,12 @@ class Stepper:
         """Batches whose tables CUDA graphs read."""
         self.stages: dict[bool, StageLists] = {}
         """The stages of a step that asks nothing of its gradients, and of one that does."""
-        self._numbers = GroupScalars(options, self.rule)
+        self.numbers = GroupScalars(options, self.rule)
         self._batches: Batches | None = None
         self._is_elsewhere = True
         """A weight lies elsewhere than its master knows."""
-        self._is_on_one_device = False
-        """Whether all parameters were seen to be on one device since the batches were made."""
-        self._can_capture: bool | None = None
-        """Whether a CUDA graph may capture a step; None: not known yet."""
-        self._device = torch.device("cpu")
-        """The first parameter's, where it is known."""
+        self._device: torch.device | None = None
+        """The first parameter's, once it is known."""
 
     def owned(self, groups: Sequence[Group]) -> Owned:
         """Groups with all that the stepper has for them: what a step works on."""
@@ -107,15 +101,7 @@ class Stepper:
 
     def hear(self, groups: Sequence[Group]) -> None:
         """Raises ValueError where ranks differed in the last step; its count is taken back."""
-        # what the other ranks said in the last step, which the host has not read yet
-        if self.ties.meeting is not None:
-            counted = [count for _, count in self._batches.counted] if self._batches else []
-            self.ties.meeting.hear([] if self.options.capturable else [*groups, *counted])
-
-    @property
-    def norm(self) -> torch.Tensor:
-        """See FusedOptimizer.grad_norm."""
-        return norm_of(self.preparations)
+        self.ties.hear(groups, self._batches, self.options.capturable)
 
     def record_digests(self, quantities: Iterable[str] | None, passes: bool) -> None:
         """See FusedOptimizer.record_digests."""
@@ -134,7 +120,7 @@ class Stepper:
 
     def check_numbers(self, groups: Sequence[Group]) -> None:
         """Raises ValueError for a number of a group that a step cannot use."""
-        self._numbers.rows(groups, self.owned(groups).check_groups)
+        self.numbers.rows(groups, self.owned(groups).check_groups)
 
     # --- the step
 
@@ -200,42 +186,32 @@ class Stepper:
         captures = False
         # once, before a first step: ranks that hold parts of matrices compare options, groups and
         # names
-        if self.options.MATRIX and not (self.ties.has_agreed or self.was_stepped):
+        if self.options.MATRIX and not self.was_stepped:
             self.ties.agree(self.owned(groups), arguments.clip_norm, is_asked_by_torch())
         try:
             # from here on an error tells the ranks that would wait in the meeting
             request = request_of(arguments, self.options, len(groups))
             # where a capture goes on, and before the device is known
-            if self._can_capture is None or (self._can_capture and is_capturing(self._device)):
+            if self._device is None or is_capturing(self._device):
                 # before anything that waits for a device, which would break a capture
-                owned = self.owned(groups)
-                captures = is_capturing(owned.device)
-                if captures:
-                    check_capture(owned.backend(owned.device), self.options.capturable)
-            # a first step with lr=0 and gradients of 0, on all ranks, may be a question of
-            # torch.distributed.checkpoint: it makes the states, and steps nothing
+                captures = check_capture(self.owned(groups))
+            # a first step may be a question of torch.distributed.checkpoint for the states
             if not self.was_stepped:
                 self.was_stepped = True
-                owned, decoupled = self.owned(groups), arguments.decoupled
-                if request is NOTHING and is_probe(owned, state, decoupled):
-                    # what comes between it and the first step may differ
-                    self.ties.has_agreed = False
-                    self.was_stepped = self.options.MATRIX is None
-                    # gradients are elsewhere than torch put them: all parameters' states are made
-                    if decoupled:
-                        self.make_states(groups, state, range(len(owned.params)), check)
-                    else:
-                        self.gather(groups, state, decoupled, check)
+                is_plain, decoupled = request is NOTHING, arguments.decoupled
+                if is_plain and answers_torch(self, groups, state, decoupled, check):
                     return None
-            # before anything changes, and once more behind new batches
-            if request.clip_norm is not None:
-                self._check_one_device(groups, request.clip_norm)
+            # a norm is of one device: looked at before anything changes, and once for new batches,
+            # as 75 parameters take 0.06 ms of a host
+            if request.clip_norm is not None and self._batches is None:
+                self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
             # a row of the rule's scalars for each group, floats of the host; None under capturable
-            rows = self._numbers.rows(groups, lambda: self.owned(groups).check_groups())
+            rows = self.numbers.rows(groups, lambda: self.owned(groups).check_groups())
             # the last step's batches where everything fits them
             batches, seen = self.gather(groups, state, arguments.decoupled, check, captures)
-            if request.clip_norm is not None:
-                self._check_one_device(groups, request.clip_norm)
+            if request.clip_norm is not None and not batches.are_on_one_device:
+                self.owned(groups).check_one_device(f"clip_norm={request.clip_norm!r}")
+                batches.are_on_one_device = True
             run = StepRun(self, groups, request, rows, batches, seen, captures)
             # somebody wrote a weight, or put another tensor in its place: its master takes the new
             # values
@@ -244,55 +220,22 @@ class Stepper:
                 self.writes.take_over(self.owned(groups), state, places)
                 self.writes.versions.arrived(state)
                 self._is_elsewhere = False
-            # a row for each count that is not its group's, behind the groups' rows
-            if rows is not None and batches.counts.apart:
-                rows += self._numbers.made(batches.counts.groups(groups))
-            # gradients are written only where a loss scale is taken off them
-            writes = self.options.write_unscaled_grads and request.grad_scale is not None
-            if writes:
-                grads = [local_of(grad) for grad in seen.grads]
-                check_written_grads(grads, self.owned(groups).labels)
-            # plans without a table of addresses get their tensors, or contiguous copies of them
-            if batches.fed:
-                for batch, shards in zip(batches.batches, seen.shards, strict=True):
-                    if not batch.addresses:
-                        batch.feed(seen.grads, shards, writes)
-            # all memory is taken before the first launch: none fails for it after another
-            run.ready = [batch.plan.ready(rows) for batch in batches.batches]
-            # whom the first stage of this step meets, and whether the host waits for the answer
-            if request is not NOTHING or self.ties.is_shared:
-                run.waits = arguments.waits(self.options)
-                run.meeting = self.ties.meeting_for(run, request.needs_norm)
-            # ranks vote by one found_inf, not by one for each group
-            if run.meeting is not None:
-                check_met(request)
+            run.take_memory(arguments)
         except Exception:
             self.ties.withdraw(self.owned(groups), state, arguments)
             raise
         return run
-
-    def _check_one_device(self, groups: Sequence[Group], clip_norm: float) -> None:
-        """Raises ValueError where a norm is asked for of parameters on several devices.
-
-        75 parameters take 0.06 ms of a host, so that they are looked at once for new batches.
-        """
-        if not self._is_on_one_device:
-            self.owned(groups).check_one_device(f"clip_norm={clip_norm!r}")
-            self._is_on_one_device = True
 
     def withdraw(self, groups: Sequence[Group], state: States, arguments: Asked) -> None:
         """Tells the ranks that wait for this one that it cannot begin the step.
 
         Args: as for `step`.
         """
+        owned = self.owned(groups)
         # the others wait where this rank would have gone: before a first step to agree
-        met = []
-        if self.options.MATRIX and not (self.ties.has_agreed or self.was_stepped):
-            met = self.ties.first_met(self.owned(groups), is_asked_by_torch())
-        if met:
-            disagree(met)
-        else:
-            self.ties.withdraw(self.owned(groups), state, arguments)
+        is_first = self.options.MATRIX is not None and not self.was_stepped
+        if not (is_first and self.ties.disagree(owned, is_asked_by_torch())):
+            self.ties.withdraw(owned, state, arguments)
 
     # --- what there is to step
 
@@ -312,7 +255,7 @@ class Stepper:
         # one pass over all tensors, mostly in C: None where something is not what it was
         seen = None if batches is None else batches.look(groups, state, decoupled)
         if seen is None or captures:
-            self._is_on_one_device, owned = False, self.owned(groups)
+            owned = self.owned(groups)
             # a gradient on its way, or with a sign pending, was replaced: the batches may fit now
             if seen is None and resolve_grads(owned.params, decoupled) and batches is not None:
                 for batch in batches.batches:  # the look that failed may have noted some addresses
@@ -325,21 +268,14 @@ class Stepper:
             # everything is checked, states are completed, tables are made
             if seen is None:
                 grads = grads_of(owned.params, decoupled)
-                batches = new_batches(owned, state, grads, check, self.writes)
-                # digests of what a step reads and stores, where somebody records them
-                if self.quantities:
-                    from megaopt.step.digests import BatchDigests  # few record any
-
-                    recorded = owned, self.quantities, self.passes
-                    all_digests = [BatchDigests(batch, *recorded) for batch in batches.batches]
-                    batches.digests = [digests for digests in all_digests if digests.names]
+                recorded = self.quantities, self.passes
+                batches = new_batches(owned, state, grads, check, self.writes, recorded)
                 # whom a step meets, and its stages
                 self.ties.look(owned)
                 self.stages = {
                     asks: arranged(batches, self.options, self.ties, asks) for asks in (False, True)
                 }
                 self._is_elsewhere, self._device = True, owned.device
-                self._can_capture = can_capture(self._device)
                 seen = batches.look(groups, state, decoupled)
             if seen is None:
                 raise RuntimeError("batches made from the tensors at hand do not fit them")

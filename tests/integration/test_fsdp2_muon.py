@@ -179,7 +179,7 @@ def said_after_a_fault(options):
     give(model.parameters(), gradients(1, SHAPES, next(model.parameters()).dtype))
     fault, later = RuntimeError("the product"), RuntimeError("a call after it")
     with (
-        mock.patch.object(newton_schulz, "products", side_effect=fault),
+        mock.patch.object(newton_schulz.launch, "products", side_effect=fault),
         mock.patch.object(owners.Owners, "back", side_effect=later),
     ):
         first = raised_by(optimizer.step)

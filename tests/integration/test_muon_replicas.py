@@ -50,7 +50,7 @@ def made(options, shapes=SHAPES, kind="group", alone=False):
 
 def said_of(what, options):
     """As odd_step, of one whose last rank is odd: it has a group CHANGED, or fails in a place."""
-    places = {"exchange": (bucket, "unpacked"), "product": (newton_schulz, "products")}
+    places = {"exchange": (bucket, "unpacked"), "product": (newton_schulz.launch, "products")}
     oddity = partial(odd_last_rank, kind=what, places=places, options=CHANGED)
     return odd_step(*made(options), 2, oddity)
 

@@ -359,7 +359,7 @@ MUTANTS = {
     },
     ("reference", agree_on_every_case): {
         "truncation": ("lower = torch.round(rest", "lower = torch.floor(rest"),
-        "top bin by the floor alone": ("return above // WIDTH", "return (above - 1) // WIDTH"),
+        "top bin by the floor alone": ("row = above // WIDTH", "row = (above - 1) // WIDTH"),
         "rest of another unit": ("rest / unit_of(row - 1)", "rest / unit_of(row - 1) * 2"),
         "no carry from limb to limb": (".sum() + (low >> LIMB)", ".sum()"),
     },

@@ -38,8 +38,9 @@ from megaopt.kernels.norm.bins import new_bins
 from megaopt.kernels.optional_triton import INTERPRETED
 from megaopt.kernels.place import Place
 from megaopt.kernels.products.kernel import products_kernel
-from megaopt.kernels.products.launch import TILES, UNEVEN, products, symmetric_products
+from megaopt.kernels.products.launch import products, symmetric_products
 from megaopt.kernels.products.reference import OPERANDS
+from megaopt.kernels.products.tables import TILES, UNEVEN
 from megaopt.state import owned
 
 HOPPER = GPUTarget("cuda", 90, 32)

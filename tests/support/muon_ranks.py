@@ -71,7 +71,7 @@ def by_small_tiles(function, *arguments, **named):
     work = []
     names = ("products", "symmetric_products")
     with contextlib.ExitStack() as stack:
-        for module in (tiles, newton_schulz):
+        for module in (tiles, newton_schulz.launch):
             own = {name: counted(getattr(module, name), work) for name in names}
             stack.enter_context(mock.patch.multiple(module, **own))
         stack.enter_context(mock.patch.object(tiles, "UNIT", 8))

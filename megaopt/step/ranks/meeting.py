@@ -179,43 +179,33 @@ class Meeting:
         # floats have one hash in every process
         numbers = None if rows is None else hash(tuple(rows))
         with self._wait:
-            return self._answer(request, waits, at_once, reads, look, (numbers, *turns))
+            try:
+                # all meetings take place in here, in one order on all ranks; bool [WORDS], as
+                # summed up
+                heard = self._heard(request, reads, look, (numbers, *turns))
 
-    def _answer(
-        self,
-        request: Request,
-        waits: bool,
-        at_once: bool,
-        reads: bool,
-        look: Look,
-        numbers: Sequence[int | None],
-    ) -> Request | None:
-        try:
-            # all meetings take place in here, in one order on all ranks; bool [WORDS], as summed up
-            heard = self._heard(request, reads, look, numbers)
+                # where the host does not read, found_inf has to say on the device that ranks differ
+                skips = request.found_inf is not None or request.skip_nonfinite or not at_once
+                # any of the words leaves the step out: a difference as well as an infinity
+                skip = heard.any() if skips and not waits else None
+                flag = heard[NONFINITE].long() if waits else None
 
-            # where the host does not read, found_inf has to say on the device that ranks differ
-            skips = request.is_skippable or not at_once
-            # any of the words leaves the step out: a difference as well as an infinity
-            skip = heard.any() if skips and not waits else None
-            flag = heard[NONFINITE].long() if waits else None
+                # the copy to the host begins; `hear` reads it before the next step
+                if not reads:
+                    self._notice.post(heard)
+                    self._unheard = [self._notice]
 
-            # the copy to the host begins; `hear` reads it before the next step
-            if not reads:
-                self._notice.post(heard)
-                self._unheard = [self._notice]
-
-            # bool() waits for the device
-            refused = reads and bool(heard[:FOUND_INF].any())
-            is_over = waits and bool(heard[FOUND_INF])
-        except Exception:
-            # this rank alone failed: the others wait in the meetings that are left
-            self._leave(waits)
-            raise
-        # all ranks that read raise; those that do not read go on, and exchange amaxes with this one
-        if refused:
-            self._stand_in(waits)
-            raise ValueError(self._terms.refusal(PATIENCE if at_once else SHORT))
+                # bool() waits for the device
+                refused = reads and bool(heard[:FOUND_INF].any())
+                is_over = waits and bool(heard[FOUND_INF])
+            except Exception:
+                # this rank alone failed: the others wait in the meetings that are left
+                self._leave(waits)
+                raise
+            # all ranks that read raise; those that do not go on, and exchange amaxes with this one
+            if refused:
+                self._stand_in(waits)
+                raise ValueError(self._terms.refusal(PATIENCE if at_once else SHORT))
 
         # the next steps of these batches need no answer at once
         self._were_alike = self._were_alike or reads
@@ -375,7 +365,7 @@ class Meeting:
                 gathered.append((group, amaxes, torch.cat(amaxes)))
         return gathered
 
-    def exchange(self, gathered: Gathered) -> None:
+    def reduce_amaxes(self, gathered: Gathered) -> None:
         """Makes amaxes the largest of all ranks, between step and casts."""
         # the largest of all ranks, in one all-reduce; then each amax takes its piece
         for group, amaxes, together in gathered:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, chain, product, zip_longest
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megaopt.kernels.matrix.exchange import WHOLLY, Local, MatrixBox, MatrixPart, ParameterMatrix
 from megaopt.kernels.rules.matrix import Cut
-from megaopt.step.ranks.peers import SUM, hand_out, reduced
+from megaopt.step.ranks.peers import SUM, group_of, hand_out, reduced
 
 ROOM = 2**26
 """Bytes of the matrices of a bucket that a rank makes, or as many as one takes.
@@ -46,7 +46,7 @@ class PlacedMatrix(NamedTuple):
     """Boxes of the parameter, and where their numbers begin in the matrix."""
 
 
-def matrices_of(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[PlacedMatrix]:
+def placed_matrices(param: int, shape: Sequence[int], cuts: Sequence[Cut]) -> list[PlacedMatrix]:
     """Returns the matrices of a parameter of this shape, by its cuts; none that is empty."""
     # a parameter's matrices lie one below another in what states keep: where each begins
     rows = [0, *accumulate(cut.shape[0] for cut in cuts)]
@@ -147,24 +147,6 @@ def owners_of(costs: Sequence[float], holders: Sequence[Sequence[int]], ranks: i
             load, owners[index] = heap[0]
             heapq.heapreplace(heap, (load + costs[index], owners[index]))
     return owners
-
-
-def group_of(mesh: Any) -> Any:
-    """The group of all ranks of a mesh; the first call meets them, where it has many dimensions."""
-    # a mesh made after destroy_process_group may equal one from before it
-    return mesh.get_group() if mesh.ndim == 1 else _group_of(mesh, dist.group.WORLD)
-
-
-@cache
-def _group_of(mesh: Any, world: Any) -> Any:
-    """The group of a mesh among those of the world."""
-    # the mesh's numbers, in the order that ranks have in a group
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    # no new group for a mesh of all ranks
-    if len(ranks) == dist.get_world_size():
-        return world
-    # only the ranks of the mesh call it: others are not waited for
-    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 class RankBucket:
@@ -296,7 +278,7 @@ def _laid_out(
     matrices, by_view = [], []
     for param, (view, shape, param_cuts) in enumerate(zip(views, shapes, cuts, strict=True)):
         box_shape = (math.prod(shape),) if view.is_flat else tuple(shape)
-        matrices += matrices_of(param, box_shape, param_cuts)
+        matrices += placed_matrices(param, box_shape, param_cuts)
         by_view.append(view.boxes(places, shape))
     return matrices, [[boxes[rank] for boxes in by_view] for rank in range(len(places))]
 

@@ -1,9 +1,10 @@
-"""A group of ranks, and the message that they add up."""
+"""Groups of ranks: the message that they add up, and a matrix of which each has some rows."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -34,6 +35,9 @@ def digest_of(what: object) -> int:
 
 REFUSED = digest_of("this rank raises an error")
 """The second word of a rank that does not step."""
+MAGNITUDE = 0x7FFFFFFF
+"""The bits of an fp32 number but its sign's: as integers in the order of the magnitudes, NaN
+last. What collectives make of a NaN among numbers differs."""
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
 
@@ -53,6 +57,24 @@ def hand_out(tensor: torch.Tensor, source: int, group: Any) -> None:
     # a tensor with gaps takes what has come
     if message is not tensor:
         tensor.copy_(message)
+
+
+def group_of(mesh: Any) -> Any:
+    """The group of all ranks of a mesh; the first call meets them, where it has many dimensions."""
+    # a mesh made after destroy_process_group may equal one from before it
+    return mesh.get_group() if mesh.ndim == 1 else _group_of(mesh, dist.group.WORLD)
+
+
+@cache
+def _group_of(mesh: Any, world: Any) -> Any:
+    """The group of a mesh among those of the world."""
+    # the mesh's numbers, in the order that ranks have in a group
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    # no new group for a mesh of all ranks
+    if len(ranks) == dist.get_world_size():
+        return world
+    # only the ranks of the mesh call it: others are not waited for
+    return dist.new_group(ranks, use_local_synchronization=True)
 
 
 class Peers:
@@ -83,7 +105,8 @@ class Peers:
     ) -> None:
         self.device, self.groups, self.plans = device, groups, plans
         self.ranks = ranks
-        self._copies = copies
+        self._copies, self.all_groups = copies, [*groups, *copies]
+        """The groups of parts, then those of copies."""
         self.alike, self.kind = alike, kind
         self.meetings = 0
         """A digest of the kinds of all meetings, where ranks have all in common."""
@@ -110,19 +133,14 @@ class Peers:
         self._captured: list[torch.Tensor] = []  # what CUDA graphs copy from
 
     @property
-    def all_groups(self) -> list[dist.ProcessGroup]:
-        """The groups of parts, then those of copies."""
-        return [*self.groups, *self._copies]
+    def is_read_at_once(self) -> bool:
+        """Whether a message can be read without waiting for work that is queued on the device."""
+        return self.device.type == "cpu"
 
     @property
     def event(self) -> str:
         """A name of what was heard last, which these ranks alone have in common; waits for it."""
         return "/".join(("megaopt", "differ", *map(str, (*self.ranks, *self._words.tolist()))))
-
-    @property
-    def is_read_at_once(self) -> bool:
-        """Whether a message can be read without waiting for work that is queued on the device."""
-        return self.device.type == "cpu"
 
     def write(
         self, request: object, heard: torch.Tensor | None = None, measures: bool = True
@@ -217,3 +235,74 @@ class Notice:
             self._sent.wait()
         # the digests alone: found_inf and infinities are no error
         return True in self._array[:FOUND_INF].tolist()
+
+
+class PartsOnRanks:
+    """Rows of a DTensor on this rank, and those of the others.
+
+    One rank of the mesh, the maker, gets all rows where what states keep is made anew.
+
+    Args:
+        view: of a DTensor that is split in its first dimension.
+        number: of the parameter, by which parameters take turns with their makers.
+    """
+
+    def __init__(self, view: Any, number: int) -> None:
+        # all coordinates of the mesh, by rank; parameters take turns with their makers by number
+        self._mesh, dims = view.split
+        ranks = self._mesh.mesh
+        # in the order that ranks have in a group, whatever their places in the mesh are
+        places = sorted(numpy.ndindex(*ranks.shape), key=lambda place: int(ranks[place]))
+        here, maker = tuple(self._mesh.get_coordinate()), places[number % len(places)]
+        self.ranks, self.is_maker = len(places), here == maker
+        # the maker's number among all ranks, for broadcasts
+        self._source, self._columns = int(ranks[maker]), view.whole_shape[1]
+        # first row and the one behind the last, of each rank; [columns] are whole
+        rows = [box[0] for box in view.boxes(places, view.whole_shape)]
+        # one copy of each part is sent: from the ranks with the maker's coordinates along copies
+        copies = [dim for dim in range(ranks.ndim) if dim not in dims]
+        rows = [
+            ends if all(place[dim] == maker[dim] for dim in copies) else (0, 0)  # a copy of others'
+            for ends, place in zip(rows, places, strict=True)
+        ]
+        # what each rank sends to the maker; to others nothing
+        numels = [(end - begin) * self._columns for begin, end in rows]
+        self._received = numels if self.is_maker else [0] * self.ranks
+        self._sent = [numels[places.index(here)] if place == maker else 0 for place in places]
+        # messages come by rank, rows may lie in another order
+        order = sorted(range(self.ranks), key=rows.__getitem__)
+        self._order = None if order == list(range(self.ranks)) else order
+
+    def largest(self, magnitude: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' magnitudes, fp32 of shape ()."""
+        # as int32, the largest of all ranks in one all-reduce
+        bits = magnitude.view(torch.int32) & MAGNITUDE
+        return reduced(bits, [group_of(self._mesh)]).view(torch.float32)
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """The whole matrix; one without rows where this rank is not the maker."""
+        # all numbers on the maker, none elsewhere; `part`: this rank's rows, or none where a copy
+        # is sent
+        whole = part.new_empty(sum(self._received))
+        message = part.reshape(-1)[: sum(self._sent)]
+        # as bytes: not every library sends 16 bits
+        incoming, outgoing = (
+            [part.itemsize * numel for numel in numels] for numels in (self._received, self._sent)
+        )
+        # bytes that come from each rank, and that go to each; every rank of the mesh calls it
+        dist.all_to_all_single(
+            whole.view(torch.uint8),
+            message.view(torch.uint8),
+            incoming,
+            outgoing,
+            group=group_of(self._mesh),
+        )
+        # the ranks' rows in the order that they have in the matrix
+        if self._order is not None and self.is_maker:
+            pieces = torch.split(whole, self._received)
+            whole = torch.cat([pieces[rank] for rank in self._order])
+        return whole.view(-1, self._columns)
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Gives all ranks the maker's tensor, in place."""
+        hand_out(tensor, self._source, group_of(self._mesh))

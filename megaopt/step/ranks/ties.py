@@ -11,7 +11,8 @@ from megaopt.kernels.chunks.table import is_capturing
 from megaopt.step.ranks.sharers import Sharers, is_exchanged, sharers_of
 
 if TYPE_CHECKING:
-    from megaopt.state.owned import Owned
+    from megaopt.state.owned import Group, Owned
+    from megaopt.step.batch import Batches
     from megaopt.step.ranks.meeting import Meeting
     from megaopt.step.request import Asked
     from megaopt.step.stages import StepRun
@@ -84,7 +85,7 @@ class Ties:
             settings = owned.settings()
             alike = settings, owned.described(), clip_norm
         except Exception:
-            disagree(met)  # this rank has nothing to compare
+            self.disagree(owned, asked_alone)  # this rank has nothing to compare
             raise
         got = f"{len(owned.params)} parameters in groups {settings[0]}"
         meeting = agreement_of(met, alike, got[:LONGEST], partial(facts_of, owned, clip_norm))
@@ -93,14 +94,35 @@ class Ties:
             meeting.compare()
         self.has_agreed = True
 
+    def disagree(self, owned: Owned, asked_alone: bool) -> bool:
+        """Tells ranks that compare what they have that this one raises an error.
+
+        Args as for `agree`. Returns whether there are any.
+        """
+        met = self.first_met(owned, asked_alone)
+        if met:
+            from megaopt.step.ranks.meeting import agreement_of
+
+            meeting = agreement_of(met, None)
+            if meeting is not None:
+                meeting.withdraw(False)
+        return bool(met)
+
     def first_met(self, owned: Owned, asked_alone: bool) -> list[Sharers]:
-        """Returns whom this rank meets before a first step."""
+        """Returns whom this rank meets before a first step, if they have not agreed yet."""
         views = owned.usual_views
-        if asked_alone and not any(view.is_sharded for view in views):
+        if self.has_agreed or (asked_alone and not any(view.is_sharded for view in views)):
             return []
         return [*self.agreed.sharers, *sharers_of(views)]
 
     # --- steps
+
+    def hear(self, groups: Sequence[Group], batches: Batches | None, capturable: bool) -> None:
+        """Raises ValueError where ranks differed in the last step; its count is taken back."""
+        # what the other ranks said in the last step, which the host has not read yet
+        if self.meeting is not None:
+            counted = [count for _, count in batches.counted] if batches else []
+            self.meeting.hear([] if capturable else [*groups, *counted])
 
     def withdraw(self, owned: Owned, state: Mapping[Any, Any], arguments: Asked) -> None:
         """Meets the ranks in the place of `Meeting.meet`, where they go by what they know.
@@ -160,12 +182,3 @@ class Ties:
             batches.meetings[measures] = meeting
         self.meeting = meeting
         return meeting
-
-
-def disagree(met: Sequence[Sharers]) -> None:
-    """Tells the ranks that compare what they have that this one raises an error."""
-    from megaopt.step.ranks.meeting import agreement_of
-
-    meeting = agreement_of(met, None)
-    if meeting is not None:
-        meeting.withdraw(False)

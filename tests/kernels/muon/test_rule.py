@@ -16,11 +16,12 @@ from norm_oracle import oracle_counts, oracle_norm
 from oracle import F32, add, divide, multiply, root
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from megaopt.kernels.muon.newton_schulz import Immediate, begun, iterated, orthogonal, room_of
+from megaopt.kernels.muon.newton_schulz import begun, iterated, orthogonal, room_of
 from megaopt.kernels.muon.normuon import normalized
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, Orthogonal, coefficients_of
 from megaopt.kernels.muon.rule import MUON
 from megaopt.kernels.place import Place
+from megaopt.kernels.products import launch
 from megaopt.kernels.rules.matrix import Work
 
 # An independent oracle of Muon's iteration: docs/numbers.md's "Muon" in numpy.
@@ -206,18 +207,18 @@ def test_how_many_products_there_are(steps, products):
         assert counted.count == products[is_gram]
 
 
-class Counted(Immediate):
+class Counted:
     """Counts the products that it makes."""
 
     count = 0
 
-    def times(self, *own, **others):
+    def products(self, *own, **others):
         self.count += 1
-        super().times(*own, **others)
+        launch.products(*own, **others)
 
-    def symmetric(self, *own, **others):
+    def symmetric_products(self, *own, **others):
         self.count += 1
-        super().symmetric(*own, **others)
+        launch.symmetric_products(*own, **others)
 
 
 def test_second_moments_are_the_oracles():

@@ -21,7 +21,8 @@ from product_cases import (
 )
 
 from megaopt.kernels.products.epilogue import finished_reference
-from megaopt.kernels.products.launch import TILES, ProductTile, Tables, products, symmetric_products
+from megaopt.kernels.products.launch import products, symmetric_products
+from megaopt.kernels.products.tables import TILES, ProductTile, Tables
 
 # Memory in two regions of the address space that are further apart than a descriptor's stride.
 #

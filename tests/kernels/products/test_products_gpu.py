@@ -15,7 +15,8 @@ from product_cases import (
     with_special_rows,
 )
 
-from megaopt.kernels.products.launch import TILES, Tables, products, symmetric_products
+from megaopt.kernels.products.launch import products, symmetric_products
+from megaopt.kernels.products.tables import TILES, Tables
 
 pytestmark = [
     pytest.mark.gpu,

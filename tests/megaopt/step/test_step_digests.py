@@ -26,7 +26,7 @@ ADAM = ("grad", "weight", "master_param", "exp_avg", "exp_avg_sq")
 
 
 def quantities_of(optimizer):
-    moments = [moment.name for moment in optimizer.rule.kept]
+    moments = [moment.name for moment in optimizer.rule.moment_specs]
     scales = [f"{name}_scale" for name in ("master_param", *moments)]
     return ["grad", "weight", "master_param", *moments, *scales]
 

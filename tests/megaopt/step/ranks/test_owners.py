@@ -8,7 +8,8 @@ import torch
 
 from megaopt.kernels.matrix.bucket import pack, unpacked
 from megaopt.kernels.muon.orthogonal import Orthogonal, coefficients_of
-from megaopt.step.ranks.owners import RankBucket, box_of, matrices_of, rows_of
+from megaopt.kernels.rules.matrix import split
+from megaopt.step.ranks.owners import RankBucket, box_of, placed_matrices, rows_of
 
 SIMPLE = coefficients_of("simple", 1)
 
@@ -164,8 +165,8 @@ def laid_out(layout, sizes):
         wholes.append(numel + torch.arange(math.prod(shape)).view(shape))
         numel += math.prod(shape)
     cuts = [how.cuts(shape) for shape in shapes]
-    matrices = [m for p, shape in enumerate(shapes) for m in matrices_of(p, shape, cuts[p])]
-    views = [each.of(whole) for own, whole in zip(cuts, wholes, strict=True) for each in own]
+    matrices = [m for p, shape in enumerate(shapes) for m in placed_matrices(p, shape, cuts[p])]
+    views = [v for own, whole in zip(cuts, wholes, strict=True) for v in split(own, whole)]
     owners = [index * 7 % 5 % ranks for index in range(len(matrices))]
     boxes = [[own[rank] for own in shards] for rank in range(ranks)]
     buckets = [

@@ -67,6 +67,7 @@ class GaLoreOptions(Options):
         },
         has_betas=True,
         flags=("bias_correction",),
+        choices=PROJECTING,
     )
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("kernel", "precision", "refresh", "stagger"),
@@ -112,14 +113,9 @@ class GaLoreOptions(Options):
         return galore_plan(kernel, formats, *tables)
 
     @cached_property
-    def draws(self) -> bool:
-        """Always: groups have a seed, for the first projections."""
-        return True
-
-    @cached_property
-    def names_but_step(self) -> tuple[str, ...]:
-        """The keys that every group has, but the step count's."""
-        return (*super().names_but_step, *PROJECTING)
+    def draws(self) -> list[str]:
+        """Groups always have a seed, for the first projections."""
+        return [*super().draws, "projections"]
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """Returns how a matrix is projected; None for others, and where the rank saves nothing."""
@@ -326,7 +322,7 @@ class GaLoreAdamW(FusedOptimizer):
         for batch, shards in zip(batches.batches, seen.shards, strict=True):
             if batch.matrices is None:
                 continue
-            batch.feed(seen.grads, shards)
+            batch.feed(seen.grads(), shards)
             try:
                 batch.matrices.refresh(groups, counts)
                 batch.matrices.plan.renew()

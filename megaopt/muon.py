@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import compress
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from typing_extensions import Unpack
 
-from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
 from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
 from megaopt.kernels.muon.plan import muon_plan
@@ -30,9 +29,7 @@ from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOpt
 from megaopt.options.placement import StateDevice
 from megaopt.options.replicas import REPLICAS
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
-from megaopt.params.float8 import Float8View
 from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
 from megaopt.saving.parse import NOT_MADE, WRITTEN
 from megaopt.saving.torch_state import (
@@ -61,9 +58,9 @@ def _of_adam(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
-    """AdamW under `rule_contract`, and Muon under `contract`."""
-    adamw = RULES["adamw", rule_contract]
+def rules_of(contract: str) -> tuple[Rule, MatrixRule]:
+    """AdamW and Muon under a contract; beside Emerging-Optimizers' Muon AdamW's is ieee."""
+    adamw = RULES["adamw", "ieee" if contract == "eo" else contract]
     adamw_of_groups = replace(
         adamw,
         scalars=lambda group: adamw.scalars(_of_adam(group)),
@@ -108,6 +105,7 @@ class MuonOptions(Options):
         },
         has_betas=True,
         flags=("nesterov",),
+        choices=("use_muon", *ORTHOGONALIZING),
     )
     COUNTS_STEPS: ClassVar[bool] = False
     OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
@@ -125,6 +123,8 @@ class MuonOptions(Options):
     second_moment: SecondMoment | None = None
     contract: MuonContract = "ieee"  # type: ignore[assignment]  # others than other optimizers'
 
+    matrix_plan = staticmethod(muon_plan)
+
     def __post_init__(self) -> None:
         """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
@@ -141,20 +141,10 @@ class MuonOptions(Options):
         """States may be in host memory."""
         return self.contract == "ieee"
 
-    @property
-    def rule_contract(self) -> str:
-        """The contract of AdamW's steps."""
-        return "ieee" if self.contract == "eo" else self.contract
-
-    @property
-    def rules(self) -> tuple[Rule, MatrixRule]:
-        """AdamW and Muon."""
-        return rules_of(self.contract, self.rule_contract)
-
     def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
         """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
         name, whole = "master_weight_dtype", "torch.float32, of whole masters,"
-        is_fp32 = MASTERS[self._master_key] is MASTERS[torch.float32]
+        is_fp32 = self.format_names["master"] == MASTERS[torch.float32].name
         if view.weight is not None and not (masters and is_fp32):
             refuse(name, f"{whole} for {where}", self.master_weight_dtype if masters else None)
         if self.contract == "ieee":
@@ -173,16 +163,6 @@ class MuonOptions(Options):
             refuse(where, f"fp32 or have an fp32 master {under}", dtype)
         if buffer_dtype is not dtype:
             refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", buffer_dtype)
-
-    @cached_property
-    def names_but_step(self) -> tuple[str, ...]:
-        """The keys that every group has, but the step count's."""
-        return (*super().names_but_step, "use_muon", *ORTHOGONALIZING)
-
-    @property
-    def group_keys(self) -> dict[str, Any]:
-        """The entries that every new group has beside its numbers."""
-        return {**super().group_keys, "use_muon": None, "split_sizes": None}
 
     def how(self, group: Mapping[str, Any], param: Any = None) -> Orthogonal:
         """Returns how matrices of a group are made orthogonal; raises ValueError for bad entries.
@@ -218,11 +198,7 @@ class MuonOptions(Options):
         """Returns how Muon steps a parameter; None where AdamW does."""
         if not group or why_adamw(param, group) is not None:
             return None
-        return Matrix(self.rules[1], self.how(group, param))
-
-    def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
-        """The plan of matrices: launches over many where the backend is "triton"."""
-        return muon_plan(backend, formats, *tables)
+        return Matrix(rules_of(self.contract)[1], self.how(group, param))
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its matrices."""
@@ -233,29 +209,23 @@ class MuonOptions(Options):
             return
         with errors_of(where):
             self.how(group)
+        # parameters that Muon is asked to step, and cannot
+        name, use_muon = f"{where}: use_muon", group["use_muon"]
         for index, param in enumerate(group["params"]):
-            self._check_param(param, group, where, f"its parameter {index}")
-
-    def _check_param(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
-        """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
-        name, label = f"{where}: use_muon", f"{where}: {which}"
-        for mark in MARKS:
-            one_of(
-                f"{label}: its attribute {mark}", getattr(param, mark, None), (None, True, False)
-            )
-        reason, use_muon = why_adamw(param, group), group["use_muon"]
-        if is_flat_part(param) and not hasattr(param, PARTS):
-            refuse(name, f"False beside {which}, a {FLAT}", use_muon)
-        if reason is not None:
-            if use_muon:
+            which = f"its parameter {index}"
+            for mark in MARKS:
+                value = getattr(param, mark, None)
+                one_of(f"{where}: {which}: its attribute {mark}", value, (None, True, False))
+            reason = why_adamw(param, group)
+            if is_flat_part(param) and not hasattr(param, PARTS):
+                refuse(name, f"False beside {which}, a {FLAT}", use_muon)
+            if reason is not None and use_muon:
                 refuse(name, f"None or False beside {which}, as {reason}", use_muon)
-            return
-        if type(view_of(param)) not in (ParamView, DTensorView, Float8View):
-            kinds = "plain tensors, DTensors and whole fp8 weights"
-            kind = f"{type(param).__name__}: Muon steps {kinds}"
-            refuse(name, f"False beside {which}, a {kind}", use_muon)
-        with errors_of(label):
-            self.how(group, param).pieces(whole_shape_of(param))
+            # another library's tensor may have no view, and sizes may not fit the rows
+            if reason is None:
+                view_of(param)
+                with errors_of(f"{where}: {which}"):
+                    self.how(group, param).pieces(whole_shape_of(param))
 
 
 # --- the optimizer
@@ -388,14 +358,13 @@ class FusedMuon(FusedOptimizer):
         # an optimizer whose defaults have betas is Adam to torch's schedulers, which then cycle
         # these (OneCycleLR, CyclicLR); of Muon it is the momentum
         self._betas = defaults.pop("betas")
-        super().__init__(params, defaults, checked, masters, replicas)
+        choices = {"use_muon": None, "split_sizes": None}
+        super().__init__(params, {**defaults, **choices}, checked, masters, replicas)
 
     @property
     def rule(self) -> Rule:
         """AdamW, of the parameters that Muon does not step."""
-        options: Any = self.options
-        rule: Rule = options.rules[0]
-        return rule
+        return rules_of(self.options.contract)[0]
 
     def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
         """AdamW's betas; and its eps for a group with use_muon=False."""

@@ -80,6 +80,8 @@ class Numbers:
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
     """The keys whose value is True or False."""
+    choices: tuple[str, ...] = ()
+    """The keys that choose how MATRIX steps matrices, which `check_numbers` looks at."""
 
 
 class SharedOptions(TypedDict, total=False):
@@ -300,7 +302,7 @@ class Options:
         if self.contract == "torch" and self.draws:
             raise ValueError(
                 "contract='torch' must round to nearest, as torch's optimizers do, got "
-                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
+                f"{', '.join(self.draws)}; contract='ieee' rounds stochastically too"
             )
         self._check_blocks()
         if self.capturable and self.nonfinite == "error":
@@ -363,27 +365,18 @@ class Options:
 
     @property
     def counts_apart(self) -> bool:
-        """Whether each parameter has a step count of its own."""
-        return (self.step_counts or self.usual_counts) == "parameter"
-
-    @property
-    def whose_counts(self) -> str:
-        """The step_counts in force: as asked, or `usual_counts`."""
-        return self.step_counts or self.usual_counts
-
-    @property
-    def usual_counts(self) -> str:
-        """The step_counts of a contract where nobody asked: torch counts for each parameter."""
-        return "parameter" if self.contract == "torch" else "group"
+        """Whether each parameter has a step count of its own, as torch counts by default."""
+        usual = "parameter" if self.contract == "torch" else "group"
+        return (self.step_counts or usual) == "parameter"
 
     @property
     def _moments(self) -> list[str]:
         names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
         return [name for name in names if name != "master_weight_dtype"]
 
-    @property
-    def _drawing(self) -> list[str]:
-        # the arguments that round stochastically, as messages have them
+    @cached_property
+    def draws(self) -> list[str]:
+        """What rounds stochastically, as messages have it; where any does, groups have a seed."""
         formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         arguments = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
@@ -391,16 +384,11 @@ class Options:
         return [*arguments, *(["weight_rounding='stochastic'"] if is_drawn else [])]
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether something is rounded stochastically; then groups have a seed."""
-        return bool(self._drawing)
-
-    @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """The keys that every group has, but the step count's."""
         (lr, *rest), numbers = self.NUMBERS.ranges, self.NUMBERS
-        betas = ("betas",) if numbers.has_betas else ()
-        return (lr, *betas, *rest, *numbers.flags, *(("seed",) if self.draws else ()))
+        betas, seed = ("betas",) * numbers.has_betas, ("seed",) * bool(self.draws)
+        return (lr, *betas, *rest, *numbers.flags, *seed, *numbers.choices)
 
     @cached_property
     def of_all(self) -> frozenset[str]:
@@ -439,11 +427,6 @@ class Options:
         step = LaunchedStep() if backend == "triton" else step_tensor
         return MatrixPlan(formats, groups, places, step)
 
-    @property
-    def rule_contract(self) -> str:
-        """The contract of the rule that steps parameters elementwise."""
-        return self.contract
-
     def check_matrix(self, view: Any, where: str, masters: bool) -> None:
         """Raises ValueError, in a subclass, for a matrix that does not go with the options.
 
@@ -459,11 +442,15 @@ class Options:
     @property
     def group_keys(self) -> dict[str, Any]:
         """The entries that every new group has beside its numbers."""
+        # FORMATS: by slot, and which parameters keep blocks where there are any
+        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
+        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
+        formats_mark = ", ".join(f"{slot}={name}" for slot, name in names.items())
         is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
         kahan_mark = {BESIDE: ""} if is_kahan else {}
         drawn = {"seed": self.seed} if self.draws else {}
         marks = {name: getattr(self, name) for name in self.MARKS}
-        return {"step": 0, **marks, FORMATS: self.formats_mark, **drawn, **kahan_mark}
+        return {"step": 0, **marks, FORMATS: formats_mark, **drawn, **kahan_mark}
 
     @property
     def marks(self) -> dict[str, Any]:
@@ -475,14 +462,7 @@ class Options:
         """The names of the formats of moments and masters, by slot."""
         names = [name.removesuffix("_dtype") for name in self._moments]
         names_by_slot = {name: self.moment_format(name).name for name in names}
-        return {**names_by_slot, "master": MASTERS[self._master_key].name}
-
-    @property
-    def formats_mark(self) -> str:
-        """The value of FORMATS; which parameters keep blocks, too, where there are any."""
-        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
-        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
-        return ", ".join(f"{slot}={name}" for slot, name in names.items())
+        return {**names_by_slot, "master": self.master_format(torch.bfloat16, True).name}
 
     def moment_format(self, moment: str) -> Format:
         """Returns a moment's format; under contract torch fp16 has no scale, as torch keeps it.
@@ -494,10 +474,6 @@ class Options:
         dtype = getattr(self, f"{moment}_dtype")
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
-
-    @property
-    def _master_key(self) -> torch.dtype | str:
-        return torch.int16 if self.store_param_remainders else self.master_weight_dtype
 
     def master_format(
         self, weight_dtype: torch.dtype, has_master: bool, codes: torch.dtype | None = None
@@ -511,7 +487,7 @@ class Options:
         if not has_master or not is_rounded:
             return NONE
         # some masters are stored otherwise beside some weights
-        key = self._master_key
+        key = torch.int16 if self.store_param_remainders else self.master_weight_dtype
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
 
 

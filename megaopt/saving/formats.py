@@ -72,9 +72,10 @@ def mark_of(owned: Owned) -> str:
     marks = {
         MASTERS_KEPT: owned.wants_masters,
         MAXIMIZE: options.maximize,
-        COUNTS: options.whose_counts,
+        COUNTS: "parameter" if options.counts_apart else "group",
     }
-    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in marks.items())))
+    formats_mark = options.group_keys[FORMATS]
+    return ", ".join((formats_mark, *(f"{name}={value}" for name, value in marks.items())))
 
 
 def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
@@ -103,7 +104,8 @@ def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
         meanings["master"] = first_like(form, MASTERS) if owned.wants_masters else NONE.name
     meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
     # lengths of the default are those of older checkpoints
-    meaning += [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    if options.counts_apart != (options.contract == "torch"):
+        meaning.append("parameter" if options.counts_apart else "group")
     length = ROOM + zlib.crc32(repr(meaning).encode()) % LENGTHS
     text = options.contract.encode().ljust(length, b"\0")
     return torch.tensor([*text], dtype=torch.uint8).to(device)

@@ -443,10 +443,11 @@ class Owned:
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
                 "state_device=None keeps states beside the weights"
             )
-        # the backend that steps this device must keep the contract there
-        contract = CONTRACTS[self.options.rule_contract]
-        if view.matrix is not None:  # whose contract is its rule's own
-            contract = CONTRACTS["ieee"]
+        # the backend that steps this device must keep the contract there: that of matrices is
+        # their rule's own, and so may be the optimizer's, of matrices alone ("eo")
+        contract = CONTRACTS["ieee"]
+        if view.matrix is None:
+            contract = CONTRACTS.get(self.options.contract, contract)
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:
             return

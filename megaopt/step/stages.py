@@ -298,19 +298,19 @@ def refresh(run: StepRun) -> None:
 def begin_digests(run: StepRun) -> None:
     """Begins what the launch adds up; makes gradients' digests before a step writes them."""
     for digests in run.batches.digests:
-        digests.begin(run.seen.grads)
+        digests.begin(run.seen.grads())
 
 
 def finish_digests(run: StepRun) -> None:
     """Makes the digests of what the launch does not add up."""
     for digests in run.batches.digests:
-        digests.finish(run.seen.grads)
+        digests.finish(run.seen.grads())
 
 
 def leave_out_digests(run: StepRun) -> None:
     """Makes the digests of a step that is left out: of what is as it was."""
     for digests in run.batches.digests:
-        digests.leave_out(run.seen.grads)
+        digests.leave_out(run.seen.grads())
 
 
 def launch(run: StepRun) -> None:

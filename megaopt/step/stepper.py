@@ -246,17 +246,19 @@ class Stepper:
                 self._is_elsewhere = False
             # a row for each count that is not its group's, behind the groups' rows
             if rows is not None and batches.counts.apart:
-                rows += self._numbers.made(batches.counts.groups(groups))
+                apart = batches.counts.groups(groups)
+                rows += [self.rule.row({**g, "step": int(g["step"]) + 1}) for g in apart]
             # gradients are written only where a loss scale is taken off them
             writes = self.options.write_unscaled_grads and request.grad_scale is not None
             if writes:
-                grads = [local_of(grad) for grad in seen.grads]
+                grads = [local_of(grad) for grad in seen.grads()]
                 check_written_grads(grads, self.owned(groups).labels)
             # plans without a table of addresses get their tensors, or contiguous copies of them
             if batches.fed:
+                all_grads = seen.grads()
                 for batch, shards in zip(batches.batches, seen.shards, strict=True):
                     if not batch.addresses:
-                        batch.feed(seen.grads, shards, writes)
+                        batch.feed(all_grads, shards, writes)
             # all memory is taken before the first launch: none fails for it after another
             run.ready = [batch.plan.ready(rows) for batch in batches.batches]
             # whom the first stage of this step meets, and whether the host waits for the answer

@@ -18,7 +18,8 @@ from megaopt.options.overwriting import overwrite
 from megaopt.options.placement import Homes, placement_of
 from megaopt.options.replicas import Replicas, checked_replicas
 from megaopt.params.dtensor import locals_of
-from megaopt.params.flat import check_not_flattened
+from megaopt.params.flat import FLAT, PARTS
+from megaopt.state.masters import check_master_weights
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, clear_moments, picklable
@@ -97,9 +98,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check(self, owned: Owned, places: Iterable[int]) -> None:
         """Raises for parameters that the optimizer cannot own, before a step changes anything."""
-        # others may have put flat tensors in the place of the matrices that were given
+        # optimizers around this one put flat tensors in the place of the matrices that were given
+        # (DeepSpeed's ZeRO, Megatron's distributed optimizer), which do not say what they were
         if self._given is not None:
-            check_not_flattened(owned.groups, self._given, self.options)
+            key, off = self.options.MATRIX_OFF
+            for index, group in enumerate(owned.groups):
+                params, value = group["params"], group.get(key)
+                # all are flat, none was given to the constructor, and nothing says what they are of
+                is_flat = bool(params) and all(
+                    param.dim() == 1 and not hasattr(param, PARTS) and id(param) not in self._given
+                    for param in params
+                )
+                if is_flat and value is not off:
+                    refuse(
+                        f"group {index}: {key}", f"{off} beside tensors of one dimension that were "
+                        f"put in the place of the parameters given: each may be a {FLAT}", value,
+                    )  # fmt: skip
         for place in places:
             self._check_param(owned.params[place], owned.labels[place])
 
@@ -305,12 +319,38 @@ class FusedOptimizer(torch.optim.Optimizer):
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
         # checked as if they were assigned already
-        owned, versions = self._owned, self.stepper.writes.versions
+        options, writes, owned = self.options, self.stepper.writes, self._owned
         arguments = (owned.rule, masters, owned.homes, owned.replicas)
-        Owned(owned.groups, self.options, *arguments).check_masters()
+        assigned = Owned(owned.groups, options, *arguments)
+        views, labels, has_masters = assigned.views, assigned.labels, assigned.wants_masters
+        check_master_weights(masters, views, labels, options)
+        if options.weight_rounding == "stochastic" and has_masters:
+            raise ValueError(
+                "weight_rounding='stochastic' is for weights without masters: leave it out, or "
+                "pass master_weights=False and no dtype"
+            )
+        kind, remainders = options.master_weight_dtype, options.store_param_remainders
+        if isinstance(kind, str) and not has_masters:
+            raise ValueError(
+                f"master_weight_dtype={kind!r} needs masters to keep: pass master_weights=True"
+            )
+        if remainders and not has_masters:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        # kinds of parameters that these options cannot step
+        for view, label in zip(views, labels, strict=True):
+            if not view.is_idle:
+                view.check(label, options, assigned.moments(view), has_masters)
+        if remainders and views and all(view.param.dtype != torch.bfloat16 for view in views):
+            raise ValueError(
+                "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                f"{len(views)} parameters is"
+            )
         # masters made here take the values of weights that were written since the last step
         is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
-        written = () if is_list else versions.moved_anywhere(owned.params, self.state)
+        written = () if is_list else writes.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
         self.stepper.reset(owned, self.state, written)
 
@@ -440,7 +480,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         # weight and master are alike now: the next step takes no write for somebody else's
         if state_name == MASTER:
-            self.stepper.writes.versions.note(param, self.state)
+            self.stepper.writes.note(param, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
@@ -474,8 +514,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if places:
             with torch.no_grad():
                 self.stepper.make_states(self.param_groups, self.state, places, self._check)
-        packed, writes = self._packed(owned), self.stepper.writes
-        return state_dicts.mark(packed, owned, writes.versions, self.stepper.given_counts, sized)
+        packed, stepper = self._packed(owned), self.stepper
+        return state_dicts.mark(packed, owned, stepper.writes, stepper.given_counts, sized)
 
     def _packed(self, owned: Owned) -> dict[str, Any]:
         """State and groups as torch packs them; states of parameters in no group are left out."""
@@ -563,7 +603,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         # the device may still write states in host memory
         self.stepper.homes.wait()
-        versions = self.stepper.writes.versions
         return {
             **super().__getstate__(),
             "state": defaultdict(
@@ -575,7 +614,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_replicas": self.stepper.replicas,
             "use_decoupled_grad": self.use_decoupled_grad,
             "step_unscales": self.step_unscales,
-            "_written": versions.moved_anywhere(self._owned.params, self.state),
+            "_written": self.stepper.writes.moved_anywhere(self._owned.params, self.state),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

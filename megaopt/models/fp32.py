@@ -54,7 +54,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
 
     # weights that somebody wrote set their masters first, on all ranks that share them
     writes = optimizer.stepper.writes
-    moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
+    moved = writes.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
 
     # a step may still write masters that are in host memory

@@ -29,9 +29,9 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.place import Place
-from megaopt.kernels.refusals import is_dense, listed, one_of, refuse, same, shown
+from megaopt.kernels.refusals import listed, one_of, refuse, same, shown
 from megaopt.kernels.step.reference import step_tensor
-from megaopt.options.checks import COUNT, DECAY, Range, has_shared_elements, number
+from megaopt.options.checks import COUNT, DECAY, Range, number
 from megaopt.options.choices import (
     Backend,
     Contract,
@@ -592,46 +592,3 @@ def check_variant(group: Mapping[str, Any], options: Options, where: str) -> Non
         value = getattr(options, name, False)
         if group.get(name, value) is not None:
             one_of(f"{where}: {name}", group.get(name, value), (value,))
-
-
-def check_weight(
-    weight: torch.Tensor,
-    where: str,
-    options: Options,
-    masters: bool,
-    codes: torch.dtype | None = None,
-) -> None:
-    """Raises ValueError for a parameter that this optimizer cannot own.
-
-    codes: the fp8 dtype in which it is kept; it has no memory of its own to look at then.
-    """
-    # memory: strided, and one place for each element, as the step writes in place
-    if not is_dense(weight):
-        layout = "nested" if weight.is_nested else weight.layout
-        raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
-    if has_shared_elements(weight):
-        raise ValueError(
-            f"{where}: each element must have memory of its own, got strides {weight.stride()} of "
-            f"shape {tuple(weight.shape)}"
-        )
-    if weight.dtype not in WEIGHTS:
-        raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
-
-    # a master that lies beside its weight is made for one dtype of weights
-    master = options.master_format(weight.dtype, masters, codes)
-    if master.requires_weight in (None, codes or weight.dtype):
-        return
-    # which option asked for it, as the message has it
-    option = "store_param_remainders=True"
-    if not options.store_param_remainders:
-        option = f"master_weight_dtype={options.master_weight_dtype!r}"
-    if codes is not None:
-        raise ValueError(
-            f"{where}: master_weight_dtype of fp8 weights must be torch.float32, torch.float16, "
-            f"'remainder8' or 'remainder8_stochastic', got {option}: such a master is what its "
-            "16-bit weight does not hold"
-        )
-    raise ValueError(
-        f"{where}: dtype must be {master.requires_weight} (whose bits are a master's upper half), "
-        f"or torch.float32, with {option}, got {weight.dtype}"
-    )

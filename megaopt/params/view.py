@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.kernels.chunks.batch import Extent, Formats
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
-from megaopt.options.options import Options, check_weight
+from megaopt.kernels.refusals import is_dense
+from megaopt.options.checks import has_shared_elements
+from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP
@@ -212,16 +214,6 @@ class ParamView:
         return self.whole_shape, self.param.dtype, self.sharding, weight
 
     @property
-    def batch_key(self) -> tuple[object, ...]:
-        """The facts that parameters of one batch share, beside device and formats.
-
-        Of fp8 weights the ranks, the library, and whether there are codes along columns.
-        """
-        if self.weight is None:
-            return (self.split,)
-        return self.group, type(self.weight), self.weight.columnwise is not None
-
-    @property
     def counted(self) -> list[torch.Tensor]:
         """The tensors whose version counters count writes to the parameter."""
         # nobody says what counts writes to another library's fp8 weight
@@ -257,7 +249,35 @@ class ParamView:
                     "parameter must start at an even element and have an even number of them in "
                     f"its last dimension, got one of shape {shape} from element {first} on"
                 )
-        check_weight(self.local, where, options, masters, self.code_dtype)
+        # memory: strided, and one place for each element, as the step writes in place
+        weight, codes = self.local, self.code_dtype
+        if not is_dense(weight):
+            layout = "nested" if weight.is_nested else weight.layout
+            raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
+        if has_shared_elements(weight):
+            raise ValueError(
+                f"{where}: each element must have memory of its own, got strides "
+                f"{weight.stride()} of shape {tuple(weight.shape)}"
+            )
+        if weight.dtype not in WEIGHTS:
+            raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
+        # a master that lies beside its weight is made for one dtype of weights
+        needed = options.master_format(weight.dtype, masters, codes).requires_weight
+        if needed not in (None, codes or weight.dtype):
+            # which option asked for it, as the message has it
+            option = "store_param_remainders=True"
+            if not options.store_param_remainders:
+                option = f"master_weight_dtype={options.master_weight_dtype!r}"
+            if codes is not None:
+                raise ValueError(
+                    f"{where}: master_weight_dtype of fp8 weights must be torch.float32, "
+                    f"torch.float16, 'remainder8' or 'remainder8_stochastic', got {option}: such a "
+                    "master is what its 16-bit weight does not hold"
+                )
+            raise ValueError(
+                f"{where}: dtype must be {needed} (whose bits are a master's upper half), or "
+                f"torch.float32, with {option}, got {weight.dtype}"
+            )
         if self.matrix is not None:
             options.check_matrix(self, where, masters)
 

@@ -50,8 +50,8 @@ from megaopt.saving.formats import (
 from megaopt.saving.parse import NOT_MADE, WRITTEN, Saved, taken_apart
 from megaopt.state.masters import has_master
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
+from megaopt.state.writes import ExternalWrites
 from megaopt.step.collect import check_rule, completed_states
 from megaopt.step.counts import GivenCounts, new_count
 from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
@@ -85,7 +85,7 @@ class Loaded:
 
 
 def mark(
-    packed: dict[str, Any], owned: Owned, versions: Versions, counts: GivenCounts, sized: bool
+    packed: dict[str, Any], owned: Owned, writes: ExternalWrites, counts: GivenCounts, sized: bool
 ) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
@@ -149,7 +149,7 @@ def mark(
             group[STEP] = counts.new(group[STEP], place, shape, device)
 
     # weights that were written since the last step, on any rank: a load makes their masters anew
-    written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
+    written = [keys[place] for place in writes.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 

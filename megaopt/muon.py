@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import compress
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from typing_extensions import Unpack
 
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, Orthogonal, coefficients_of
 from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON, MUON_PEER
 from megaopt.kernels.refusals import one_of, refuse
@@ -25,20 +24,12 @@ from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
-from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
+from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
 from megaopt.options.replicas import REPLICAS
 from megaopt.params import ParamView, view_of
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
-from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
-from megaopt.saving.parse import NOT_MADE, WRITTEN
-from megaopt.saving.torch_state import (
-    OURS,
-    adam_group,
-    check_counted,
-    plain_states,
-    with_counts,
-)
+from megaopt.params.view import EMBEDDING, whole_shape_of
 
 ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
@@ -424,88 +415,12 @@ class FusedMuon(FusedOptimizer):
                 drop_masters is False; a weight is in fp8; a group has what torch's optimizer has
                 not (split_sizes, a set of coefficients), no lr, or more steps than torch counts.
         """
-        return torch_state_dict(self, rule, drop_masters)
+        from megaopt.saving.torch_state import muon_state_dict
+
+        return muon_state_dict(self, self._owned, rule, drop_masters)
 
 
 show_options(FusedMuon, MuonOptions, SharedOptions)
-
-
-# --- state dicts for torch
-
-TORCHS = {
-    "muon": ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-}
-"""Numbers of torch's groups that are ours, by rule."""
-BOTH = "both"
-BY_PLACE = ("params", "param_names", "param_numbers")
-"""Keys of groups with a value for each parameter."""
-
-
-def torch_state_dict(
-    optimizer: FusedMuon, rule: SteppedBy | None, drop_masters: bool
-) -> dict[str, Any]:
-    """See FusedMuon.to_torch_state_dict."""
-    owned, options = optimizer._owned, optimizer.options
-    rules = ["adamw" if view.matrix is None else "muon" for view in owned.views]
-    one_of("rule", rule, (None, *TORCHS, BOTH))
-    if rule is None and len({*rules}) > 1:
-        raise ValueError(
-            "rule must be 'muon', for torch.optim.Muon, and in a second call 'adamw', for "
-            "torch.optim.AdamW, as each steps some of the parameters, or 'both', for another "
-            "FusedMuon; got None"
-        )
-    target: str = rule or (rules[0] if rules else "muon")
-    packed = optimizer.state_dict()
-    chosen = [place for place, stepped_by in enumerate(rules) if target in (stepped_by, BOTH)]
-    numbers = {place: number for number, place in enumerate(chosen)}
-    packed_states = {place: packed["state"][place] for place in chosen if place in packed["state"]}
-    groups = []
-    for index, group in enumerate(packed["param_groups"]):
-        # the parameters that have numbers, under these
-        mask = [place in numbers for place in group["params"]]
-        lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
-        lists["params"] = [numbers.get(place) for place in group["params"]]
-        subgroup = {**group, **{key: [*compress(values, mask)] for key, values in lists.items()}}
-        if target == BOTH:  # without formats and contracts
-            entries = {
-                key: subgroup[key] for key in subgroup if key not in ("contract", FORMATS, BESIDE)
-            }
-            groups.append({**entries, "maximize": options.maximize})
-        elif subgroup["params"]:
-            views = [owned.views[chosen[number]] for number in subgroup["params"]]
-            groups.append(_torch_group(subgroup, target, options, views, f"group {index}"))
-    states = plain_states(optimizer, owned, packed_states, drop_masters)
-    if target == "adamw":
-        states = with_counts(states, owned, packed_states)
-    elif target == BOTH:
-        for place, state in states.items():
-            state.update({STEP: packed_states[place][STEP]} if STEP in packed_states[place] else {})
-    rest = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
-    numbered_states = {numbers[place]: state for place, state in states.items()}
-    return {**rest, "state": numbered_states, "param_groups": groups}
-
-
-def _torch_group(
-    group: Mapping[str, Any], rule: str, options: Any, views: Sequence[ParamView], where: str
-) -> dict[str, Any]:
-    """Returns a group of torch's optimizer; raises ValueError for what that does not have."""
-    left_out = (*options.names_but_step, *OURS, BESIDE, "seed", "param_numbers")
-    rest = {key: value for key, value in group.items() if key not in left_out}
-    if rule == "adamw":
-        check_counted({**group, "params": [view.param for view in views]}, options, where)
-        adamw_group = _of_adam(group)
-        return adam_group({**rest, **{key: adamw_group[key] for key in TORCHS[rule]}}, options)
-    if options.maximize:
-        refuse("maximize", "False for torch.optim.Muon", True)
-    for view in views:
-        if view.param.dim() != 2:
-            refuse(f"{where}: its parameters", "of two dimensions for torch.optim.Muon", view.param)
-    with errors_of(f"{where}, for torch.optim.Muon"):
-        how = replace(options.how(group), contract=TORCH, method="auto", precision="bf16")
-    numbers = {key: group[key] for key in TORCHS[rule]}
-    numbers["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
-    return {**rest, **numbers, "ns_coefficients": how.coefficients[0]}
 
 
 # --- state dicts of others
@@ -560,7 +475,12 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
             "momentum_buffer here is an average, and becomes 1 - momentum times that",
             stacklevel=3,
         )
-    return {**state_dict, "state": _counted(new_states), "param_groups": new_groups}
+    # a step count each, if any has one: Muon's takes that of the others
+    mappings = {k: state for k, state in new_states.items() if isinstance(state, Mapping)}
+    most = max((state["step"] for state in mappings.values() if "step" in state), default=None)
+    if most is not None:
+        new_states |= {key: {"step": most, **state} for key, state in mappings.items() if state}
+    return {**state_dict, "state": new_states, "param_groups": new_groups}
 
 
 def _is_a_sum(group: Mapping[str, Any]) -> bool:
@@ -596,17 +516,3 @@ def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> di
     if isinstance(state.get("variance_neuron"), torch.Tensor):
         state["variance_neuron"] = state["variance_neuron"].flatten()
     return state
-
-
-def _counted(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The states with a step count each, if any has one: Muon's takes that of the others."""
-    counts = [
-        state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state
-    ]
-    if not counts:
-        return states
-    most = max(counts)
-    return {
-        key: {"step": most, **state} if isinstance(state, Mapping) and state else state
-        for key, state in states.items()
-    }

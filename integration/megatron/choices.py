@@ -98,38 +98,33 @@ class Choices:
                     f"exp_avg_sq_dtype must be None {condition}, whose one moment is of "
                     f"exp_avg_dtype, got {self.exp_avg_sq_dtype!r}"
                 )
+        # arguments of GaLoreAdamW, and options of Adam's that it has not, or not with Megatron
         if self.galore is not None:
-            self._check_galore(self.galore)
-        self._options()
+            keys = self.galore.keys() if isinstance(self.galore, Mapping) else set()
+            if not {"rank"} <= keys <= set(GALORE):
+                names = ", ".join(GALORE)
+                refuse("galore", f"None or a dict with 'rank', and of {names}", self.galore)
+            allowed: dict[str, tuple[object, ...]] = {
+                "mode": ("main_shards",),
+                "contract": ("ieee",),
+                "round_scaled_grads": (None, False),
+                "capturable": (None, False),
+            }
+            for name, values in allowed.items():
+                if getattr(self, name) not in values:
+                    among = " or ".join(map(repr, values))
+                    refuse(name, f"{among} with galore", getattr(self, name))
+        # neither moment may be in a format with scales
+        options = self._options()
+        for moment in () if self.galore is None else MOMENTS:
+            if options.moment_format(moment.name).has_scale:
+                name = f"{moment.name}_dtype"
+                refuse(name, "a format without scales with galore", getattr(self, name))
 
     @property
     def adam_contract(self) -> Contract:
         """The contract of Adam's parameters, also beside Muon's "eo"."""
         return "ieee" if self.contract == "eo" else self.contract
-
-    def _check_galore(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
-        if not isinstance(arguments, Mapping) or not {"rank"} <= arguments.keys() <= set(GALORE):
-            refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", arguments)
-
-        # options of Adam's that GaLoreAdamW has not, or has not with Megatron
-        allowed: dict[str, tuple[object, ...]] = {
-            "mode": ("main_shards",),
-            "contract": ("ieee",),
-            "round_scaled_grads": (None, False),
-            "capturable": (None, False),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                among = " or ".join(map(repr, values))
-                refuse(name, f"{among} with galore", getattr(self, name))
-
-        # neither moment may be in a format with scales
-        options = self._options()
-        for moment in MOMENTS:
-            if options.moment_format(moment.name).has_scale:
-                name = f"{moment.name}_dtype"
-                refuse(name, "a format without scales with galore", getattr(self, name))
 
     def _options(self) -> AdamOptions:
         """The options that Megatron's config does not give; ValueError where they contradict."""
@@ -185,8 +180,10 @@ class Choices:
             # Megatron's own gathers write the weights that its masters made
             "on_external_write": "ignore",
             "backend": self.backend,
-            **self.state_device(),
         }
+        if self.offloads:
+            # in main_shards the moments alone: the masters are Megatron's, on the device
+            options["state_device"] = "cpu" if owns_masters else {"moments": "cpu"}
 
         # the one moment of Lion and SGD is of exp_avg's dtype
         first = _given(self.exp_avg_dtype, exp_avg_dtype)
@@ -214,15 +211,6 @@ class Choices:
             makes_states="stepped",
             **options,
         )
-
-    def state_device(self) -> dict[str, Any]:
-        """The argument of the fused optimizers that optimizer_cpu_offload leads to.
-
-        In mode main_shards of the moments alone: the masters are Megatron's, on the device.
-        """
-        if not self.offloads:
-            return {}
-        return {"state_device": "cpu" if self.mode == "precision_aware" else {"moments": "cpu"}}
 
     def for_model(self, model_chunks: Sequence[Any]) -> Choices:
         """These choices, with mode main_shards where parameters are fp8: Megatron has the masters.

@@ -311,14 +311,12 @@ def numbers_of(buffers: Sequence[Any]) -> dict[torch.Tensor, int]:
     copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of
     different pipeline stages, draw the same bits for other elements.
     """
-    params = [param for buffer in buffers for param in buffer.params]
-    return {param: _number(param, place) for place, param in enumerate(params)}
-
-
-def _number(param: Any, place: int) -> int:
-    if getattr(param, "shared_embedding", False):
-        return SHARED_EMBEDDING
-    return place if getattr(param, "allreduce", True) else place + EXPERTS
+    numbers = {}
+    for place, param in enumerate(param for buffer in buffers for param in buffer.params):
+        numbers[param] = place if getattr(param, "allreduce", True) else place + EXPERTS
+        if getattr(param, "shared_embedding", False):
+            numbers[param] = SHARED_EMBEDDING
+    return numbers
 
 
 # --- several optimizers

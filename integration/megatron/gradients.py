@@ -113,7 +113,9 @@ class Clipping(base.MegatronOptimizer):
             return
 
         # fp32 copies, multiplied by the coefficient as the step would
-        params, shards = self.get_parameters(), self._flat_shards()
+        params = self.get_parameters()
+        # this rank's shards in the order of Megatron's parameters
+        shards = [self.optimizer.weight_of(param) for param in params]
         grads = [shard.decoupled_grad for shard in shards]
         coefficient = self.optimizer.clip_coefficient
         clipped = [
@@ -144,10 +146,6 @@ class Clipping(base.MegatronOptimizer):
         for param, grad in zip(params, grads, strict=True):
             setattr(param, self.grad_name, grad)
 
-    def _flat_shards(self) -> list[Any]:
-        """This rank's shards in the order of Megatron's parameters."""
-        return [self.optimizer.weight_of(param) for param in self.get_parameters()]
-
 
 class Gradients(Clipping, CheckpointedOptimizer):
     """Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view.
@@ -175,7 +173,8 @@ class Gradients(Clipping, CheckpointedOptimizer):
         # decides, asked once with stand-ins, tensors that it filters as if they were gradients
         params = self.get_parameters()
         stand_ins = [param.detach() for param in params]
-        pairs = [*zip(self._flat_shards(), stand_ins, strict=True)]
+        shards = [self.optimizer.weight_of(param) for param in params]
+        pairs = [*zip(shards, stand_ins, strict=True)]
         for group in norm_groups():
             self._set_grads(params, stand_ins)
             with warnings.catch_warnings():  # shards of fp32 weights are not leaves
@@ -214,7 +213,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
             # fp32 copies where a loss scale, or clipping in place, would round 16-bit gradients
             shard.decoupled_grad = grad.float() if self._has_copies() else grad
         # where the buffers are, to notice when DDP moves them
-        self._bound_to = self._buffers_now()
+        self._bound_to = [(b.grad_data, b.grad_data.data_ptr()) for b in self.buffers]
         self._norm_grads = {
             group: [shard.decoupled_grad for shard in shards]
             for group, shards in self._norm_shards.items()
@@ -228,10 +227,13 @@ class Gradients(Clipping, CheckpointedOptimizer):
             return True
         if self._has_copies():
             return False
-        now, was = self._buffers_now(), self._bound_to
+        now = [buffer.grad_data for buffer in self.buffers]
         return (
-            len(now) == len(was)
-            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, was, strict=True))
+            len(now) == len(self._bound_to)
+            and all(
+                data is bound and data.data_ptr() == address
+                for data, (bound, address) in zip(now, self._bound_to, strict=True)
+            )
             and getattr(shard, "decoupled_grad", None) is not None
         )
 
@@ -241,9 +243,6 @@ class Gradients(Clipping, CheckpointedOptimizer):
         rounds = self.fused is not None and self.fused.options.round_scaled_grads
         is_scaled = self.grad_scaler is not None or (self._clips_in_place and not rounds)
         return is_scaled and dtypes != {torch.float32}
-
-    def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
-        return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         return [shard.decoupled_grad for shard in self.shards.values()]

@@ -85,7 +85,7 @@ def _value(
         return optimizer.get_unscaled_state(view.param, MASTER)
     # no step has made the master yet: of the weight, or as the caller gave it
     if external is None:
-        return view.wrap(view.initial_value(formats))
+        return view.wrap(view.value(formats, initial=True))
     state = {MASTER: local_of(external)}
     return view.wrap(get_unscaled(state, MASTER, formats.master, view))
 

@@ -90,11 +90,6 @@ class DTensorView(ParamView):
         dims = tuple(i for i, placement in enumerate(placements) if not placement.is_replicate())
         self.split = (mesh, dims) if dims else None
 
-    @property
-    def first_element(self) -> int:
-        """The index of the shard's first element; a shard may hold rows in part."""
-        return shard_first(self.param)
-
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> list[tuple[tuple[int, int], ...]]:
@@ -123,11 +118,11 @@ class DTensorView(ParamView):
         box = self._low_box(name)
         return tuple(self.local.shape if box is None else (end - begin for begin, end in box))
 
-    def first_of(self, name: str) -> int:
+    def first_of(self, name: str = MASTER) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""
         box = self._low_box(name)
-        if box is None:
-            return self.first_element
+        if box is None:  # a shard may hold rows in part
+            return shard_first(self.param)
         (row, _), (column, _) = box
         return row * self.whole_state_shape(name)[1] + column
 

@@ -61,7 +61,7 @@ class FlatMatrixView(ParamView):
 
     def _ends(self, name: str) -> tuple[int, int]:
         """The first element of this rank's state tensor in the whole one, and the one behind."""
-        first = self.first_element
+        first = super().first_of(name)
         if name == MASTER or self.matrix is None:
             return first, first + self.local.numel()
         here, low = self._parts.mesh.get_coordinate(), self.matrix.low_shape(self.whole_shape)
@@ -77,7 +77,7 @@ class FlatMatrixView(ParamView):
         """The shape of this rank's part: the optimizer's user sees no other."""
         return self.state_shape(name)
 
-    def first_of(self, name: str) -> int:
+    def first_of(self, name: str = MASTER) -> int:
         """The index of the part's first element in the whole state tensor of this name."""
         return self._ends(name)[0]
 

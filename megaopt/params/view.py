@@ -95,13 +95,6 @@ class ParamView:
         """The parameter's shape over all ranks; nested tensors, which are refused, have none."""
         return tuple(self.weight.shape) if self.weight is not None else whole_shape_of(self.param)
 
-    @property
-    def first_element(self) -> int:
-        """The index, in the whole parameter, of this rank's first element; row by row."""
-        if self.weight is not None:
-            return self.extent.start
-        return int(getattr(self.param, "megaopt_first_element", 0))
-
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's tensor of the state, by a moment's or the master's name."""
         shape = tuple(self.local.shape)
@@ -152,7 +145,7 @@ class ParamView:
             return (rows, math.prod(columns) // block)
         # the first block may begin before this part, the last may end behind it
         numel = self.local.numel()
-        return (-(-(numel + self.first_element % block) // block) if numel else 0,)
+        return (-(-(numel + self.first_of() % block) // block) if numel else 0,)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
@@ -164,9 +157,14 @@ class ParamView:
         """
         return [tuple((0, size) for size in shape)] * len(coordinates)
 
-    def first_of(self, name: str) -> int:
-        """The index of this rank's first element in the whole state tensor of this name."""
-        return self.first_element
+    def first_of(self, name: str = MASTER) -> int:
+        """The index of this rank's first element in the whole state tensor of this name.
+
+        Row by row; by default in the whole parameter.
+        """
+        if self.weight is not None:
+            return self.extent.start
+        return int(getattr(self.param, "megaopt_first_element", 0))
 
     def number(self, place: int) -> int:
         """The parameter's number, the same on all ranks that hold a part of it; not checked.
@@ -242,7 +240,7 @@ class ParamView:
         for name, form in forms.items():
             if form.packed == 1 or not self.keeps_blocks(form):
                 continue
-            shape, first = tuple(self.local.shape), self.first_element
+            shape, first = tuple(self.local.shape), self.first_of()
             if first % form.packed or (shape[-1] if shape else 1) % form.packed:
                 raise ValueError(
                     f"{where}: {name}={form.name!r} keeps two elements in a byte: a part of a "
@@ -322,14 +320,13 @@ class ParamView:
 
     # --- values
 
-    def value(self, formats: Formats) -> torch.Tensor:
-        """The fp32 value of the weight's codes, of `local`'s shape."""
+    def value(self, formats: Formats, initial: bool = False) -> torch.Tensor:
+        """The fp32 value of the weight's codes, of `local`'s shape.
+
+        initial: the value that a master starts from, where that is another.
+        """
         values: torch.Tensor = formats.weight.decode_reference(self.local.detach())
         return values
-
-    def initial_value(self, formats: Formats) -> torch.Tensor:
-        """The fp32 value that a master starts from, of `local`'s shape."""
-        return self.value(formats)
 
     def joined_value(self, form: Format, code: torch.Tensor) -> torch.Tensor:
         """The fp32 values of the weight with what is stored beside it, of `local`'s shape."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.options.checks import has_shared_elements
+
 NamedTensor = tuple[str, torch.Tensor]
 """A tensor that a step writes, behind what messages call it."""
 
@@ -24,8 +26,7 @@ def check_writable(tensor: torch.Tensor, where: str) -> None:
             f"{where} must be a tensor of its own values, got one with a pending negation; "
             "resolve_neg() makes one"
         )
-    strides = zip(tensor.stride(), tensor.shape, strict=True)
-    if any(stride == 0 and size > 1 for stride, size in strides):
+    if has_shared_elements(tensor):
         raise ValueError(
             f"{where} must have memory of its own for each element, got strides "
             f"{tensor.stride()} of shape {tuple(tensor.shape)}"

@@ -73,6 +73,8 @@ class Owned:
     ) -> None:
         self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
         self.replicas = replicas
+        self._named = replicas if replicas.groups or replicas.default is not None else None
+        """The ranks with copies of parameters, where somebody named any."""
         self.rule = rule.drawing if options.draws else rule
         self.has_external_masters = not (masters is None or isinstance(masters, bool))
         """Whether the caller gave a list of masters."""
@@ -119,7 +121,7 @@ class Owned:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
-        view = view_of(param, matrix, None if matrix is None else self.replicas.of(param))
+        view = view_of(param, matrix, matrix and self._named and self._named.of(param))
         # states are beside weights unless somebody asked for host memory
         homes = self.homes
         if homes.groups or homes.default.moments or homes.default.masters:
@@ -155,7 +157,8 @@ class Owned:
                 else:
                     from megaopt.kernels.rules.matrix import Matrix
 
-                    views.append(view_of(param, Matrix(rule), self.replicas.of(param)))
+                    copies = self._named and self._named.of(param)
+                    views.append(view_of(param, Matrix(rule), copies))
         return views
 
     def settings(self) -> list[object]:

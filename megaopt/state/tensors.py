@@ -41,7 +41,7 @@ def complete(
     weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state and name in formats.from_param:
-            new, _ = encoded(name, view.initial_value(formats), form, view)
+            new, _ = encoded(name, view.value(formats, initial=True), form, view)
             state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
         elif name not in state:
             shape = shape_of(name, formats, view)
@@ -61,7 +61,7 @@ def complete(
         state[MASTER] = None
     elif state.get(MASTER) is None:
         # the weight stays as it is, beside a joined master too
-        new, _ = encoded(MASTER, view.initial_value(formats), formats.master, view)
+        new, _ = encoded(MASTER, view.value(formats, initial=True), formats.master, view)
         state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
 
 
@@ -72,7 +72,7 @@ def clear_moments(state: State, view: ParamView, formats: Formats) -> None:
     """
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name in state and name in formats.from_param:
-            new, _ = encoded(name, view.initial_value(formats), form, view)
+            new, _ = encoded(name, view.value(formats, initial=True), form, view)
             for key, tensor in new.items():
                 state[key].copy_(tensor)
         elif name in state:

@@ -465,7 +465,16 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
         return state_dict
     new_states, new_groups = dict(states), []
     for index, (group, current_group) in enumerate(zip(saved, groups, strict=True)):
-        new_groups.append(_group(group, current_group, f"group {index} of the state dict"))
+        # names of ours; numbers that it has not stay
+        new = {RENAMED.get(key, key): value for key, value in group.items() if key not in LEFT_OUT}
+        if "mu" in group:
+            algorithm = group.get("algorithm")
+            one_of(f"group {index} of the state dict: algorithm", algorithm, STATES)
+            new.update(betas=(group["beta1"], group["beta2"]), use_muon=algorithm == "muon")
+        if current_group["use_muon"] is False and "adamw_eps" in group:
+            new["eps"] = new["adam_eps"]
+        missing = [name for name in ("betas", "eps", "momentum") if name not in new]
+        new_groups.append({**{name: current_group[name] for name in missing}, **new})
         for key in group.get("params", ()):
             if isinstance(new_states.get(key), Mapping):
                 new_states[key] = _state(new_states[key], group, f"state {key!r} of the state dict")
@@ -486,22 +495,6 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
 def _is_a_sum(group: Mapping[str, Any]) -> bool:
     """Whether the momentum of a group's states is a sum: of dion's and Moonlight's Muon."""
     return "mu" in group or "adamw_betas" in group
-
-
-def _group(
-    saved: Mapping[str, Any], current_group: Mapping[str, Any], where: str
-) -> dict[str, Any]:
-    group = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
-    if "mu" in saved:
-        algorithm = saved.get("algorithm")
-        one_of(f"{where}: algorithm", algorithm, STATES)
-        group.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
-    if current_group["use_muon"] is False and "adamw_eps" in saved:
-        group["eps"] = group["adam_eps"]
-    missing = {
-        name: current_group[name] for name in ("betas", "eps", "momentum") if name not in group
-    }
-    return {**missing, **group}
 
 
 def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 
 from megaopt.kernels.refusals import one_of, refuse, shown
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.untraced import torchs, unless_heard, untraced
 from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, taken_from
@@ -514,13 +515,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if places:
             with torch.no_grad():
                 self.stepper.make_states(self.param_groups, self.state, places, self._check)
-        packed, stepper = self._packed(owned), self.stepper
-        return state_dicts.mark(packed, owned, stepper.writes, stepper.given_counts, sized)
-
-    def _packed(self, owned: Owned) -> dict[str, Any]:
-        """State and groups as torch packs them; states of parameters in no group are left out."""
-        from megaopt.saving import state_dict as state_dicts
-
+        writes, state = self.stepper.writes, self.state
         # names of another count than the parameters say nothing
         for index, group in enumerate(owned.groups):
             if not state_dicts.has_its_names(group):
@@ -528,27 +523,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"group {index}: param_names must be a list of {len(group['params'])} names, "
                     f"got {shown(group['param_names'])}: left out of the state dict"
                 )
-                self.stepper.writes.hint({"param_names": message})
-        # states of parameters that have left the groups, whose places torch could not name
-        params, state = {*owned.params}, self.state
+                writes.hint({"param_names": message})
+        # states of parameters that have left the groups, whose places torch could not name: it
+        # packs self.state, which is without them for this call
+        params = {*owned.params}
         left = [key for key in state if isinstance(key, torch.Tensor) and key not in params]
-        if not left:
-            packed: dict[str, Any] = torchs("state_dict")(self)
-            return packed
-        message = (
-            f"{len(left)} parameters with a state are in no group any more, the first of shape "
-            f"{tuple(left[0].shape)}: their states are left out of the state dict. "
-            "requires_grad=False freezes a parameter and keeps its state there"
-        )
-        self.stepper.writes.hint({"params": message})
-        gone = {*left}
-        # torch packs self.state: for this call it is without them
-        self.state = States(dict, {key: state[key] for key in state if key not in gone})
+        if left:
+            message = (
+                f"{len(left)} parameters with a state are in no group any more, the first of shape "
+                f"{tuple(left[0].shape)}: their states are left out of the state dict. "
+                "requires_grad=False freezes a parameter and keeps its state there"
+            )
+            writes.hint({"params": message})
+            gone = {*left}
+            self.state = States(dict, {key: state[key] for key in state if key not in gone})
         try:
-            packed = torchs("state_dict")(self)
+            packed: dict[str, Any] = torchs("state_dict")(self)
         finally:
             self.state = state
-        return packed
+        return state_dicts.mark(packed, owned, writes, self.stepper.given_counts, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -626,6 +619,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         replicas = attributes.pop("_replicas", Replicas())  # not in pickles of before
         self.stepper = Stepper(self.options, self.rule, masters, homes, replicas)
         self.state = States(dict, self.state)
-        # unpickled states are in memory that is not pinned
-        self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned, self.state, written)
+        # unpickled states are in memory that is not pinned: new tensors there with the same bits,
+        # of each parameter with a state in host memory; the caller's masters stay where they are
+        owned = self._owned
+        places = [
+            i for i, view in enumerate(owned.views) if view.home and self.state.get(view.param)
+        ]
+        with owned.room({}, places):
+            for view in map(owned.views.__getitem__, places):
+                param_state = self.state[view.param]
+                new = {
+                    name: view.keep(name, local_of(value))
+                    for name, value in param_state.items()
+                    if isinstance(value, torch.Tensor) and view.is_apart(name)
+                    if name in owned.state_names(view)
+                    if name != MASTER or not owned.has_external_masters
+                }
+                param_state.update(view.wrap_state(new))
+        self.stepper.reset(owned, self.state, written)

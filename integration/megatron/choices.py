@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,15 +19,14 @@ from megaopt.integration.megatron.adam import (
 )
 from megaopt.integration.megatron.checks import (
     IN_SHARDS,
+    REQUIRED,
     WITH_MATRICES,
     check_fields,
     check_graph,
     check_matrices,
     check_parameter,
     check_release,
-    check_required,
 )
-from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.kernels.refusals import one_of, refuse
 from megaopt.kernels.rules.adam_numbers import MOMENTS
 from megaopt.options.choices import Backend, Contract
@@ -212,27 +211,13 @@ class Choices:
             **options,
         )
 
-    def for_model(self, model_chunks: Sequence[Any]) -> Choices:
-        """These choices, with mode main_shards where parameters are fp8: Megatron has the masters.
-
-        Raises ValueError where masters of another format were asked for.
-        """
-        params = (param for chunk in model_chunks for param in chunk.parameters())
-        if self.mode == "main_shards" or not any(map(is_fp8, params)):
-            return self
-        for name in ("store_param_remainders", "master_weight_dtype"):
-            value = getattr(self, name)
-            if value not in (None, False, torch.float32):
-                raise ValueError(
-                    f"{name} must be None with fp8 parameters, whose masters are Megatron's, in "
-                    f"fp32, got {value!r}"
-                )
-        return replace(self, mode="main_shards", store_param_remainders=None)
-
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
         # fields of the config that every optimizer of ours needs, or goes without
-        check_required(config)
+        for name, (allowed, reason) in REQUIRED.items():
+            value = getattr(config, name, allowed)
+            if value != allowed:
+                raise ValueError(f"config.{name} must be {allowed!r}, got {value!r}: {reason}")
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
         check_release(config, self.original_config)

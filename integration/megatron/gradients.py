@@ -75,7 +75,7 @@ class Clipping(base.MegatronOptimizer):
                     shard.decoupled_grad.mul_(coefficient)
         else:
             # fp32 of one element, on the device where the norm is there
-            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
+            self.fused.clip_coefficient = self._coefficient(grad_norm)
 
     def _coefficient(self, norm: Norm) -> torch.Tensor | None:
         """The factor of gradients of this norm, fp32 of one element; None: they stay."""
@@ -117,7 +117,7 @@ class Clipping(base.MegatronOptimizer):
         # this rank's shards in the order of Megatron's parameters
         shards = [self.optimizer.weight_of(param) for param in params]
         grads = [shard.decoupled_grad for shard in shards]
-        coefficient = self.optimizer.clip_coefficient
+        coefficient = self.fused.clip_coefficient
         clipped = [
             local_of(grad).float() * (1 if coefficient is None else coefficient) for grad in grads
         ]
@@ -157,11 +157,12 @@ class Gradients(Clipping, CheckpointedOptimizer):
     has_16_bit_norm = True
     """True where the norm is given gradients of 16 bits."""
 
-    def _start(self) -> None:
-        self._has_clipped_grads = self._clips_in_place = False
-        self._bound_to: list[tuple[torch.Tensor, int]] = []
-        self._norm_shards: dict[str | None, list[Any]] = {}
-        self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
+    _bound_to: list[tuple[torch.Tensor, int]]
+    """DDP's buffers, and their addresses, when gradients were bound."""
+    _norm_shards: dict[str | None, list[Any]]
+    """The shards that count for each norm."""
+    _norm_grads: dict[str | None, list[torch.Tensor]]
+    """Their gradients."""
 
     def _look_at_shards(self) -> None:
         """Notes what does not change about the shards' gradients, when the optimizer is made."""

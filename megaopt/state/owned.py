@@ -28,7 +28,6 @@ from megaopt.kernels.host_memory import HostMemory, padded
 from megaopt.kernels.refusals import refuse
 from megaopt.kernels.rules import Rule
 from megaopt.kernels.rules.base import PARAM
-from megaopt.kernels.shards import local_of
 from megaopt.options.checks import errors_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
@@ -321,24 +320,6 @@ class Owned:
             for memory, size in sizes.items():
                 stack.enter_context(memory.room(size))
             yield
-
-    def keep_at_home(self, state: Mapping[Any, Any]) -> None:
-        """Puts into pinned memory what a copy of the optimizer, or pickle, made elsewhere."""
-        # of each parameter with a state in host memory
-        places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
-        with self.room({}, places):
-            for view in map(self.views.__getitem__, places):
-                param_state = state[view.param]
-                # new tensors in pinned memory with the same bits; the caller's masters stay where
-                # they are
-                new = {
-                    name: view.keep(name, local_of(value))
-                    for name, value in param_state.items()
-                    if isinstance(value, torch.Tensor) and view.is_apart(name)
-                    if name in self.state_names(view)
-                    if name != MASTER or not self.has_external_masters
-                }
-                param_state.update(view.wrap_state(new))
 
     # --- random bits
 

@@ -263,14 +263,14 @@ class Options:
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for wrong options."""
         # moments by the names of their options, `<moment>_dtype`
-        moments = self._moments
+        kind: Any = type(self)  # mypy takes no dataclass for hashable
+        choices_by_name, moments, _ = fields_of(kind)
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
 
         # values of each option by itself
-        kind: Any = type(self)  # mypy takes no dataclass for hashable
-        for name, choices in choices_of(kind).items():
+        for name, choices in choices_by_name.items():
             one_of(name, getattr(self, name), choices)
         one_of("dtype", self.dtype, (None, torch.float32))
         # dtypes, and names of masters that lie beside their weights
@@ -304,7 +304,7 @@ class Options:
                 "contract='torch' must round to nearest, as torch's optimizers do, got "
                 f"{', '.join(self.draws)}; contract='ieee' rounds stochastically too"
             )
-        self._check_blocks()
+        self._check_blocks(moments)
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite must be 'propagate' or 'skip' with capturable=True, where nothing waits "
@@ -327,10 +327,10 @@ class Options:
         """Whether moments of this kind have a scale, also under contract torch."""
         return MOMENTS[key].scaled and not (self.contract == "torch" and key == torch.float16)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, moments: Sequence[str]) -> None:
         """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
         # formats by option; those in blocks have codes with a scale for each block
-        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        formats = {name: MOMENTS[getattr(self, name)] for name in moments}
         blocks = {name: form for name, form in formats.items() if form.block}
         if not blocks:
             return
@@ -369,15 +369,11 @@ class Options:
         usual = "parameter" if self.contract == "torch" else "group"
         return (self.step_counts or usual) == "parameter"
 
-    @property
-    def _moments(self) -> list[str]:
-        names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
-        return [name for name in names if name != "master_weight_dtype"]
-
     @cached_property
     def draws(self) -> list[str]:
         """What rounds stochastically, as messages have it; where any does, groups have a seed."""
-        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        slots = [slot for slot in self.format_names if slot != "master"]
+        formats = {f"{slot}_dtype": self.moment_format(slot) for slot in slots}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         arguments = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
         is_drawn = self.weight_rounding == "stochastic"
@@ -389,13 +385,6 @@ class Options:
         (lr, *rest), numbers = self.NUMBERS.ranges, self.NUMBERS
         betas, seed = ("betas",) * numbers.has_betas, ("seed",) * bool(self.draws)
         return (lr, *betas, *rest, *numbers.flags, *seed, *numbers.choices)
-
-    @cached_property
-    def of_all(self) -> frozenset[str]:
-        """The options, but for VARIANTS, of which a group may name the optimizer's value alone."""
-        # torch's groups all name capturable, which moves no number
-        exceptions = {"capturable", "seed", STATE_DEVICE, *VARIANTS}
-        return frozenset({f.name for f in fields(self)} - exceptions)
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """Returns how MATRIX steps a parameter of a group; None: it is stepped elementwise.
@@ -443,7 +432,8 @@ class Options:
     def group_keys(self) -> dict[str, Any]:
         """The entries that every new group has beside its numbers."""
         # FORMATS: by slot, and which parameters keep blocks where there are any
-        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
+        slots = [slot for slot in self.format_names if slot != "master"]
+        blocks = any(self.moment_format(slot).block for slot in slots)
         names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
         formats_mark = ", ".join(f"{slot}={name}" for slot, name in names.items())
         is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
@@ -452,23 +442,19 @@ class Options:
         marks = {name: getattr(self, name) for name in self.MARKS}
         return {"step": 0, **marks, FORMATS: formats_mark, **drawn, **kahan_mark}
 
-    @property
-    def marks(self) -> dict[str, Any]:
-        """The options that every group and every state dict names, with their values."""
-        return {name: getattr(self, name) for name in self.MARKS}
-
     @cached_property
     def format_names(self) -> dict[str, str]:
         """The names of the formats of moments and masters, by slot."""
-        names = [name.removesuffix("_dtype") for name in self._moments]
-        names_by_slot = {name: self.moment_format(name).name for name in names}
+        kind: Any = type(self)
+        _, moments, _ = fields_of(kind)
+        slots = [name.removesuffix("_dtype") for name in moments]
+        names_by_slot = {slot: self.moment_format(slot).name for slot in slots}
         return {**names_by_slot, "master": self.master_format(torch.bfloat16, True).name}
 
     def moment_format(self, moment: str) -> Format:
         """Returns a moment's format; under contract torch fp16 has no scale, as torch keeps it.
 
-        A moment is in blocks only where the parameter keeps blocks
-        (megaopt.state.tensors.moment_format).
+        A moment is in blocks only where the parameter keeps blocks (ParamView.keeps_blocks).
         """
         # fp16 without a scale is stored as a weight of fp16 is
         dtype = getattr(self, f"{moment}_dtype")
@@ -492,10 +478,17 @@ class Options:
 
 
 @cache
-def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of each option whose type is a bool or a Literal, or None beside these."""
-    types, choices = get_type_hints(kind), dict[str, tuple[Any, ...]]()
-    for name in (field.name for field in fields(kind)):
+def fields_of(kind: Any) -> tuple[dict[str, tuple[Any, ...]], list[str], frozenset[str]]:
+    """Returns what the options of a class are.
+
+    Returns:
+        The values of each whose type is a bool or a Literal, or None beside these; those that are
+        dtypes of moments; and those, but for VARIANTS, of which a group may name the optimizer's
+        value alone.
+    """
+    names, types = [field.name for field in fields(kind)], get_type_hints(kind)
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name in names:
         # of X | None both; anything else by itself
         parts = get_args(types[name])
         is_optional = len(parts) == 2 and parts[1] is NoneType
@@ -503,7 +496,10 @@ def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
         if inner is bool or get_origin(inner) is Literal:
             values = FLAGS if inner is bool else get_args(inner)
             choices[name] = (None, *values) if is_optional else values
-    return choices
+    dtypes = [name for name in names if name.endswith("_dtype") and name != "master_weight_dtype"]
+    # torch's groups all name capturable, which moves no number
+    of_all = {*names} - {"capturable", "seed", STATE_DEVICE, *VARIANTS}
+    return choices, dtypes, frozenset(of_all)
 
 
 def _fits(name: str, form: Format) -> bool:
@@ -522,7 +518,9 @@ def check_group(
     numbers = options.NUMBERS
     check_there(group, (*options.names_but_step, "step"), where)
     check_variant(group, options, where)
-    for name in filter(options.of_all.__contains__, group):
+    kind: Any = type(options)
+    _, _, of_all = fields_of(kind)
+    for name in filter(of_all.__contains__, group):
         value = getattr(options, name)
         if not same(group[name], value):
             raise ValueError(

@@ -122,7 +122,8 @@ def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
         form = MASTERS[options.format_names["master"]]
         meanings["master"] = first_like(form, MASTERS) if owned.wants_masters else NONE.name
-    meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    marks = {name: getattr(options, name) for name in options.MARKS}
+    meaning = [meanings, marks, [getattr(options, name, False) for name in VARIANTS]]
     # lengths of the default are those of older checkpoints
     if options.counts_apart != (options.contract == "torch"):
         meaning.append("parameter" if options.counts_apart else "group")

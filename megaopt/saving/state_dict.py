@@ -113,7 +113,8 @@ def mark(
             not_made[key] = lacking
 
     # options that every load compares; sized: as tensors, whose sizes torch compares
-    marks, frozen = owned.options.marks, [""] * len(owned.groups)
+    marks = {name: getattr(owned.options, name) for name in owned.options.MARKS}
+    frozen = [""] * len(owned.groups)
     # of the shape that counts on the device have: checkpoints of either load into the other
     shape: tuple[int, ...] = (1,) if sized else ()
     device = torch.device("cpu")

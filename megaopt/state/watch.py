@@ -98,14 +98,13 @@ class Watch:
     noted: numpy.ndarray = field(default_factory=lambda: numpy.zeros(0, dtype=numpy.int64))
     """Their versions, int64."""
 
-    def __post_init__(self) -> None:
-        self.module: Any = None
-        self._guards: list[Any] = []
-        self._asks = True
-        """Whether the next look asks for the extension."""
-        self._is_sharded = any(guards.sharded for guards in self.batches)
-        # the extension reads past what a subclass may do
-        self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+    module: Any = None
+    """The extension."""
+    _asks: bool = True
+    """Whether the next look asks for the extension."""
+    _guards: list[Any] = field(default_factory=list)
+    """The batches' guards as the extension has them, and what it calls for DTensors."""
+    _sharding: tuple[Any, ...] = ()
 
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
@@ -124,11 +123,15 @@ class Watch:
         # goes over to the extension, which notes what its twin does, once it is there: it may have
         # been built since the last step
         if self._asks:
-            self.module = self.find() if self._is_plain else None
-            self._asks = self.awaits and self.module is None
+            # it reads past what a subclass of dict may do
+            is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+            self.module = self.find() if is_plain else None
+            self._asks = self.awaits and is_plain and self.module is None
             if self.module is not None:
                 fields = [vars(guards).values() for guards in self.batches]
                 self._guards = [self.module.Guards(*values) for values in fields]
+                if any(guards.sharded for guards in self.batches):
+                    self._sharding = dtensor_class(), same_sharding, waited
         try:  # contextlib.suppress takes half a microsecond
             # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
             with torch._C.DisableTorchFunctionSubclass():
@@ -137,8 +140,7 @@ class Watch:
                 # what was there when the batches were made, and what is there now
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
-                sharding = (dtensor_class(), same_sharding, waited) if self._is_sharded else ()
-                facts = self.module.look(self._guards, *was, *now, sharding)
+                facts = self.module.look(self._guards, *was, *now, self._sharding)
         except (RuntimeError, TypeError, KeyError):
             return None  # a nested tensor has no shape, a group no list of parameters
         if facts is None:

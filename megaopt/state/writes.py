@@ -68,7 +68,10 @@ class ExternalWrites:
             state: the optimizer's; None: no state has a master yet.
         """
         # versions that were noted before go on, those of new tensors are taken as they are
-        noted = {} if before is None else before._noted()
+        noted: dict[torch.Tensor, int] = {}
+        if before is not None:
+            tensors, row = before.counted
+            noted = before._known | dict(zip(tensors, row.tolist(), strict=True))
         views, places = [view_of(param) for param in params], list(stepped)
         pairs = [(tensor, place) for place in places for tensor in views[place].counted]
         everything = [tensor for view in views for tensor in view.counted]
@@ -123,14 +126,11 @@ class ExternalWrites:
                 unmatched_params.add(param)
         return unmatched_params
 
-    def _noted(self) -> dict[torch.Tensor, int]:
-        tensors, row = self.counted
-        return {**self._known, **dict(zip(tensors, row.tolist(), strict=True))}
-
     def moved_anywhere(self, params: Sequence[torch.Tensor], state: States) -> list[int]:
         """Places, among these parameters, of all that somebody has written or replaced since."""
         # for all parameters, those without a gradient included
-        noted, unmatched = self._noted(), self._all_unmatched(params, state)
+        (tensors, row), unmatched = self.counted, self._all_unmatched(params, state)
+        noted = self._known | dict(zip(tensors, row.tolist(), strict=True))
         return [
             place
             for place, param in enumerate(params)

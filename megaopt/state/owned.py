@@ -72,8 +72,9 @@ class Owned:
     ) -> None:
         self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
         self.replicas = replicas
-        self._named = replicas if replicas.groups or replicas.default is not None else None
-        """The ranks with copies of parameters, where somebody named any."""
+        has_copies = bool(replicas.groups) or replicas.default is not None
+        self._copies = replicas if has_copies else None
+        """The ranks with copies of parameters; None where nobody named any."""
         self.rule = rule.drawing if options.draws else rule
         self.has_external_masters = not (masters is None or isinstance(masters, bool))
         """Whether the caller gave a list of masters."""
@@ -120,7 +121,10 @@ class Owned:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
-        view = view_of(param, matrix, matrix and self._named and self._named.of(param))
+        mesh = None
+        if matrix is not None and self._copies is not None:
+            mesh = self._copies.of(param)
+        view = view_of(param, matrix, mesh)
         # states are beside weights unless somebody asked for host memory
         homes = self.homes
         if homes.groups or homes.default.moments or homes.default.masters:
@@ -156,8 +160,8 @@ class Owned:
                 else:
                     from megaopt.kernels.rules.matrix import Matrix
 
-                    copies = self._named and self._named.of(param)
-                    views.append(view_of(param, Matrix(rule), copies))
+                    mesh = None if self._copies is None else self._copies.of(param)
+                    views.append(view_of(param, Matrix(rule), mesh))
         return views
 
     def settings(self) -> list[object]:

@@ -86,8 +86,9 @@ class ExternalWrites:
         tensors = [tensor for tensor, _ in pairs]
         row = numpy.array([known[tensor] for tensor in tensors], dtype=numpy.int64)
 
-        self._params, self._stepped, self._known = params, places, known
-        self.counted = tensors, row
+        self._params, self._stepped = params, places
+        self._known: dict[torch.Tensor, int] = known
+        self.counted: tuple[list[torch.Tensor], numpy.ndarray] = (tensors, row)
         """The tensors whose counters count writes to stepped weights, and the versions noted."""
         self._places = [place for _, place in pairs]
         self._rows = {tensor: index for index, tensor in enumerate(tensors)}

@@ -371,7 +371,7 @@ class Options:
 
     @cached_property
     def draws(self) -> list[str]:
-        """What rounds stochastically, as messages have it; where any does, groups have a seed."""
+        """Lists what rounds stochastically, by which groups have a seed, as messages have it."""
         slots = [slot for slot in self.format_names if slot != "master"]
         formats = {f"{slot}_dtype": self.moment_format(slot) for slot in slots}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]

@@ -75,7 +75,7 @@ class ExternalWrites:
         views, places = [view_of(param) for param in params], list(stepped)
         pairs = [(tensor, place) for place in places for tensor in views[place].counted]
         everything = [tensor for view in views for tensor in view.counted]
-        known = {tensor: noted.get(tensor, tensor._version) for tensor in everything}
+        versions = {tensor: noted.get(tensor, tensor._version) for tensor in everything}
         # where weights lay, and the master of each: both outlive the batches
         spots = {} if before is None else before._spots
         new_spots = {view.param: spots.get(view.param, _spot(view)) for view in views}
@@ -84,10 +84,10 @@ class ExternalWrites:
         unmatched = set() if before is None else before._all_unmatched(params, states)
         # int64, in the order of the tensors: compared, and counted up, by the extension
         tensors = [tensor for tensor, _ in pairs]
-        row = numpy.array([known[tensor] for tensor in tensors], dtype=numpy.int64)
+        row = numpy.array([versions[tensor] for tensor in tensors], dtype=numpy.int64)
 
         self._params, self._stepped = params, places
-        self._known: dict[torch.Tensor, int] = known
+        self._known: dict[torch.Tensor, int] = versions
         self.counted: tuple[list[torch.Tensor], numpy.ndarray] = (tensors, row)
         """The tensors whose counters count writes to stepped weights, and the versions noted."""
         self._places = [place for _, place in pairs]

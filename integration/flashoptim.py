@@ -105,18 +105,15 @@ class _Flash(DropIn, means=MEANS):
 
         What the optimizer does not own stays as it is, where flashoptim casts it to fp32.
         """
-        return megaopt.get_fp32_model_state_dict(_unwrapped(model), self)
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        return megaopt.get_fp32_model_state_dict(model, self)
 
     def set_fp32_model_state_dict(
         self, model: nn.Module, fp32_state_dict: Mapping[str, torch.Tensor]
     ) -> None:
         """megaopt.set_fp32_model_state_dict, not strict, as in flashoptim; buffers are set too."""
-        megaopt.set_fp32_model_state_dict(_unwrapped(model), self, fp32_state_dict, strict=False)
-
-
-def _unwrapped(model: Any) -> nn.Module:
-    module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return module
+        model = model.module if isinstance(model, DistributedDataParallel) else model
+        megaopt.set_fp32_model_state_dict(model, self, fp32_state_dict, strict=False)
 
 
 class FlashAdam(

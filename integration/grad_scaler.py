@@ -50,18 +50,15 @@ def step_with(
         raise ValueError(f"grad_scaler must be a torch.amp.GradScaler, got {grad_scaler!r}")
     if not grad_scaler.is_enabled():
         return step()
-    _hand_over(optimizer, grad_scaler)
+    # what the step reads, as torch sets it where the step has no argument for the scaler
+    scaler: Any = grad_scaler
+    is_unscaled = scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+    infs_by_device = scaler._check_inf_per_device(optimizer)
+    scale = scaler._get_scale_async()
+    optimizer.grad_scale = None if is_unscaled else scale
+    overflows = (overflow.to(scale.device) for overflow in infs_by_device.values())
+    optimizer.found_inf = sum(overflows, scale.new_zeros(()))
     try:
         return step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _hand_over(optimizer: Any, grad_scaler: Any) -> None:
-    """Sets what the step reads, as torch does where the step has no argument for the scaler."""
-    is_unscaled = grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
-    infs_by_device = grad_scaler._check_inf_per_device(optimizer)
-    scale = grad_scaler._get_scale_async()
-    optimizer.grad_scale = None if is_unscaled else scale
-    overflows = (overflow.to(scale.device) for overflow in infs_by_device.values())
-    optimizer.found_inf = sum(overflows, scale.new_zeros(()))

@@ -67,6 +67,7 @@ class GaLoreOptions(Options):
         },
         has_betas=True,
         flags=("bias_correction",),
+        choices=PROJECTING,
     )
     OF_ALL: ClassVar[tuple[str, ...]] = (
         *("kernel", "precision", "refresh", "stagger"),
@@ -112,14 +113,9 @@ class GaLoreOptions(Options):
         return galore_plan(kernel, formats, *tables)
 
     @cached_property
-    def draws(self) -> bool:
-        """Always: groups have a seed, for the first projections."""
-        return True
-
-    @cached_property
-    def names_but_step(self) -> tuple[str, ...]:
-        """The keys that every group has, but the step count's."""
-        return (*super().names_but_step, *PROJECTING)
+    def draws(self) -> list[str]:
+        """Groups always have a seed, for the first projections."""
+        return [*super().draws, "projections"]
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """Returns how a matrix is projected; None for others, and where the rank saves nothing."""
@@ -145,11 +141,11 @@ class GaLoreOptions(Options):
             refuse(name, "left out: its name here is bias_correction", value)
         one_of(f"{where}: proj_type", group["proj_type"], PROJ_TYPES)
         gap, rank = group["update_proj_gap"], group["rank"]
-        if not _is_count(gap):
+        if type(gap) is not int or gap < 1:
             refuse(f"{where}: update_proj_gap", "a whole number >= 1", gap)
         if rank is None:
             return
-        if not _is_count(rank):
+        if type(rank) is not int or rank < 1:
             refuse(f"{where}: rank", "None or a whole number >= 1", rank)
         # parameters that cannot be projected
         for index, param in enumerate(group["params"]):
@@ -172,10 +168,6 @@ class GaLoreOptions(Options):
                 f"{where} of the state dict must have {', '.join(self.names_but_step)}, as this "
                 f"optimizer saves them, got none of {', '.join(missing)}"
             )
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 1
 
 
 class GaLoreAdamW(FusedOptimizer):
@@ -321,12 +313,15 @@ class GaLoreAdamW(FusedOptimizer):
         stepper, groups = self.stepper, self.param_groups
         stepper.check_numbers(groups)
         batches, seen = stepper.gather(groups, self.state, self.use_decoupled_grad, self._check)
-        counts = self._counts() if steps is None else [steps] * len(groups)
+        # the steps that each group has taken: read from the device at once, where nobody says
+        counts: list[int] = [steps or 0] * len(groups)
+        if steps is None:
+            counts = torch.cat([group["step"] for group in groups]).tolist()
         failed: Exception | None = None
         for batch, shards in zip(batches.batches, seen.shards, strict=True):
             if batch.matrices is None:
                 continue
-            batch.feed(seen.grads, shards)
+            batch.feed(seen.grads(), shards)
             try:
                 batch.matrices.refresh(groups, counts)
                 batch.matrices.plan.renew()
@@ -340,14 +335,20 @@ class GaLoreAdamW(FusedOptimizer):
         if failed is not None:
             raise failed
 
-    def _counts(self) -> list[int]:
-        """The steps that each group has taken, read from the device at once."""
-        counts: list[int] = torch.cat([group["step"] for group in self.param_groups]).tolist()
-        return counts
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads as FusedAdam; state dicts of galore_torch's AdamW too, projections included."""
-        super().load_state_dict(from_galore_torch(state_dict))
+        # galore_torch's names become this package's, in copies; a projection on both sides has none
+        loaded: Any = with_states(state_dict, _state)
+        groups = loaded.get("param_groups") if isinstance(loaded, Mapping) else None
+        if isinstance(groups, (list, tuple)):
+            new_groups = []
+            for group in groups:
+                if isinstance(group, Mapping) and "correct_bias" in group:
+                    rest = {name: group[name] for name in group if name != "correct_bias"}
+                    group = {**rest, "bias_correction": group["correct_bias"]}
+                new_groups.append(group)
+            loaded = {**loaded, "param_groups": new_groups}
+        super().load_state_dict(loaded)
 
 
 show_options(GaLoreAdamW, GaLoreOptions, SharedOptions)
@@ -360,18 +361,6 @@ PROJECTOR = "projector"
 """Key of galore_torch's states: an object that has the projection, as ortho_matrix."""
 
 
-def from_galore_torch(state_dict: Any) -> Any:
-    """A state dict of galore_torch's in this package's names; anything else as it is.
-
-    Its arguments stay as they are. Raises ValueError for a projection on both sides.
-    """
-    copy = with_states(state_dict, _state)
-    groups = copy.get("param_groups") if isinstance(copy, Mapping) else None
-    if not isinstance(groups, (list, tuple)):
-        return copy
-    return {**copy, "param_groups": [_group(group) for group in groups]}
-
-
 def _state(state: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if PROJECTOR not in state:
         return state
@@ -382,10 +371,3 @@ def _state(state: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if not isinstance(matrix, torch.Tensor):
         refuse(f"{where}: {PROJECTOR!r}", "one of type std, reverse_std, right or left", matrix)
     return {**rest, PROJECTION: matrix}
-
-
-def _group(group: Any) -> Any:
-    if not isinstance(group, Mapping) or "correct_bias" not in group:
-        return group
-    rest = {name: value for name, value in group.items() if name != "correct_bias"}
-    return {**rest, "bias_correction": group["correct_bias"]}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from itertools import compress
+from functools import cache
 from types import NoneType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from typing_extensions import Unpack
 
-from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import MASTERS
-from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, TORCH, Orthogonal, coefficients_of
+from megaopt.kernels.muon.orthogonal import COEFFICIENTS, RATIOS, Orthogonal, coefficients_of
 from megaopt.kernels.muon.plan import muon_plan
 from megaopt.kernels.muon.rule import MUON, MUON_PEER
 from megaopt.kernels.refusals import one_of, refuse
@@ -26,22 +24,12 @@ from megaopt.optimizer import FusedOptimizer
 from megaopt.options.arguments import options_of, show_options
 from megaopt.options.checks import DECAY, NOT_NEGATIVE, errors_of, number
 from megaopt.options.choices import MuonContract, MuonMethod, MuonPrecision, SecondMoment, SteppedBy
-from megaopt.options.options import BESIDE, FORMATS, Numbers, Options, SharedOptions
+from megaopt.options.options import Numbers, Options, SharedOptions
 from megaopt.options.placement import StateDevice
 from megaopt.options.replicas import REPLICAS
 from megaopt.params import ParamView, view_of
-from megaopt.params.dtensor import DTensorView
 from megaopt.params.flat import FLAT, PARTS, is_flat_part
-from megaopt.params.float8 import Float8View
-from megaopt.params.view import EMBEDDING, STEP, whole_shape_of
-from megaopt.saving.parse import NOT_MADE, WRITTEN
-from megaopt.saving.torch_state import (
-    OURS,
-    adam_group,
-    check_counted,
-    plain_states,
-    with_counts,
-)
+from megaopt.params.view import EMBEDDING, whole_shape_of
 
 ORTHOGONALIZING = ("ns_coefficients", "ns_steps", "adjust_lr_fn", "split_sizes")
 """Keys of groups that say how matrices are made orthogonal: no numbers of the step."""
@@ -61,9 +49,9 @@ def _of_adam(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def rules_of(contract: str, rule_contract: str) -> tuple[Rule, MatrixRule]:
-    """AdamW under `rule_contract`, and Muon under `contract`."""
-    adamw = RULES["adamw", rule_contract]
+def rules_of(contract: str) -> tuple[Rule, MatrixRule]:
+    """AdamW and Muon under a contract; beside Emerging-Optimizers' Muon AdamW's is ieee."""
+    adamw = RULES["adamw", "ieee" if contract == "eo" else contract]
     adamw_of_groups = replace(
         adamw,
         scalars=lambda group: adamw.scalars(_of_adam(group)),
@@ -108,6 +96,7 @@ class MuonOptions(Options):
         },
         has_betas=True,
         flags=("nesterov",),
+        choices=("use_muon", *ORTHOGONALIZING),
     )
     COUNTS_STEPS: ClassVar[bool] = False
     OF_ALL: ClassVar[tuple[str, ...]] = ("method", "precision", "second_moment")
@@ -125,6 +114,8 @@ class MuonOptions(Options):
     second_moment: SecondMoment | None = None
     contract: MuonContract = "ieee"  # type: ignore[assignment]  # others than other optimizers'
 
+    matrix_plan = staticmethod(muon_plan)
+
     def __post_init__(self) -> None:
         """Raises ValueError for an option out of its range, or options that contradict."""
         super().__post_init__()
@@ -141,20 +132,10 @@ class MuonOptions(Options):
         """States may be in host memory."""
         return self.contract == "ieee"
 
-    @property
-    def rule_contract(self) -> str:
-        """The contract of AdamW's steps."""
-        return "ieee" if self.contract == "eo" else self.contract
-
-    @property
-    def rules(self) -> tuple[Rule, MatrixRule]:
-        """AdamW and Muon."""
-        return rules_of(self.contract, self.rule_contract)
-
     def check_matrix(self, view: ParamView, where: str, masters: bool) -> None:
         """Raises ValueError for a matrix that another library's Muon cannot step as it does."""
         name, whole = "master_weight_dtype", "torch.float32, of whole masters,"
-        is_fp32 = MASTERS[self._master_key] is MASTERS[torch.float32]
+        is_fp32 = self.format_names["master"] == MASTERS[torch.float32].name
         if view.weight is not None and not (masters and is_fp32):
             refuse(name, f"{whole} for {where}", self.master_weight_dtype if masters else None)
         if self.contract == "ieee":
@@ -173,16 +154,6 @@ class MuonOptions(Options):
             refuse(where, f"fp32 or have an fp32 master {under}", dtype)
         if buffer_dtype is not dtype:
             refuse("momentum_buffer_dtype", f"{dtype} {under}, as {where} is kept", buffer_dtype)
-
-    @cached_property
-    def names_but_step(self) -> tuple[str, ...]:
-        """The keys that every group has, but the step count's."""
-        return (*super().names_but_step, "use_muon", *ORTHOGONALIZING)
-
-    @property
-    def group_keys(self) -> dict[str, Any]:
-        """The entries that every new group has beside its numbers."""
-        return {**super().group_keys, "use_muon": None, "split_sizes": None}
 
     def how(self, group: Mapping[str, Any], param: Any = None) -> Orthogonal:
         """Returns how matrices of a group are made orthogonal; raises ValueError for bad entries.
@@ -218,11 +189,7 @@ class MuonOptions(Options):
         """Returns how Muon steps a parameter; None where AdamW does."""
         if not group or why_adamw(param, group) is not None:
             return None
-        return Matrix(self.rules[1], self.how(group, param))
-
-    def matrix_plan(self, backend: str, formats: Formats, *tables: Any) -> Any:
-        """The plan of matrices: launches over many where the backend is "triton"."""
-        return muon_plan(backend, formats, *tables)
+        return Matrix(rules_of(self.contract)[1], self.how(group, param))
 
     def check_numbers(self, group: Mapping[str, Any], where: str) -> None:
         """Raises ValueError for what a group says of its matrices."""
@@ -233,29 +200,23 @@ class MuonOptions(Options):
             return
         with errors_of(where):
             self.how(group)
+        # parameters that Muon is asked to step, and cannot
+        name, use_muon = f"{where}: use_muon", group["use_muon"]
         for index, param in enumerate(group["params"]):
-            self._check_param(param, group, where, f"its parameter {index}")
-
-    def _check_param(self, param: Any, group: Mapping[str, Any], where: str, which: str) -> None:
-        """Raises ValueError for a parameter that Muon is asked to step, and cannot."""
-        name, label = f"{where}: use_muon", f"{where}: {which}"
-        for mark in MARKS:
-            one_of(
-                f"{label}: its attribute {mark}", getattr(param, mark, None), (None, True, False)
-            )
-        reason, use_muon = why_adamw(param, group), group["use_muon"]
-        if is_flat_part(param) and not hasattr(param, PARTS):
-            refuse(name, f"False beside {which}, a {FLAT}", use_muon)
-        if reason is not None:
-            if use_muon:
+            which = f"its parameter {index}"
+            for mark in MARKS:
+                value = getattr(param, mark, None)
+                one_of(f"{where}: {which}: its attribute {mark}", value, (None, True, False))
+            reason = why_adamw(param, group)
+            if is_flat_part(param) and not hasattr(param, PARTS):
+                refuse(name, f"False beside {which}, a {FLAT}", use_muon)
+            if reason is not None and use_muon:
                 refuse(name, f"None or False beside {which}, as {reason}", use_muon)
-            return
-        if type(view_of(param)) not in (ParamView, DTensorView, Float8View):
-            kinds = "plain tensors, DTensors and whole fp8 weights"
-            kind = f"{type(param).__name__}: Muon steps {kinds}"
-            refuse(name, f"False beside {which}, a {kind}", use_muon)
-        with errors_of(label):
-            self.how(group, param).pieces(whole_shape_of(param))
+            # another library's tensor may have no view, and sizes may not fit the rows
+            if reason is None:
+                view_of(param)
+                with errors_of(f"{where}: {which}"):
+                    self.how(group, param).pieces(whole_shape_of(param))
 
 
 # --- the optimizer
@@ -389,14 +350,13 @@ class FusedMuon(FusedOptimizer):
         # an optimizer whose defaults have betas is Adam to torch's schedulers, which then cycle
         # these (OneCycleLR, CyclicLR); of Muon it is the momentum
         self._betas = defaults.pop("betas")
-        super().__init__(params, defaults, checked, masters, replicas)
+        choices = {"use_muon": None, "split_sizes": None}
+        super().__init__(params, {**defaults, **choices}, checked, masters, replicas)
 
     @property
     def rule(self) -> Rule:
         """AdamW, of the parameters that Muon does not step."""
-        options: Any = self.options
-        rule: Rule = options.rules[0]
-        return rule
+        return rules_of(self.options.contract)[0]
 
     def _group_defaults(self, group: dict[str, Any]) -> dict[str, Any]:
         """AdamW's betas; and its eps for a group with use_muon=False."""
@@ -456,88 +416,12 @@ class FusedMuon(FusedOptimizer):
                 drop_masters is False; a weight is in fp8; a group has what torch's optimizer has
                 not (split_sizes, a set of coefficients), no lr, or more steps than torch counts.
         """
-        return torch_state_dict(self, rule, drop_masters)
+        from megaopt.saving.torch_state import muon_state_dict
+
+        return muon_state_dict(self, self._owned, rule, drop_masters)
 
 
 show_options(FusedMuon, MuonOptions, SharedOptions)
-
-
-# --- state dicts for torch
-
-TORCHS = {
-    "muon": ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-}
-"""Numbers of torch's groups that are ours, by rule."""
-BOTH = "both"
-BY_PLACE = ("params", "param_names", "param_numbers")
-"""Keys of groups with a value for each parameter."""
-
-
-def torch_state_dict(
-    optimizer: FusedMuon, rule: SteppedBy | None, drop_masters: bool
-) -> dict[str, Any]:
-    """See FusedMuon.to_torch_state_dict."""
-    owned, options = optimizer._owned, optimizer.options
-    rules = ["adamw" if view.matrix is None else "muon" for view in owned.views]
-    one_of("rule", rule, (None, *TORCHS, BOTH))
-    if rule is None and len({*rules}) > 1:
-        raise ValueError(
-            "rule must be 'muon', for torch.optim.Muon, and in a second call 'adamw', for "
-            "torch.optim.AdamW, as each steps some of the parameters, or 'both', for another "
-            "FusedMuon; got None"
-        )
-    target: str = rule or (rules[0] if rules else "muon")
-    packed = optimizer.state_dict()
-    chosen = [place for place, stepped_by in enumerate(rules) if target in (stepped_by, BOTH)]
-    numbers = {place: number for number, place in enumerate(chosen)}
-    packed_states = {place: packed["state"][place] for place in chosen if place in packed["state"]}
-    groups = []
-    for index, group in enumerate(packed["param_groups"]):
-        # the parameters that have numbers, under these
-        mask = [place in numbers for place in group["params"]]
-        lists = {key: group[key] for key in BY_PLACE if group.get(key) is not None}
-        lists["params"] = [numbers.get(place) for place in group["params"]]
-        subgroup = {**group, **{key: [*compress(values, mask)] for key, values in lists.items()}}
-        if target == BOTH:  # without formats and contracts
-            entries = {
-                key: subgroup[key] for key in subgroup if key not in ("contract", FORMATS, BESIDE)
-            }
-            groups.append({**entries, "maximize": options.maximize})
-        elif subgroup["params"]:
-            views = [owned.views[chosen[number]] for number in subgroup["params"]]
-            groups.append(_torch_group(subgroup, target, options, views, f"group {index}"))
-    states = plain_states(optimizer, owned, packed_states, drop_masters)
-    if target == "adamw":
-        states = with_counts(states, owned, packed_states)
-    elif target == BOTH:
-        for place, state in states.items():
-            state.update({STEP: packed_states[place][STEP]} if STEP in packed_states[place] else {})
-    rest = {name: value for name, value in packed.items() if name not in (NOT_MADE, WRITTEN)}
-    numbered_states = {numbers[place]: state for place, state in states.items()}
-    return {**rest, "state": numbered_states, "param_groups": groups}
-
-
-def _torch_group(
-    group: Mapping[str, Any], rule: str, options: Any, views: Sequence[ParamView], where: str
-) -> dict[str, Any]:
-    """Returns a group of torch's optimizer; raises ValueError for what that does not have."""
-    left_out = (*options.names_but_step, *OURS, BESIDE, "seed", "param_numbers")
-    rest = {key: value for key, value in group.items() if key not in left_out}
-    if rule == "adamw":
-        check_counted({**group, "params": [view.param for view in views]}, options, where)
-        adamw_group = _of_adam(group)
-        return adam_group({**rest, **{key: adamw_group[key] for key in TORCHS[rule]}}, options)
-    if options.maximize:
-        refuse("maximize", "False for torch.optim.Muon", True)
-    for view in views:
-        if view.param.dim() != 2:
-            refuse(f"{where}: its parameters", "of two dimensions for torch.optim.Muon", view.param)
-    with errors_of(f"{where}, for torch.optim.Muon"):
-        how = replace(options.how(group), contract=TORCH, method="auto", precision="bf16")
-    numbers = {key: group[key] for key in TORCHS[rule]}
-    numbers["lr"] = number(f"{where}: lr", group["lr"], NOT_NEGATIVE)
-    return {**rest, **numbers, "ns_coefficients": how.coefficients[0]}
 
 
 # --- state dicts of others
@@ -582,7 +466,16 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
         return state_dict
     new_states, new_groups = dict(states), []
     for index, (group, current_group) in enumerate(zip(saved, groups, strict=True)):
-        new_groups.append(_group(group, current_group, f"group {index} of the state dict"))
+        # names of ours; numbers that it has not stay
+        new = {RENAMED.get(key, key): value for key, value in group.items() if key not in LEFT_OUT}
+        if "mu" in group:
+            algorithm = group.get("algorithm")
+            one_of(f"group {index} of the state dict: algorithm", algorithm, STATES)
+            new.update(betas=(group["beta1"], group["beta2"]), use_muon=algorithm == "muon")
+        if current_group["use_muon"] is False and "adamw_eps" in group:
+            new["eps"] = new["adam_eps"]
+        missing = [name for name in ("betas", "eps", "momentum") if name not in new]
+        new_groups.append({**{name: current_group[name] for name in missing}, **new})
         for key in group.get("params", ()):
             if isinstance(new_states.get(key), Mapping):
                 new_states[key] = _state(new_states[key], group, f"state {key!r} of the state dict")
@@ -592,28 +485,17 @@ def from_others(state_dict: Any, groups: Sequence[Mapping[str, Any]]) -> Any:
             "momentum_buffer here is an average, and becomes 1 - momentum times that",
             stacklevel=3,
         )
-    return {**state_dict, "state": _counted(new_states), "param_groups": new_groups}
+    # a step count each, if any has one: Muon's takes that of the others
+    mappings = {k: state for k, state in new_states.items() if isinstance(state, Mapping)}
+    most = max((state["step"] for state in mappings.values() if "step" in state), default=None)
+    if most is not None:
+        new_states |= {key: {"step": most, **state} for key, state in mappings.items() if state}
+    return {**state_dict, "state": new_states, "param_groups": new_groups}
 
 
 def _is_a_sum(group: Mapping[str, Any]) -> bool:
     """Whether the momentum of a group's states is a sum: of dion's and Moonlight's Muon."""
     return "mu" in group or "adamw_betas" in group
-
-
-def _group(
-    saved: Mapping[str, Any], current_group: Mapping[str, Any], where: str
-) -> dict[str, Any]:
-    group = {RENAMED.get(key, key): value for key, value in saved.items() if key not in LEFT_OUT}
-    if "mu" in saved:
-        algorithm = saved.get("algorithm")
-        one_of(f"{where}: algorithm", algorithm, STATES)
-        group.update(betas=(saved["beta1"], saved["beta2"]), use_muon=algorithm == "muon")
-    if current_group["use_muon"] is False and "adamw_eps" in saved:
-        group["eps"] = group["adam_eps"]
-    missing = {
-        name: current_group[name] for name in ("betas", "eps", "momentum") if name not in group
-    }
-    return {**missing, **group}
 
 
 def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -628,17 +510,3 @@ def _state(saved: Mapping[str, Any], group: Mapping[str, Any], where: str) -> di
     if isinstance(state.get("variance_neuron"), torch.Tensor):
         state["variance_neuron"] = state["variance_neuron"].flatten()
     return state
-
-
-def _counted(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The states with a step count each, if any has one: Muon's takes that of the others."""
-    counts = [
-        state["step"] for state in states.values() if isinstance(state, Mapping) and "step" in state
-    ]
-    if not counts:
-        return states
-    most = max(counts)
-    return {
-        key: {"step": most, **state} if isinstance(state, Mapping) and state else state
-        for key, state in states.items()
-    }

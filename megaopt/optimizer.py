@@ -10,6 +10,7 @@ import torch
 
 from megaopt.kernels.refusals import one_of, refuse, shown
 from megaopt.kernels.rules import Rule
+from megaopt.kernels.shards import local_of
 from megaopt.kernels.untraced import torchs, unless_heard, untraced
 from megaopt.options.choices import MasterWeights
 from megaopt.options.groups import States, check_new_group, entries_of, hints_of, taken_from
@@ -18,7 +19,8 @@ from megaopt.options.overwriting import overwrite
 from megaopt.options.placement import Homes, placement_of
 from megaopt.options.replicas import Replicas, checked_replicas
 from megaopt.params.dtensor import locals_of
-from megaopt.params.flat import check_not_flattened
+from megaopt.params.flat import FLAT, PARTS
+from megaopt.state.masters import check_master_weights
 from megaopt.state.owned import Owned
 from megaopt.state.ownership import refreshed
 from megaopt.state.tensors import MASTER, clear_moments, picklable
@@ -98,9 +100,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check(self, owned: Owned, places: Iterable[int]) -> None:
         """Raises for parameters that the optimizer cannot own, before a step changes anything."""
-        # others may have put flat tensors in the place of the matrices that were given
+        # optimizers around this one put flat tensors in the place of the matrices that were given
+        # (DeepSpeed's ZeRO, Megatron's distributed optimizer), which do not say what they were
         if self._given is not None:
-            check_not_flattened(owned.groups, self._given, self.options)
+            key, off = self.options.MATRIX_OFF
+            for index, group in enumerate(owned.groups):
+                params, value = group["params"], group.get(key)
+                # all are flat, none was given to the constructor, and nothing says what they are of
+                is_flat = bool(params) and all(
+                    param.dim() == 1 and not hasattr(param, PARTS) and id(param) not in self._given
+                    for param in params
+                )
+                if is_flat and value is not off:
+                    refuse(
+                        f"group {index}: {key}", f"{off} beside tensors of one dimension that were "
+                        f"put in the place of the parameters given: each may be a {FLAT}", value,
+                    )  # fmt: skip
         for place in places:
             self._check_param(owned.params[place], owned.labels[place])
 
@@ -306,12 +321,38 @@ class FusedOptimizer(torch.optim.Optimizer):
     @master_weights.setter
     def master_weights(self, masters: MasterWeights) -> None:
         # checked as if they were assigned already
-        owned, versions = self._owned, self.stepper.writes.versions
+        options, writes, owned = self.options, self.stepper.writes, self._owned
         arguments = (owned.rule, masters, owned.homes, owned.replicas)
-        Owned(owned.groups, self.options, *arguments).check_masters()
+        assigned = Owned(owned.groups, options, *arguments)
+        views, labels, has_masters = assigned.views, assigned.labels, assigned.wants_masters
+        check_master_weights(masters, views, labels, options)
+        if options.weight_rounding == "stochastic" and has_masters:
+            raise ValueError(
+                "weight_rounding='stochastic' is for weights without masters: leave it out, or "
+                "pass master_weights=False and no dtype"
+            )
+        kind, remainders = options.master_weight_dtype, options.store_param_remainders
+        if isinstance(kind, str) and not has_masters:
+            raise ValueError(
+                f"master_weight_dtype={kind!r} needs masters to keep: pass master_weights=True"
+            )
+        if remainders and not has_masters:
+            raise ValueError(
+                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
+                "dtype=torch.float32"
+            )
+        # kinds of parameters that these options cannot step
+        for view, label in zip(views, labels, strict=True):
+            if not view.is_idle:
+                view.check(label, options, assigned.moments(view), has_masters)
+        if remainders and views and all(view.param.dtype != torch.bfloat16 for view in views):
+            raise ValueError(
+                "store_param_remainders=True needs torch.bfloat16 weights; none of the "
+                f"{len(views)} parameters is"
+            )
         # masters made here take the values of weights that were written since the last step
         is_list = isinstance(masters, (list, tuple))  # whose entries are used as they are
-        written = () if is_list else versions.moved_anywhere(owned.params, self.state)
+        written = () if is_list else writes.moved_anywhere(owned.params, self.state)
         self.stepper.masters = masters
         self.stepper.reset(owned, self.state, written)
 
@@ -441,7 +482,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         set_scaled(owned, self.state, owned.view(param), state_name, unscaled_state)
         # weight and master are alike now: the next step takes no write for somebody else's
         if state_name == MASTER:
-            self.stepper.writes.versions.note(param, self.state)
+            self.stepper.writes.note(param, self.state)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups as torch.optim.Optimizer gives them, codes exactly as stored.
@@ -475,13 +516,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if places:
             with torch.no_grad():
                 self.stepper.make_states(self.param_groups, self.state, places, self._check)
-        packed, writes = self._packed(owned), self.stepper.writes
-        return state_dicts.mark(packed, owned, writes.versions, self.stepper.given_counts, sized)
-
-    def _packed(self, owned: Owned) -> dict[str, Any]:
-        """State and groups as torch packs them; states of parameters in no group are left out."""
-        from megaopt.saving import state_dict as state_dicts
-
+        writes, state = self.stepper.writes, self.state
         # names of another count than the parameters say nothing
         for index, group in enumerate(owned.groups):
             if not state_dicts.has_its_names(group):
@@ -489,27 +524,25 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"group {index}: param_names must be a list of {len(group['params'])} names, "
                     f"got {shown(group['param_names'])}: left out of the state dict"
                 )
-                self.stepper.writes.hint({"param_names": message})
-        # states of parameters that have left the groups, whose places torch could not name
-        params, state = {*owned.params}, self.state
+                writes.hint({"param_names": message})
+        # states of parameters that have left the groups, whose places torch could not name: it
+        # packs self.state, which is without them for this call
+        params = {*owned.params}
         left = [key for key in state if isinstance(key, torch.Tensor) and key not in params]
-        if not left:
-            packed: dict[str, Any] = torchs("state_dict")(self)
-            return packed
-        message = (
-            f"{len(left)} parameters with a state are in no group any more, the first of shape "
-            f"{tuple(left[0].shape)}: their states are left out of the state dict. "
-            "requires_grad=False freezes a parameter and keeps its state there"
-        )
-        self.stepper.writes.hint({"params": message})
-        gone = {*left}
-        # torch packs self.state: for this call it is without them
-        self.state = States(dict, {key: state[key] for key in state if key not in gone})
+        if left:
+            message = (
+                f"{len(left)} parameters with a state are in no group any more, the first of shape "
+                f"{tuple(left[0].shape)}: their states are left out of the state dict. "
+                "requires_grad=False freezes a parameter and keeps its state there"
+            )
+            writes.hint({"params": message})
+            gone = {*left}
+            self.state = States(dict, {key: state[key] for key in state if key not in gone})
         try:
-            packed = torchs("state_dict")(self)
+            packed: dict[str, Any] = torchs("state_dict")(self)
         finally:
             self.state = state
-        return packed
+        return state_dicts.mark(packed, owned, writes, self.stepper.given_counts, sized)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -564,7 +597,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         # the device may still write states in host memory
         self.stepper.homes.wait()
-        versions = self.stepper.writes.versions
         return {
             **super().__getstate__(),
             "state": defaultdict(
@@ -576,7 +608,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             "_replicas": self.stepper.replicas,
             "use_decoupled_grad": self.use_decoupled_grad,
             "step_unscales": self.step_unscales,
-            "_written": versions.moved_anywhere(self._owned.params, self.state),
+            "_written": self.stepper.writes.moved_anywhere(self._owned.params, self.state),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -588,6 +620,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         replicas = attributes.pop("_replicas", Replicas())  # not in pickles of before
         self.stepper = Stepper(self.options, self.rule, masters, homes, replicas)
         self.state = States(dict, self.state)
-        # unpickled states are in memory that is not pinned
-        self._owned.keep_at_home(self.state)
-        self.stepper.reset(self._owned, self.state, written)
+        # unpickled states are in memory that is not pinned: new tensors there with the same bits,
+        # of each parameter with a state in host memory; the caller's masters stay where they are
+        owned = self._owned
+        places = [
+            i for i, view in enumerate(owned.views) if view.home and self.state.get(view.param)
+        ]
+        with owned.room({}, places):
+            for view in map(owned.views.__getitem__, places):
+                param_state = self.state[view.param]
+                new = {
+                    name: view.keep(name, local_of(value))
+                    for name, value in param_state.items()
+                    if isinstance(value, torch.Tensor) and view.is_apart(name)
+                    if name in owned.state_names(view)
+                    if name != MASTER or not owned.has_external_masters
+                }
+                param_state.update(view.wrap_state(new))
+        self.stepper.reset(owned, self.state, written)

@@ -129,15 +129,6 @@ class MainShardsAdapter(torch.optim.Optimizer):
         """The master of a weight as the step takes it; None for a weight that is its own."""
         return None if main is weight else main
 
-    @property
-    def clip_coefficient(self) -> torch.Tensor | None:
-        """The number that the next step of the shards multiplies gradients by."""
-        return self.fused.clip_coefficient
-
-    @clip_coefficient.setter
-    def clip_coefficient(self, coefficient: torch.Tensor | None) -> None:
-        self.fused.clip_coefficient = coefficient
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of main shards, moments and weights in one launch.

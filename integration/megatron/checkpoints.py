@@ -135,7 +135,12 @@ class CheckpointedOptimizer(Saved, DistributedOptimizer):
             if name is None:
                 tensors[key] = torch.zeros(shard.shape, dtype=torch.float32, device="cpu")
                 continue
-            tensors[key] = tensor = self._part_of(shard, name)
+            tensor: torch.Tensor = self.fused.get_unscaled_state(shard, name)
+            # a moment of fewer numbers (GaLore) is spread over as many as the shard has
+            spread = self._spread(shard, name)
+            if spread is not None:
+                tensor = spread.write(tensor, name == self._keys[1])
+            tensors[key] = tensor
             if not self._is_sharing:
                 continue
             # for a file what was decoded is copied to host memory: all of it would take much of
@@ -161,18 +166,11 @@ class CheckpointedOptimizer(Saved, DistributedOptimizer):
         for key, name in self._names_of(shard).items():
             if name is None:
                 continue
-            # what `_part_of` made
+            # what was spread is read back
             value, spread = tensors[key], self._spread(shard, name)
             if spread is not None:
                 value = spread.read(value, name == self._keys[1])
             self.fused.set_scaled_state(shard, name, value)
-
-    def _part_of(self, shard: torch.Tensor, name: str) -> torch.Tensor:
-        """The fp32 values of a state tensor, as many as the shard has."""
-        value: torch.Tensor = self.fused.get_unscaled_state(shard, name)
-        # a moment of fewer numbers (GaLore) is spread over as many as the shard has
-        spread = self._spread(shard, name)
-        return value if spread is None else spread.write(value, name == self._keys[1])
 
     def _spread(self, shard: torch.Tensor, name: str) -> Spread | None:
         view = owned_of(self.fused).view(shard)
@@ -342,7 +340,7 @@ class Spread:
         # low: the moment's shape; whole: the weight's
         low, whole = view.matrix.low_shape(view.whole_shape), view.whole_shape
         # places: int64 [numel + 1], elements of the weight; firsts: moment's numbers before each
-        places = view.first_element + torch.arange(view.local.numel() + 1)
+        places = view.first_of() + torch.arange(view.local.numel() + 1)
         firsts = places * math.prod(low) // math.prod(whole)
         # is_low: bool [numel], elements that stand for a number of the moment
         self._is_low, rest_counts = firsts.diff() > 0, places - firsts

@@ -41,14 +41,6 @@ def check_arguments(config: Any, model_chunks: Any) -> None:
             refuse(f"model_chunks[{place}]", f"a {CHUNK}", chunk)
 
 
-def check_required(config: Any) -> None:
-    """Raises ValueError for a field that has to have one value."""
-    for name, (allowed, reason) in REQUIRED.items():
-        value = getattr(config, name, allowed)
-        if value != allowed:
-            raise ValueError(f"config.{name} must be {allowed!r}, got {value!r}: {reason}")
-
-
 def check_release(config: Any, original_config: Any) -> None:
     """Raises ValueError for what releases up to 0.16 do not have."""
     base = importlib.import_module("megatron.core.optimizer.distrib_optimizer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,15 +19,14 @@ from megaopt.integration.megatron.adam import (
 )
 from megaopt.integration.megatron.checks import (
     IN_SHARDS,
+    REQUIRED,
     WITH_MATRICES,
     check_fields,
     check_graph,
     check_matrices,
     check_parameter,
     check_release,
-    check_required,
 )
-from megaopt.integration.megatron.float8 import is_fp8
 from megaopt.kernels.refusals import one_of, refuse
 from megaopt.kernels.rules.adam_numbers import MOMENTS
 from megaopt.options.choices import Backend, Contract
@@ -98,38 +97,33 @@ class Choices:
                     f"exp_avg_sq_dtype must be None {condition}, whose one moment is of "
                     f"exp_avg_dtype, got {self.exp_avg_sq_dtype!r}"
                 )
+        # arguments of GaLoreAdamW, and options of Adam's that it has not, or not with Megatron
         if self.galore is not None:
-            self._check_galore(self.galore)
-        self._options()
+            keys = self.galore.keys() if isinstance(self.galore, Mapping) else set()
+            if not {"rank"} <= keys <= set(GALORE):
+                names = ", ".join(GALORE)
+                refuse("galore", f"None or a dict with 'rank', and of {names}", self.galore)
+            allowed: dict[str, tuple[object, ...]] = {
+                "mode": ("main_shards",),
+                "contract": ("ieee",),
+                "round_scaled_grads": (None, False),
+                "capturable": (None, False),
+            }
+            for name, values in allowed.items():
+                if getattr(self, name) not in values:
+                    among = " or ".join(map(repr, values))
+                    refuse(name, f"{among} with galore", getattr(self, name))
+        # neither moment may be in a format with scales
+        options = self._options()
+        for moment in () if self.galore is None else MOMENTS:
+            if options.moment_format(moment.name).has_scale:
+                name = f"{moment.name}_dtype"
+                refuse(name, "a format without scales with galore", getattr(self, name))
 
     @property
     def adam_contract(self) -> Contract:
         """The contract of Adam's parameters, also beside Muon's "eo"."""
         return "ieee" if self.contract == "eo" else self.contract
-
-    def _check_galore(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError for arguments that are not GaLoreAdamW's, or do not go with it."""
-        if not isinstance(arguments, Mapping) or not {"rank"} <= arguments.keys() <= set(GALORE):
-            refuse("galore", f"None or a dict with 'rank', and of {', '.join(GALORE)}", arguments)
-
-        # options of Adam's that GaLoreAdamW has not, or has not with Megatron
-        allowed: dict[str, tuple[object, ...]] = {
-            "mode": ("main_shards",),
-            "contract": ("ieee",),
-            "round_scaled_grads": (None, False),
-            "capturable": (None, False),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                among = " or ".join(map(repr, values))
-                refuse(name, f"{among} with galore", getattr(self, name))
-
-        # neither moment may be in a format with scales
-        options = self._options()
-        for moment in MOMENTS:
-            if options.moment_format(moment.name).has_scale:
-                name = f"{moment.name}_dtype"
-                refuse(name, "a format without scales with galore", getattr(self, name))
 
     def _options(self) -> AdamOptions:
         """The options that Megatron's config does not give; ValueError where they contradict."""
@@ -185,8 +179,10 @@ class Choices:
             # Megatron's own gathers write the weights that its masters made
             "on_external_write": "ignore",
             "backend": self.backend,
-            **self.state_device(),
         }
+        if self.offloads:
+            # in main_shards the moments alone: the masters are Megatron's, on the device
+            options["state_device"] = "cpu" if owns_masters else {"moments": "cpu"}
 
         # the one moment of Lion and SGD is of exp_avg's dtype
         first = _given(self.exp_avg_dtype, exp_avg_dtype)
@@ -215,36 +211,13 @@ class Choices:
             **options,
         )
 
-    def state_device(self) -> dict[str, Any]:
-        """The argument of the fused optimizers that optimizer_cpu_offload leads to.
-
-        In mode main_shards of the moments alone: the masters are Megatron's, on the device.
-        """
-        if not self.offloads:
-            return {}
-        return {"state_device": "cpu" if self.mode == "precision_aware" else {"moments": "cpu"}}
-
-    def for_model(self, model_chunks: Sequence[Any]) -> Choices:
-        """These choices, with mode main_shards where parameters are fp8: Megatron has the masters.
-
-        Raises ValueError where masters of another format were asked for.
-        """
-        params = (param for chunk in model_chunks for param in chunk.parameters())
-        if self.mode == "main_shards" or not any(map(is_fp8, params)):
-            return self
-        for name in ("store_param_remainders", "master_weight_dtype"):
-            value = getattr(self, name)
-            if value not in (None, False, torch.float32):
-                raise ValueError(
-                    f"{name} must be None with fp8 parameters, whose masters are Megatron's, in "
-                    f"fp32, got {value!r}"
-                )
-        return replace(self, mode="main_shards", store_param_remainders=None)
-
     def check_config(self, config: Any, model_chunks: Sequence[Any]) -> None:
         """Raises ValueError where Megatron's settings, or its parameters, are not supported."""
         # fields of the config that every optimizer of ours needs, or goes without
-        check_required(config)
+        for name, (allowed, reason) in REQUIRED.items():
+            value = getattr(config, name, allowed)
+            if value != allowed:
+                raise ValueError(f"config.{name} must be {allowed!r}, got {value!r}: {reason}")
         if self.contract == "eo":
             raise ValueError("contract must be 'ieee', 'te' or 'torch' without Muon, got 'eo'")
         check_release(config, self.original_config)

@@ -16,10 +16,11 @@ from megatron.core.optimizer.clip_grads import l2_norm_impl
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.distributed.device_mesh import DeviceMesh
 
+from megaopt.float8.shard import Float8Shard
 from megaopt.integration.megatron.adam import MainShardsAdapter, Shards
 from megaopt.integration.megatron.checkpoints import align_steps
 from megaopt.integration.megatron.choices import Choices
-from megaopt.integration.megatron.float8 import absent_shards, is_mxfp8, own_shards, weights_of
+from megaopt.integration.megatron.float8 import is_fp8, is_mxfp8, weights_of
 from megaopt.integration.megatron.gradients import Gradients, norm_groups
 from megaopt.muon import SPLIT_SIZES
 from megaopt.params import view_of
@@ -36,7 +37,7 @@ class Sharded(Gradients):
         super().__init__(optimizer, self.own_config(config), *args, **kwargs)
         self._outside = {}
         self.shards, self.fused = {}, None
-        self._start()
+        self._bound_to, self._norm_shards, self._norm_grads = [], {}, {}
         # a rank may have no parameter to step: then there is no fused optimizer
         if not self.is_stub_optimizer:
             self.init_state_fn = self.initialize_states
@@ -121,7 +122,13 @@ class MainShards(Sharded):
 
     def _take_shards(self) -> None:
         super()._take_shards()
-        self.shards.update(own_shards(self))  # in the place of what Megatron has for fp8 weights
+        # this rank's parts of fp8 weights, in the place of what Megatron has for these; order: the
+        # weight's number, alike on all ranks, by which they meet for scales
+        for index, param in weights_of(self):
+            if param in self.model_param_gbuf_map:
+                part = self._get_model_param_range_map(param)["param"]
+                of_rank = part.start, part.end, self.data_parallel_group
+                self.shards[param] = Float8Shard(param, *of_rank, order=index)
         # MXFP8 weights: Megatron casts them after the gather, from bf16 values in the buffer
         both = zip(self.model_float16_groups, self.shard_fp32_from_float16_groups, strict=True)
         for models, mains in both:
@@ -151,8 +158,13 @@ class MainShards(Sharded):
             [*zip(group["params"], (self.shards[model] for model in group_models), strict=True)]
             for group, group_models in groups
         ]
-        # fp8 weights of which this rank has no part: the ranks find scales together
-        pairs[0] += [(_nothing_of(shard), shard) for shard in absent_shards(self)]
+        # fp8 weights of which this rank has no part: an empty shard with an empty gradient, by
+        # which the step takes part in the scales of every weight
+        for index, param in weights_of(self):
+            if param not in self.model_param_gbuf_map:
+                shard: Any = Float8Shard(param, 0, 0, self.data_parallel_group, order=index)
+                shard.decoupled_grad = param.main_grad.new_empty(0)
+                pairs[0].append((_nothing_of(shard), shard))
         return pairs
 
     @torch.no_grad()
@@ -311,14 +323,12 @@ def numbers_of(buffers: Sequence[Any]) -> dict[torch.Tensor, int]:
     copies of norms and biases. Parts of one weight on tensor-parallel ranks, and parameters of
     different pipeline stages, draw the same bits for other elements.
     """
-    params = [param for buffer in buffers for param in buffer.params]
-    return {param: _number(param, place) for place, param in enumerate(params)}
-
-
-def _number(param: Any, place: int) -> int:
-    if getattr(param, "shared_embedding", False):
-        return SHARED_EMBEDDING
-    return place if getattr(param, "allreduce", True) else place + EXPERTS
+    numbers = {}
+    for place, param in enumerate(param for buffer in buffers for param in buffer.params):
+        numbers[param] = place if getattr(param, "allreduce", True) else place + EXPERTS
+        if getattr(param, "shared_embedding", False):
+            numbers[param] = SHARED_EMBEDDING
+    return numbers
 
 
 # --- several optimizers
@@ -400,10 +410,18 @@ def made_of_shards(choices: Choices) -> Any:
     make = megatrons_own()  # within another's block its choices would win
 
     def checked(config: Any, model_chunks: list[Any], *args: Any, **kwargs: Any) -> Any:
-        # the choices as this model needs them: with fp8 parameters in mode main_shards
-        model_choices = replace(
-            choices.for_model(model_chunks), offloads=config.optimizer_cpu_offload
-        )
+        model_choices = replace(choices, offloads=config.optimizer_cpu_offload)
+        # fp8 parameters are in mode main_shards: Megatron has their masters, in fp32
+        params = (param for chunk in model_chunks for param in chunk.parameters())
+        if choices.mode != "main_shards" and any(map(is_fp8, params)):
+            for name in ("store_param_remainders", "master_weight_dtype"):
+                value = getattr(choices, name)
+                if value not in (None, False, torch.float32):
+                    raise ValueError(
+                        f"{name} must be None with fp8 parameters, whose masters are Megatron's, "
+                        f"in fp32, got {value!r}"
+                    )
+            model_choices = replace(model_choices, mode="main_shards", store_param_remainders=None)
         model_choices.check_config(config, model_chunks)
         if model_choices.offloads:  # Megatron itself would make an optimizer a device
             config = copy.copy(config)

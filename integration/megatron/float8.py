@@ -14,7 +14,6 @@ import torch
 
 import megaopt.integration.transformer_engine_weights  # noqa: F401  fp8 tensors become known
 from megaopt.float8.foreign import foreign_weight
-from megaopt.float8.shard import Float8Shard
 
 
 def weights_of(optimizer: Any) -> Iterator[tuple[int, Any]]:
@@ -35,26 +34,3 @@ def is_mxfp8(param: torch.Tensor) -> bool:
     """Returns whether it is one whose scales are powers of two, of 32 elements each."""
     weight = foreign_weight(param)
     return weight is not None and weight.recipe.quantizer.scale_dtype == torch.uint8
-
-
-def own_shards(optimizer: Any) -> dict[torch.Tensor, Float8Shard]:
-    """This rank's parts of fp8 parameters, by parameter."""
-    # order: the weight's number, alike on all ranks, by which they meet for scales
-    group, shards = optimizer.data_parallel_group, {}
-    for index, param in weights_of(optimizer):
-        if param in optimizer.model_param_gbuf_map:
-            part = optimizer._get_model_param_range_map(param)["param"]
-            shards[param] = Float8Shard(param, part.start, part.end, group, order=index)
-    return shards
-
-
-def absent_shards(optimizer: Any) -> list[Float8Shard]:
-    """Empty shards of the fp8 parameters of which this rank has nothing, with empty gradients."""
-    # with an empty gradient: the step takes part in the scales of every weight
-    group, shards = optimizer.data_parallel_group, []
-    for index, param in weights_of(optimizer):
-        if param not in optimizer.model_param_gbuf_map:
-            shard: Any = Float8Shard(param, 0, 0, group, order=index)
-            shard.decoupled_grad = param.main_grad.new_empty(0)
-            shards.append(shard)
-    return shards

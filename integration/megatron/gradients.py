@@ -75,7 +75,7 @@ class Clipping(base.MegatronOptimizer):
                     shard.decoupled_grad.mul_(coefficient)
         else:
             # fp32 of one element, on the device where the norm is there
-            self.optimizer.clip_coefficient = self._coefficient(grad_norm)
+            self.fused.clip_coefficient = self._coefficient(grad_norm)
 
     def _coefficient(self, norm: Norm) -> torch.Tensor | None:
         """The factor of gradients of this norm, fp32 of one element; None: they stay."""
@@ -113,9 +113,11 @@ class Clipping(base.MegatronOptimizer):
             return
 
         # fp32 copies, multiplied by the coefficient as the step would
-        params, shards = self.get_parameters(), self._flat_shards()
+        params = self.get_parameters()
+        # this rank's shards in the order of Megatron's parameters
+        shards = [self.optimizer.weight_of(param) for param in params]
         grads = [shard.decoupled_grad for shard in shards]
-        coefficient = self.optimizer.clip_coefficient
+        coefficient = self.fused.clip_coefficient
         clipped = [
             local_of(grad).float() * (1 if coefficient is None else coefficient) for grad in grads
         ]
@@ -144,10 +146,6 @@ class Clipping(base.MegatronOptimizer):
         for param, grad in zip(params, grads, strict=True):
             setattr(param, self.grad_name, grad)
 
-    def _flat_shards(self) -> list[Any]:
-        """This rank's shards in the order of Megatron's parameters."""
-        return [self.optimizer.weight_of(param) for param in self.get_parameters()]
-
 
 class Gradients(Clipping, CheckpointedOptimizer):
     """Gradients are read where DDP leaves them, in its buffer: `shard.decoupled_grad` is a view.
@@ -159,11 +157,12 @@ class Gradients(Clipping, CheckpointedOptimizer):
     has_16_bit_norm = True
     """True where the norm is given gradients of 16 bits."""
 
-    def _start(self) -> None:
-        self._has_clipped_grads = self._clips_in_place = False
-        self._bound_to: list[tuple[torch.Tensor, int]] = []
-        self._norm_shards: dict[str | None, list[Any]] = {}
-        self._norm_grads: dict[str | None, list[torch.Tensor]] = {}
+    _bound_to: list[tuple[torch.Tensor, int]]
+    """DDP's buffers, and their addresses, when gradients were bound."""
+    _norm_shards: dict[str | None, list[Any]]
+    """The shards that count for each norm."""
+    _norm_grads: dict[str | None, list[torch.Tensor]]
+    """Their gradients."""
 
     def _look_at_shards(self) -> None:
         """Notes what does not change about the shards' gradients, when the optimizer is made."""
@@ -175,7 +174,8 @@ class Gradients(Clipping, CheckpointedOptimizer):
         # decides, asked once with stand-ins, tensors that it filters as if they were gradients
         params = self.get_parameters()
         stand_ins = [param.detach() for param in params]
-        pairs = [*zip(self._flat_shards(), stand_ins, strict=True)]
+        shards = [self.optimizer.weight_of(param) for param in params]
+        pairs = [*zip(shards, stand_ins, strict=True)]
         for group in norm_groups():
             self._set_grads(params, stand_ins)
             with warnings.catch_warnings():  # shards of fp32 weights are not leaves
@@ -214,7 +214,7 @@ class Gradients(Clipping, CheckpointedOptimizer):
             # fp32 copies where a loss scale, or clipping in place, would round 16-bit gradients
             shard.decoupled_grad = grad.float() if self._has_copies() else grad
         # where the buffers are, to notice when DDP moves them
-        self._bound_to = self._buffers_now()
+        self._bound_to = [(b.grad_data, b.grad_data.data_ptr()) for b in self.buffers]
         self._norm_grads = {
             group: [shard.decoupled_grad for shard in shards]
             for group, shards in self._norm_shards.items()
@@ -228,10 +228,13 @@ class Gradients(Clipping, CheckpointedOptimizer):
             return True
         if self._has_copies():
             return False
-        now, was = self._buffers_now(), self._bound_to
+        now = [buffer.grad_data for buffer in self.buffers]
         return (
-            len(now) == len(was)
-            and all(a[0] is b[0] and a[1] == b[1] for a, b in zip(now, was, strict=True))
+            len(now) == len(self._bound_to)
+            and all(
+                data is bound and data.data_ptr() == address
+                for data, (bound, address) in zip(now, self._bound_to, strict=True)
+            )
             and getattr(shard, "decoupled_grad", None) is not None
         )
 
@@ -241,9 +244,6 @@ class Gradients(Clipping, CheckpointedOptimizer):
         rounds = self.fused is not None and self.fused.options.round_scaled_grads
         is_scaled = self.grad_scaler is not None or (self._clips_in_place and not rounds)
         return is_scaled and dtypes != {torch.float32}
-
-    def _buffers_now(self) -> list[tuple[torch.Tensor, int]]:
-        return [(buffer.grad_data, buffer.grad_data.data_ptr()) for buffer in self.buffers]
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         return [shard.decoupled_grad for shard in self.shards.values()]

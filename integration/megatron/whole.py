@@ -101,7 +101,13 @@ class Whole(Clipping, Saved):
             return
 
         # by group: mains, models in their places, weights as they are stepped
-        models_by_main = {id(main): model for model, main in self._pairs()}
+        names = ("float16_groups", "fp32_from_float16_groups")
+        both = zip(*(getattr(self, name, ()) for name in names), strict=True)
+        models_by_main = {
+            id(main): model
+            for group_models, mains in both
+            for model, main in zip(group_models, mains, strict=True)
+        }
         groups = [group["params"] for group in optimizer.param_groups]
         models = [[models_by_main.get(id(main), main) for main in mains] for mains in groups]
         meshes = getattr(optimizer, "meshes", {})
@@ -119,12 +125,6 @@ class Whole(Clipping, Saved):
             self.shards.update(zip(group_models, parts, strict=True))
         # weights with a norm of their own: the step knows one coefficient for all
         self._clips_in_place = any(map(norm_group_of, self.shards))
-
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Weights of 16 bits and Megatron's fp32 values of them."""
-        names = ("float16_groups", "fp32_from_float16_groups")
-        for models, mains in zip(*(getattr(self, name, ()) for name in names), strict=True):
-            yield from zip(models, mains, strict=True)
 
     def initialize_states(self, optimizer: Any = None, config: Any = None) -> None:
         """Makes all states complete, as Megatron asks for it before a checkpoint is loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,19 +126,17 @@ def _set_data(weight: Any, source: Any) -> None:
         setattr(weight, name, getattr(source, name))
 
 
-def _refuse(weight: Any, *_: Any) -> None:
-    raise TypeError("a Float8Weight has no storage of its own: see its data8, scale_inv, scale")
-
-
-def _set_item(weight: Any, *_: Any) -> None:
-    raise TypeError("a Float8Weight must be set whole, by quantize_, got weight[...] = values")
+def _refuse(message: str, *_: Any) -> None:
+    raise TypeError(f"a Float8Weight {message}")
 
 
 OF_STORAGE: dict[Any, Callable[..., Any]] = {
     Tensor.share_memory_: _share,
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.__setitem__: _set_item,
-    Tensor.data_ptr: _refuse,
+    Tensor.__setitem__: partial(
+        _refuse, "must be set whole, by quantize_, got weight[...] = values"
+    ),
+    Tensor.data_ptr: partial(_refuse, "has no storage of its own: see its data8, scale_inv, scale"),
 }
 """Functions of torch that would go past the codes, and what is done instead."""
 

@@ -54,7 +54,7 @@ def get_fp32_model_state_dict(model: nn.Module, optimizer: FusedOptimizer) -> di
 
     # weights that somebody wrote set their masters first, on all ranks that share them
     writes = optimizer.stepper.writes
-    moved = writes.versions.moved_anywhere(owned.params, optimizer.state)
+    moved = writes.moved_anywhere(owned.params, optimizer.state)
     writes.take_over(owned, optimizer.state, moved)
 
     # a step may still write masters that are in host memory
@@ -85,7 +85,7 @@ def _value(
         return optimizer.get_unscaled_state(view.param, MASTER)
     # no step has made the master yet: of the weight, or as the caller gave it
     if external is None:
-        return view.wrap(view.initial_value(formats))
+        return view.wrap(view.value(formats, initial=True))
     state = {MASTER: local_of(external)}
     return view.wrap(get_unscaled(state, MASTER, formats.master, view))
 

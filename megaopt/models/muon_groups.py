@@ -139,13 +139,16 @@ def muon_groups(
     ends = [getattr(getter(), "weight", None) for getter in getters if callable(getter)]
 
     matrices: dict[Sizes, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    embedded, flat, unknown, unmatched = [], [], [], set(rules)
+    embedded: list[tuple[str, nn.Parameter]] = []
+    flat: list[tuple[str, nn.Parameter]] = []
+    unknown: list[str] = []
+    unmatched = set(rules)
     for name, plain, param, layer_name, sources in layers_of(model):
         entry = (name, param)
-        pattern = next((pattern for pattern in rules if fnmatchcase(plain, pattern)), None)
-        if pattern is not None:
-            unmatched.discard(pattern)
-            rule = rules[pattern]
+        matching = [pattern for pattern in rules if fnmatchcase(plain, pattern)]
+        if matching:
+            unmatched.discard(matching[0])
+            rule = rules[matching[0]]
             if isinstance(rule, str):
                 embedded.append(entry)
             else:

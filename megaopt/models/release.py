@@ -27,7 +27,6 @@ from megaopt.state.masters import places_of
 from megaopt.state.memory import NamedTensor, check_memory
 from megaopt.state.numbers import given_numbers
 from megaopt.state.owned import Owned, owned_of
-from megaopt.state.ownership import Versions
 from megaopt.state.tensors import written_tensors
 from megaopt.step.collect import NO_GRADIENTS
 from megaopt.step.request import Asked
@@ -188,7 +187,7 @@ class GradientRelease:
             stepper, group = self._own(optimizer, param, spot)
             stepper.step([group], {param: optimizer.state[param]}, Asked(), optimizer._check)
         # the step has written the weight: it is no external write; the gradient's memory is free
-        optimizer.stepper.writes.versions.note(param, optimizer.state)
+        optimizer.stepper.writes.note(param, optimizer.state)
         self._counts[param] = count
         param.grad = None
 
@@ -230,8 +229,7 @@ class GradientRelease:
             # without replicas: ranks would wait for each parameter's update by itself
             arguments = (masters, whole.homes, Replicas(), whole.writes.warning_keys)
             stepper = Stepper(whole.options, whole.rule, *arguments)
-            versions = Versions([param], (), whole.writes.versions, optimizer.state)
-            stepper.writes.versions = versions
+            stepper.writes.follow([param], (), whole.writes, optimizer.state)
             stepper.was_stepped = True  # no step of it asks which states there would be
             self._alone[param] = stepper
         if isinstance(stepper.masters, list) and isinstance(masters, list):

@@ -29,8 +29,8 @@ from megaopt.kernels.formats import (
     Format,
 )
 from megaopt.kernels.place import Place
-from megaopt.kernels.refusals import is_dense, listed, one_of, refuse, same, shown
-from megaopt.options.checks import COUNT, DECAY, Range, has_shared_elements, number
+from megaopt.kernels.refusals import listed, one_of, refuse, same, shown
+from megaopt.options.checks import COUNT, DECAY, Range, number
 from megaopt.options.choices import (
     Backend,
     Contract,
@@ -79,6 +79,8 @@ class Numbers:
     """There is a pair of decays, in [0, 1), under the key betas."""
     flags: tuple[str, ...] = ()
     """The keys whose value is True or False."""
+    choices: tuple[str, ...] = ()
+    """The keys that choose how MATRIX steps matrices, which `check_numbers` looks at."""
 
 
 class SharedOptions(TypedDict, total=False):
@@ -260,14 +262,14 @@ class Options:
     def __post_init__(self) -> None:
         """Takes TransformerEngine's names over; raises ValueError for wrong options."""
         # moments by the names of their options, `<moment>_dtype`
-        moments = self._moments
+        kind: Any = type(self)  # mypy takes no dataclass for hashable
+        choices_by_name, moments, _ = fields_of(kind)
         for name in moments:
             if getattr(self, name) is torch.uint8:  # as TransformerEngine calls fp8, always e4m3
                 object.__setattr__(self, name, torch.float8_e4m3fn)
 
         # values of each option by itself
-        kind: Any = type(self)  # mypy takes no dataclass for hashable
-        for name, choices in choices_of(kind).items():
+        for name, choices in choices_by_name.items():
             one_of(name, getattr(self, name), choices)
         one_of("dtype", self.dtype, (None, torch.float32))
         # dtypes, and names of masters that lie beside their weights
@@ -299,9 +301,9 @@ class Options:
         if self.contract == "torch" and self.draws:
             raise ValueError(
                 "contract='torch' must round to nearest, as torch's optimizers do, got "
-                f"{', '.join(self._drawing)}; contract='ieee' rounds stochastically too"
+                f"{', '.join(self.draws)}; contract='ieee' rounds stochastically too"
             )
-        self._check_blocks()
+        self._check_blocks(moments)
         if self.capturable and self.nonfinite == "error":
             raise ValueError(
                 "nonfinite must be 'propagate' or 'skip' with capturable=True, where nothing waits "
@@ -324,10 +326,10 @@ class Options:
         """Whether moments of this kind have a scale, also under contract torch."""
         return MOMENTS[key].scaled and not (self.contract == "torch" and key == torch.float16)
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, moments: Sequence[str]) -> None:
         """Raises ValueError for moments in blocks that go with nothing else that was asked for."""
         # formats by option; those in blocks have codes with a scale for each block
-        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+        formats = {name: MOMENTS[getattr(self, name)] for name in moments}
         blocks = {name: form for name, form in formats.items() if form.block}
         if not blocks:
             return
@@ -362,51 +364,26 @@ class Options:
 
     @property
     def counts_apart(self) -> bool:
-        """Whether each parameter has a step count of its own."""
-        return (self.step_counts or self.usual_counts) == "parameter"
+        """Whether each parameter has a step count of its own, as torch counts by default."""
+        usual = "parameter" if self.contract == "torch" else "group"
+        return (self.step_counts or usual) == "parameter"
 
-    @property
-    def whose_counts(self) -> str:
-        """The step_counts in force: as asked, or `usual_counts`."""
-        return self.step_counts or self.usual_counts
-
-    @property
-    def usual_counts(self) -> str:
-        """The step_counts of a contract where nobody asked: torch counts for each parameter."""
-        return "parameter" if self.contract == "torch" else "group"
-
-    @property
-    def _moments(self) -> list[str]:
-        names = [f.name for f in fields(self) if f.name.endswith("_dtype")]
-        return [name for name in names if name != "master_weight_dtype"]
-
-    @property
-    def _drawing(self) -> list[str]:
-        # the arguments that round stochastically, as messages have them
-        formats = {name: MOMENTS[getattr(self, name)] for name in self._moments}
+    @cached_property
+    def draws(self) -> list[str]:
+        """Lists what rounds stochastically, by which groups have a seed, as messages have it."""
+        slots = [slot for slot in self.format_names if slot != "master"]
+        formats = {f"{slot}_dtype": self.moment_format(slot) for slot in slots}
         formats["master_weight_dtype"] = MASTERS[self.master_weight_dtype]
         arguments = [f"{name}={form.name!r}" for name, form in formats.items() if form.draws]
         is_drawn = self.weight_rounding == "stochastic"
         return [*arguments, *(["weight_rounding='stochastic'"] if is_drawn else [])]
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether something is rounded stochastically; then groups have a seed."""
-        return bool(self._drawing)
-
-    @cached_property
     def names_but_step(self) -> tuple[str, ...]:
         """The keys that every group has, but the step count's."""
         (lr, *rest), numbers = self.NUMBERS.ranges, self.NUMBERS
-        betas = ("betas",) if numbers.has_betas else ()
-        return (lr, *betas, *rest, *numbers.flags, *(("seed",) if self.draws else ()))
-
-    @cached_property
-    def of_all(self) -> frozenset[str]:
-        """The options, but for VARIANTS, of which a group may name the optimizer's value alone."""
-        # torch's groups all name capturable, which moves no number
-        exceptions = {"capturable", "seed", STATE_DEVICE, *VARIANTS}
-        return frozenset({f.name for f in fields(self)} - exceptions)
+        betas, seed = ("betas",) * numbers.has_betas, ("seed",) * bool(self.draws)
+        return (lr, *betas, *rest, *numbers.flags, *seed, *numbers.choices)
 
     def matrix(self, param: torch.Tensor, group: Mapping[str, Any]) -> Matrix | None:
         """Returns how MATRIX steps a parameter of a group; None: it is stepped elementwise.
@@ -441,11 +418,6 @@ class Options:
 
         return MatrixPlan(formats, groups, places, LaunchedStep())
 
-    @property
-    def rule_contract(self) -> str:
-        """The contract of the rule that steps parameters elementwise."""
-        return self.contract
-
     def check_matrix(self, view: Any, where: str, masters: bool) -> None:
         """Raises ValueError, in a subclass, for a matrix that does not go with the options.
 
@@ -461,45 +433,35 @@ class Options:
     @property
     def group_keys(self) -> dict[str, Any]:
         """The entries that every new group has beside its numbers."""
+        # FORMATS: by slot, and which parameters keep blocks where there are any
+        slots = [slot for slot in self.format_names if slot != "master"]
+        blocks = any(self.moment_format(slot).block for slot in slots)
+        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
+        formats_mark = ", ".join(f"{slot}={name}" for slot, name in names.items())
         is_kahan = self.master_weight_dtype in BESIDE_WEIGHTS[torch.float16]
         kahan_mark = {BESIDE: ""} if is_kahan else {}
         drawn = {"seed": self.seed} if self.draws else {}
         marks = {name: getattr(self, name) for name in self.MARKS}
-        return {"step": 0, **marks, FORMATS: self.formats_mark, **drawn, **kahan_mark}
-
-    @property
-    def marks(self) -> dict[str, Any]:
-        """The options that every group and every state dict names, with their values."""
-        return {name: getattr(self, name) for name in self.MARKS}
+        return {"step": 0, **marks, FORMATS: formats_mark, **drawn, **kahan_mark}
 
     @cached_property
     def format_names(self) -> dict[str, str]:
         """The names of the formats of moments and masters, by slot."""
-        names = [name.removesuffix("_dtype") for name in self._moments]
-        names_by_slot = {name: self.moment_format(name).name for name in names}
-        return {**names_by_slot, "master": MASTERS[self._master_key].name}
-
-    @property
-    def formats_mark(self) -> str:
-        """The value of FORMATS; which parameters keep blocks, too, where there are any."""
-        blocks = any(self.moment_format(n.removesuffix("_dtype")).block for n in self._moments)
-        names = {**self.format_names, **({BLOCKS: IN_ROWS} if blocks else {})}
-        return ", ".join(f"{slot}={name}" for slot, name in names.items())
+        kind: Any = type(self)
+        _, moments, _ = fields_of(kind)
+        slots = [name.removesuffix("_dtype") for name in moments]
+        names_by_slot = {slot: self.moment_format(slot).name for slot in slots}
+        return {**names_by_slot, "master": self.master_format(torch.bfloat16, True).name}
 
     def moment_format(self, moment: str) -> Format:
         """Returns a moment's format; under contract torch fp16 has no scale, as torch keeps it.
 
-        A moment is in blocks only where the parameter keeps blocks
-        (megaopt.state.tensors.moment_format).
+        A moment is in blocks only where the parameter keeps blocks (ParamView.keeps_blocks).
         """
         # fp16 without a scale is stored as a weight of fp16 is
         dtype = getattr(self, f"{moment}_dtype")
         plain = MOMENTS[dtype].scaled and not self._is_scaled(dtype)
         return WEIGHTS[dtype] if plain else MOMENTS[dtype]
-
-    @property
-    def _master_key(self) -> torch.dtype | str:
-        return torch.int16 if self.store_param_remainders else self.master_weight_dtype
 
     def master_format(
         self, weight_dtype: torch.dtype, has_master: bool, codes: torch.dtype | None = None
@@ -513,15 +475,22 @@ class Options:
         if not has_master or not is_rounded:
             return NONE
         # some masters are stored otherwise beside some weights
-        key = self._master_key
+        key = torch.int16 if self.store_param_remainders else self.master_weight_dtype
         return BESIDE_WEIGHTS.get(codes or weight_dtype, {}).get(key) or MASTERS[key]
 
 
 @cache
-def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
-    """Returns the values of each option whose type is a bool or a Literal, or None beside these."""
-    types, choices = get_type_hints(kind), dict[str, tuple[Any, ...]]()
-    for name in (field.name for field in fields(kind)):
+def fields_of(kind: Any) -> tuple[dict[str, tuple[Any, ...]], list[str], frozenset[str]]:
+    """Returns what the options of a class are.
+
+    Returns:
+        The values of each whose type is a bool or a Literal, or None beside these; those that are
+        dtypes of moments; and those, but for VARIANTS, of which a group may name the optimizer's
+        value alone.
+    """
+    names, types = [field.name for field in fields(kind)], get_type_hints(kind)
+    choices: dict[str, tuple[Any, ...]] = {}
+    for name in names:
         # of X | None both; anything else by itself
         parts = get_args(types[name])
         is_optional = len(parts) == 2 and parts[1] is NoneType
@@ -529,7 +498,10 @@ def choices_of(kind: Any) -> dict[str, tuple[Any, ...]]:
         if inner is bool or get_origin(inner) is Literal:
             values = FLAGS if inner is bool else get_args(inner)
             choices[name] = (None, *values) if is_optional else values
-    return choices
+    dtypes = [name for name in names if name.endswith("_dtype") and name != "master_weight_dtype"]
+    # torch's groups all name capturable, which moves no number
+    of_all = {*names} - {"capturable", "seed", STATE_DEVICE, *VARIANTS}
+    return choices, dtypes, frozenset(of_all)
 
 
 def _fits(name: str, form: Format) -> bool:
@@ -548,7 +520,9 @@ def check_group(
     numbers = options.NUMBERS
     check_there(group, (*options.names_but_step, "step"), where)
     check_variant(group, options, where)
-    for name in filter(options.of_all.__contains__, group):
+    kind: Any = type(options)
+    _, _, of_all = fields_of(kind)
+    for name in filter(of_all.__contains__, group):
         value = getattr(options, name)
         if not same(group[name], value):
             raise ValueError(
@@ -618,46 +592,3 @@ def check_variant(group: Mapping[str, Any], options: Options, where: str) -> Non
         value = getattr(options, name, False)
         if group.get(name, value) is not None:
             one_of(f"{where}: {name}", group.get(name, value), (value,))
-
-
-def check_weight(
-    weight: torch.Tensor,
-    where: str,
-    options: Options,
-    masters: bool,
-    codes: torch.dtype | None = None,
-) -> None:
-    """Raises ValueError for a parameter that this optimizer cannot own.
-
-    codes: the fp8 dtype in which it is kept; it has no memory of its own to look at then.
-    """
-    # memory: strided, and one place for each element, as the step writes in place
-    if not is_dense(weight):
-        layout = "nested" if weight.is_nested else weight.layout
-        raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
-    if has_shared_elements(weight):
-        raise ValueError(
-            f"{where}: each element must have memory of its own, got strides {weight.stride()} of "
-            f"shape {tuple(weight.shape)}"
-        )
-    if weight.dtype not in WEIGHTS:
-        raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
-
-    # a master that lies beside its weight is made for one dtype of weights
-    master = options.master_format(weight.dtype, masters, codes)
-    if master.requires_weight in (None, codes or weight.dtype):
-        return
-    # which option asked for it, as the message has it
-    option = "store_param_remainders=True"
-    if not options.store_param_remainders:
-        option = f"master_weight_dtype={options.master_weight_dtype!r}"
-    if codes is not None:
-        raise ValueError(
-            f"{where}: master_weight_dtype of fp8 weights must be torch.float32, torch.float16, "
-            f"'remainder8' or 'remainder8_stochastic', got {option}: such a master is what its "
-            "16-bit weight does not hold"
-        )
-    raise ValueError(
-        f"{where}: dtype must be {master.requires_weight} (whose bits are a master's upper half), "
-        f"or torch.float32, with {option}, got {weight.dtype}"
-    )

@@ -90,11 +90,6 @@ class DTensorView(ParamView):
         dims = tuple(i for i, placement in enumerate(placements) if not placement.is_replicate())
         self.split = (mesh, dims) if dims else None
 
-    @property
-    def first_element(self) -> int:
-        """The index of the shard's first element; a shard may hold rows in part."""
-        return shard_first(self.param)
-
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
     ) -> list[tuple[tuple[int, int], ...]]:
@@ -123,11 +118,11 @@ class DTensorView(ParamView):
         box = self._low_box(name)
         return tuple(self.local.shape if box is None else (end - begin for begin, end in box))
 
-    def first_of(self, name: str) -> int:
+    def first_of(self, name: str = MASTER) -> int:
         """The index of the shard's first element in the whole state tensor of this name."""
         box = self._low_box(name)
-        if box is None:
-            return self.first_element
+        if box is None:  # a shard may hold rows in part
+            return shard_first(self.param)
         (row, _), (column, _) = box
         return row * self.whole_state_shape(name)[1] + column
 
@@ -210,7 +205,25 @@ class DTensorView(ParamView):
         # moments and masters: whole blocks on each rank, and no scale for the whole tensor
         for name, form in forms.items():
             if form.block and self.keeps_blocks(form):
-                self._check_blocks(where, name, form)
+                # sizes: into how many parts each dimension is split
+                sizes, shape = (
+                    [1] * param.dim(),
+                    self.whole_state_shape(name.removesuffix("_dtype")),
+                )
+                for dim, placement in enumerate(param.placements):
+                    if not placement.is_replicate():
+                        sizes[placement.dim] *= param.device_mesh.size(dim)
+                axis = min(1, param.dim() - 1)  # of one dimension all elements are a row
+                is_whole = sizes[axis] == 1 or shape[axis] % (form.block * sizes[axis]) == 0
+                is_cut = max(sizes[2:], default=1) > 1 or (param.dim() > 2 and sizes[1] > 1)
+                if not is_whole or is_cut:
+                    raise ValueError(
+                        f"{where}: {name}={form.name!r} must find whole blocks of {form.block} "
+                        f"elements in each shard, got placements {tuple(param.placements)} of "
+                        f"shape {tuple(shape)}; allowed: rows split over any number of ranks, "
+                        "columns of two dimensions, and one dimension, in equal parts of whole "
+                        "blocks"
+                    )
             # ranks would exchange parts of blocks: each matrix goes to its owner alone
             if self.split is not None:
                 self._check_cuts(where, name, form)
@@ -221,21 +234,3 @@ class DTensorView(ParamView):
                     f"{getattr(options, name)}: each rank's shard would have a scale of its own, "
                     "and neither bits nor checkpoints would be independent of the number of ranks"
                 )
-
-    def _check_blocks(self, where: str, name: str, form: Format) -> None:
-        """Raises ValueError where a shard would have parts of blocks."""
-        # sizes: into how many parts each dimension is split
-        param, shape = self.param, self.whole_state_shape(name.removesuffix("_dtype"))
-        sizes = [1] * param.dim()
-        for dim, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                sizes[placement.dim] *= param.device_mesh.size(dim)
-        axis = min(1, param.dim() - 1)  # of one dimension all elements are a row
-        is_whole = sizes[axis] == 1 or shape[axis] % (form.block * sizes[axis]) == 0
-        if not is_whole or max(sizes[2:], default=1) > 1 or (param.dim() > 2 and sizes[1] > 1):
-            raise ValueError(
-                f"{where}: {name}={form.name!r} must find whole blocks of {form.block} elements in "
-                f"each shard, got placements {tuple(param.placements)} of shape "
-                f"{tuple(shape)}; allowed: rows split over any number of ranks, columns of "
-                f"two dimensions, and one dimension, in equal parts of whole blocks"
-            )

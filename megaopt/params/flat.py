@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megaopt.kernels.refusals import refuse
 from megaopt.kernels.shards import PLAIN
-from megaopt.options.options import Options
 from megaopt.params.view import MASTER, ParamView
 
 if TYPE_CHECKING:
@@ -63,7 +61,7 @@ class FlatMatrixView(ParamView):
 
     def _ends(self, name: str) -> tuple[int, int]:
         """The first element of this rank's state tensor in the whole one, and the one behind."""
-        first = self.first_element
+        first = super().first_of(name)
         if name == MASTER or self.matrix is None:
             return first, first + self.local.numel()
         here, low = self._parts.mesh.get_coordinate(), self.matrix.low_shape(self.whole_shape)
@@ -79,7 +77,7 @@ class FlatMatrixView(ParamView):
         """The shape of this rank's part: the optimizer's user sees no other."""
         return self.state_shape(name)
 
-    def first_of(self, name: str) -> int:
+    def first_of(self, name: str = MASTER) -> int:
         """The index of the part's first element in the whole state tensor of this name."""
         return self._ends(name)[0]
 
@@ -93,26 +91,3 @@ def is_flat_part(param: torch.Tensor) -> bool:
         if isinstance(param, Float8Shard):
             whole = param.weight.shape
     return len(whole) >= 2 or getattr(param, FLATTENED_BY_FSDP1, False)
-
-
-def check_not_flattened(
-    groups: Sequence[Mapping[str, Any]], param_ids: Container[int], options: Options
-) -> None:
-    """Raises ValueError where others put flat tensors in the place of matrices.
-
-    Optimizers around this one do that (DeepSpeed's ZeRO, Megatron's distributed optimizer), and a
-    flat tensor does not say what it was. param_ids: id() of each parameter that the optimizer was
-    made with.
-    """
-    key, off = options.MATRIX_OFF
-    for index, group in enumerate(groups):
-        params, value = group["params"], group.get(key)
-        # all tensors are flat, none was given to the constructor, and nothing says what they are of
-        is_flat = bool(params) and all(
-            param.dim() == 1 and not hasattr(param, PARTS) for param in params
-        )
-        if is_flat and value is not off and not any(id(param) in param_ids for param in params):
-            refuse(
-                f"group {index}: {key}", f"{off} beside tensors of one dimension that were put in "
-                f"the place of the parameters given: each may be a {FLAT}", value,
-            )  # fmt: skip

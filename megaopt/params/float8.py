@@ -56,15 +56,19 @@ class Float8View(ParamView):
             return super().number(place)
         return place if self.param.order is None else int(self.param.order)
 
-    def value(self, formats: Formats) -> torch.Tensor:
-        """The values that the codes stand for; exact where the step reads them so."""
-        # in the weight's own dtype first, where the step reads values so
+    def value(self, formats: Formats, initial: bool = False) -> torch.Tensor:
+        """The values that the codes stand for; exact where the step reads them so.
+
+        initial: those that the weight was made from, if it still has them.
+        """
         weight = self.weight
-        if formats.cast is None or not formats.cast.exact:
-            return self.part_of(weight.dequantize())
-        # code * scale_inv in fp32, no rounding to the weight's dtype
-        values = dequantize_reference(weight.data8, weight.scale_inv, weight.recipe, torch.float32)
-        return self.part_of(values)
+        values = weight.high_precision_initial_value() if initial else None
+        if values is None and formats.cast is not None and formats.cast.exact:
+            # code * scale_inv in fp32, no rounding to the weight's dtype
+            facts = weight.data8, weight.scale_inv, weight.recipe, torch.float32
+            values = dequantize_reference(*facts)
+        # in the weight's own dtype first, where the step reads values so
+        return self.part_of(weight.dequantize() if values is None else values)
 
     def scale_inv(self) -> torch.Tensor:
         """Returns the factor of the code of each element, fp32, of the parameter's shape."""
@@ -87,14 +91,9 @@ class Float8View(ParamView):
         code.copy_(remainder_of(codes, scaled))
         return None
 
-    def initial_value(self, formats: Formats) -> torch.Tensor:
-        """The values that the weight was made from, if it still has them; else the codes'."""
-        values = self.weight.high_precision_initial_value()
-        return self.value(formats) if values is None else self.part_of(values)
-
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Its elements of a tensor of the whole weight's shape, as fp32."""
-        start = self.first_element
+        start = self.first_of()
         part = whole.flatten()[start : start + self.param.numel()]
         return part.view(self.param.shape).float()
 

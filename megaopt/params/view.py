@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from megaopt.kernels.chunks.batch import Extent, Formats
 from megaopt.kernels.formats import WEIGHTS, Format
 from megaopt.kernels.place import Place
-from megaopt.options.options import Options, check_weight
+from megaopt.kernels.refusals import is_dense
+from megaopt.options.checks import has_shared_elements
+from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.options.placement import SCALE as SCALE
 from megaopt.options.placement import STEP as STEP
@@ -93,13 +95,6 @@ class ParamView:
         """The parameter's shape over all ranks; nested tensors, which are refused, have none."""
         return tuple(self.weight.shape) if self.weight is not None else whole_shape_of(self.param)
 
-    @property
-    def first_element(self) -> int:
-        """The index, in the whole parameter, of this rank's first element; row by row."""
-        if self.weight is not None:
-            return self.extent.start
-        return int(getattr(self.param, "megaopt_first_element", 0))
-
     def state_shape(self, name: str) -> tuple[int, ...]:
         """The shape of this rank's tensor of the state, by a moment's or the master's name."""
         shape = tuple(self.local.shape)
@@ -152,7 +147,7 @@ class ParamView:
             return (rows, math.prod(columns) // block)
         # the first block may begin before this part, the last may end behind it
         numel = self.local.numel()
-        return (-(-(numel + self.first_element % block) // block) if numel else 0,)
+        return (-(-(numel + self.first_of() % block) // block) if numel else 0,)
 
     def boxes(
         self, coordinates: Sequence[Sequence[int]], shape: Sequence[int]
@@ -164,9 +159,14 @@ class ParamView:
         """
         return [tuple((0, size) for size in shape)] * len(coordinates)
 
-    def first_of(self, name: str) -> int:
-        """The index of this rank's first element in the whole state tensor of this name."""
-        return self.first_element
+    def first_of(self, name: str = MASTER) -> int:
+        """The index of this rank's first element in the whole state tensor of this name.
+
+        Row by row; by default in the whole parameter.
+        """
+        if self.weight is not None:
+            return self.extent.start
+        return int(getattr(self.param, "megaopt_first_element", 0))
 
     def number(self, place: int) -> int:
         """The parameter's number, the same on all ranks that hold a part of it; not checked.
@@ -214,16 +214,6 @@ class ParamView:
         return self.whole_shape, self.param.dtype, self.sharding, weight
 
     @property
-    def batch_key(self) -> tuple[object, ...]:
-        """The facts that parameters of one batch share, beside device and formats.
-
-        Of fp8 weights the ranks, the library, and whether there are codes along columns.
-        """
-        if self.weight is None:
-            return (self.split,)
-        return self.group, type(self.weight), self.weight.columnwise is not None
-
-    @property
     def counted(self) -> list[torch.Tensor]:
         """The tensors whose version counters count writes to the parameter."""
         # nobody says what counts writes to another library's fp8 weight
@@ -252,14 +242,42 @@ class ParamView:
         for name, form in forms.items():
             if form.packed == 1 or not self.keeps_blocks(form):
                 continue
-            shape, first = tuple(self.local.shape), self.first_element
+            shape, first = tuple(self.local.shape), self.first_of()
             if first % form.packed or (shape[-1] if shape else 1) % form.packed:
                 raise ValueError(
                     f"{where}: {name}={form.name!r} keeps two elements in a byte: a part of a "
                     "parameter must start at an even element and have an even number of them in "
                     f"its last dimension, got one of shape {shape} from element {first} on"
                 )
-        check_weight(self.local, where, options, masters, self.code_dtype)
+        # memory: strided, and one place for each element, as the step writes in place
+        weight, codes = self.local, self.code_dtype
+        if not is_dense(weight):
+            layout = "nested" if weight.is_nested else weight.layout
+            raise ValueError(f"{where}: layout must be torch.strided, got {layout}")
+        if has_shared_elements(weight):
+            raise ValueError(
+                f"{where}: each element must have memory of its own, got strides "
+                f"{weight.stride()} of shape {tuple(weight.shape)}"
+            )
+        if weight.dtype not in WEIGHTS:
+            raise ValueError(f"{where}: dtype must be one of {WEIGHTS}, got {weight.dtype}")
+        # a master that lies beside its weight is made for one dtype of weights
+        needed = options.master_format(weight.dtype, masters, codes).requires_weight
+        if needed not in (None, codes or weight.dtype):
+            # which option asked for it, as the message has it
+            option = "store_param_remainders=True"
+            if not options.store_param_remainders:
+                option = f"master_weight_dtype={options.master_weight_dtype!r}"
+            if codes is not None:
+                raise ValueError(
+                    f"{where}: master_weight_dtype of fp8 weights must be torch.float32, "
+                    f"torch.float16, 'remainder8' or 'remainder8_stochastic', got {option}: such a "
+                    "master is what its 16-bit weight does not hold"
+                )
+            raise ValueError(
+                f"{where}: dtype must be {needed} (whose bits are a master's upper half), or "
+                f"torch.float32, with {option}, got {weight.dtype}"
+            )
         if self.matrix is not None:
             options.check_matrix(self, where, masters)
 
@@ -304,14 +322,13 @@ class ParamView:
 
     # --- values
 
-    def value(self, formats: Formats) -> torch.Tensor:
-        """The fp32 value of the weight's codes, of `local`'s shape."""
+    def value(self, formats: Formats, initial: bool = False) -> torch.Tensor:
+        """The fp32 value of the weight's codes, of `local`'s shape.
+
+        initial: the value that a master starts from, where that is another.
+        """
         values: torch.Tensor = formats.weight.decode_reference(self.local.detach())
         return values
-
-    def initial_value(self, formats: Formats) -> torch.Tensor:
-        """The fp32 value that a master starts from, of `local`'s shape."""
-        return self.value(formats)
 
     def joined_value(self, form: Format, code: torch.Tensor) -> torch.Tensor:
         """The fp32 values of the weight with what is stored beside it, of `local`'s shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,14 +37,25 @@ ROOM, LENGTHS = 64, 4093
 
 
 def check_formats(
-    marks: Marks, state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
+    group: Mapping[str, Any],
+    marks: Marks,
+    state: Mapping[str, Any],
+    owned: Owned,
+    view: ParamView,
+    where: str,
 ) -> None:
     """Raises ValueError for a moment or master whose codes are other values in our format.
 
     Dtypes and shapes are all there is in state dicts without marks.
 
-    marks: the group's. state: of one parameter, as saved.
+    group: as saved; marks: its. state: of one parameter, as saved.
     """
+    # a compensation that was saved beside a weight of another dtype
+    dtypes, dtype = group.get(BESIDE), str(view.param.dtype).removeprefix("torch.")
+    has_beside = BESIDE in owned.options.group_keys and dtypes not in (None, "")
+    fits = isinstance(dtypes, str) and dtype in dtypes.split(", ")
+    if has_beside and state.get(MASTER) is not None and not fits:
+        refuse(f"{where}: {BESIDE!r} of the state dict", f"{dtype!r}, its dtype", dtypes)
     formats = owned.formats(view)
     for slot, format_name in owned.options.format_names.items():
         # saved_name: what the group says of this slot; without a mark it is taken for ours
@@ -66,15 +77,25 @@ def check_formats(
             )
 
 
-def mark_of(owned: Owned) -> str:
-    """Returns what groups of a state dict say under FORMATS: formats, and what a load compares."""
+def marks_of(owned: Owned, params: Sequence[torch.Tensor], frozen: str) -> dict[str, str]:
+    """Returns what a group of a state dict says of formats, and what else a load compares.
+
+    params: the group's. frozen: what stands behind of its frozen ones.
+    """
     options = owned.options
     marks = {
         MASTERS_KEPT: owned.wants_masters,
         MAXIMIZE: options.maximize,
-        COUNTS: options.whose_counts,
+        COUNTS: "parameter" if options.counts_apart else "group",
     }
-    return ", ".join((options.formats_mark, *(f"{name}={value}" for name, value in marks.items())))
+    formats_mark = options.group_keys[FORMATS]
+    texts = [formats_mark, *(f"{name}={value}" for name, value in marks.items())]
+    mark = {FORMATS: ", ".join(texts) + frozen}
+    if BESIDE in options.group_keys:
+        # the dtypes of weights that have compensations
+        short = {param.dtype for param in params if param.dtype in (torch.bfloat16, torch.float16)}
+        mark[BESIDE] = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in short))
+    return mark
 
 
 def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
@@ -101,9 +122,11 @@ def sized_contract(owned: Owned, device: torch.device) -> torch.Tensor:
     if any(options.master_format(dtype, True, code).present for dtype, code in keys):
         form = MASTERS[options.format_names["master"]]
         meanings["master"] = first_like(form, MASTERS) if owned.wants_masters else NONE.name
-    meaning = [meanings, options.marks, [getattr(options, name, False) for name in VARIANTS]]
+    marks = {name: getattr(options, name) for name in options.MARKS}
+    meaning = [meanings, marks, [getattr(options, name, False) for name in VARIANTS]]
     # lengths of the default are those of older checkpoints
-    meaning += [options.whose_counts] if options.whose_counts != options.usual_counts else []
+    if options.counts_apart != (options.contract == "torch"):
+        meaning.append("parameter" if options.counts_apart else "group")
     length = ROOM + zlib.crc32(repr(meaning).encode()) % LENGTHS
     text = options.contract.encode().ljust(length, b"\0")
     return torch.tensor([*text], dtype=torch.uint8).to(device)
@@ -114,29 +137,6 @@ def text_of(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8:
         return value
     return bytes(value.flatten().tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-def beside_of(params: list[torch.Tensor], owned: Owned) -> dict[str, str]:
-    """Returns what a group of a state dict says under BESIDE, if anything."""
-    if BESIDE not in owned.options.group_keys:
-        return {}
-    short = (torch.bfloat16, torch.float16)
-    return {BESIDE: ", ".join(sorted({_dtype_of(p) for p in params if p.dtype in short}))}
-
-
-def check_beside(
-    group: Mapping[str, Any], state: Mapping[str, Any], owned: Owned, view: ParamView, where: str
-) -> None:
-    """Raises ValueError for a compensation that was saved beside a weight of another dtype."""
-    dtypes, dtype = group.get(BESIDE), _dtype_of(view.param)
-    if dtypes in (None, "") or state.get(MASTER) is None or BESIDE not in owned.options.group_keys:
-        return
-    if not isinstance(dtypes, str) or dtype not in dtypes.split(", "):
-        refuse(f"{where}: {BESIDE!r} of the state dict", f"{dtype!r}, its dtype", dtypes)
-
-
-def _dtype_of(param: torch.Tensor) -> str:
-    return str(param.dtype).removeprefix("torch.")
 
 
 def check_same(marks: Marks, name: str, value: bool, where: str) -> None:

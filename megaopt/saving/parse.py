@@ -54,7 +54,16 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
             raise ValueError(f"the state dict has no {key!r}: found {what}")
 
     # parameters are matched by their places: as many in each group
-    groups = _groups(state_dict["param_groups"])
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, (list, tuple)):
+        refuse("'param_groups' of the state dict", "a list of dicts", groups)
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            refuse(f"group {index} of the state dict", "a dict", group)
+        params = group.get("params")
+        if not isinstance(params, (list, tuple)):
+            refuse(f"group {index}: 'params' of the state dict", "a list of keys", params)
+    groups = [dict(group) for group in groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if saved_sizes != sizes:
         raise ValueError(
@@ -88,19 +97,6 @@ def taken_apart(state_dict: Any, sizes: list[int]) -> Saved:
         refuse(f"{WRITTEN!r} of the state dict", "a list of keys of its parameters", keys)
     not_made = None if not_made is None else dict(not_made)
     return Saved(states, groups, order, not_made, list(keys), extras)
-
-
-def _groups(groups: Any) -> list[dict[str, Any]]:
-    if not isinstance(groups, (list, tuple)):
-        refuse("'param_groups' of the state dict", "a list of dicts", groups)
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping):
-            refuse(f"group {index} of the state dict", "a dict", group)
-        if not isinstance(group.get("params"), (list, tuple)):
-            refuse(
-                f"group {index}: 'params' of the state dict", "a list of keys", group.get("params")
-            )
-    return [dict(group) for group in groups]
 
 
 def _states(states: Any, param_keys: set[Key]) -> tuple[dict[Key, dict[str, Any]], dict[str, Any]]:

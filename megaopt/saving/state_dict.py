@@ -36,13 +36,11 @@ from megaopt.saving.formats import (
     FROZEN,
     MASTERS_KEPT,
     MAXIMIZE,
-    beside_of,
-    check_beside,
     check_count,
     check_formats,
     check_same,
     in_our_blocks,
-    mark_of,
+    marks_of,
     said_by,
     sized_contract,
     text_of,
@@ -50,8 +48,8 @@ from megaopt.saving.formats import (
 from megaopt.saving.parse import NOT_MADE, WRITTEN, Saved, taken_apart
 from megaopt.state.masters import has_master
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions
 from megaopt.state.tensors import MASTER, State, encoded, shape_of, state_name
+from megaopt.state.writes import ExternalWrites
 from megaopt.step.collect import check_rule, completed_states
 from megaopt.step.counts import GivenCounts, new_count
 from megaopt.step.probing import is_asked_by_torch, loads_frozen, on_any_rank
@@ -85,14 +83,14 @@ class Loaded:
 
 
 def mark(
-    packed: dict[str, Any], owned: Owned, versions: Versions, counts: GivenCounts, sized: bool
+    packed: dict[str, Any], owned: Owned, writes: ExternalWrites, counts: GivenCounts, sized: bool
 ) -> dict[str, Any]:
     """Adds to a state dict what a load compares; leaves out masters that are none.
 
     torch.distributed.checkpoint flattens tensors and numbers, but no None. Raises ValueError for a
     state that no load would take.
 
-    versions: of the weights, as the last step left them. counts: those in state dicts. sized:
+    writes: knows the weights as the last step left them. counts: those in state dicts. sized:
     contracts are tensors, whose sizes torch compares before it loads.
     """
     # a step may still write states that are in host memory
@@ -115,7 +113,8 @@ def mark(
             not_made[key] = lacking
 
     # options that every load compares; sized: as tensors, whose sizes torch compares
-    marks, frozen = owned.options.marks, [""] * len(owned.groups)
+    marks = {name: getattr(owned.options, name) for name in owned.options.MARKS}
+    frozen = [""] * len(owned.groups)
     # of the shape that counts on the device have: checkpoints of either load into the other
     shape: tuple[int, ...] = (1,) if sized else ()
     device = torch.device("cpu")
@@ -133,7 +132,7 @@ def mark(
         frozen = marked_frozen(owned, states)
 
     groups = [
-        {**group, **marks, FORMATS: mark_of(owned) + lost, **beside_of(live_group["params"], owned)}
+        {**group, **marks, **marks_of(owned, live_group["params"], lost)}
         for group, live_group, lost in zip(
             packed["param_groups"], owned.groups, frozen, strict=True
         )
@@ -149,7 +148,7 @@ def mark(
             group[STEP] = counts.new(group[STEP], place, shape, device)
 
     # weights that were written since the last step, on any rank: a load makes their masters anew
-    written = [keys[place] for place in versions.moved_anywhere(owned.params, states)]
+    written = [keys[place] for place in writes.moved_anywhere(owned.params, states)]
     marked = {**packed, "state": state, "param_groups": groups, NOT_MADE: not_made}
     return {**marked, WRITTEN: written} if written else marked
 
@@ -336,7 +335,10 @@ def _states(
     for key, view, where, group in places:
         # marks: what the group says of formats, by name; other libraries' groups say nothing
         marks = said_by(saved.groups[group], where) if is_ours else {}
-        state, users = _apart(saved.states.get(key, {}), owned, view)
+        # the optimizer's part of the state, and what its users put there
+        names, both = owned.state_names(view), saved.states.get(key, {})
+        state = {n: value for n, value in both.items() if n in names or _is_ours(n)}
+        users = {n: value for n, value in both.items() if n not in state}
         # gradients of the other sign
         check_same(marks, MAXIMIZE, owned.options.maximize, where)
 
@@ -369,8 +371,7 @@ def _states(
             # names that the saved state may lack, as a step had not made them yet
             not_made = (saved.not_made or {}).get(key, [])
             if is_ours:
-                check_beside(saved.groups[group], state, owned, view, where)
-                check_formats(marks, state, owned, view, where)
+                check_formats(saved.groups[group], marks, state, owned, view, where)
             # older versions gave none to states that are not complete
             check_count(marks, state, any_counts and not not_made, where)
 
@@ -394,13 +395,6 @@ def _states(
                 own_count = owned.groups[group]["step"] if count is None else count
                 states[view.param][STEP] = new_count(owned, int(own_count))
     return states
-
-
-def _apart(state: State, owned: Owned, view: ParamView) -> tuple[State, State]:
-    """Returns the optimizer's part of a saved state, and what its users put there."""
-    names = {name for name in state if name in owned.state_names(view) or _is_ours(name)}
-    values = {name: value for name, value in state.items() if name in names}
-    return values, {name: value for name, value in state.items() if name not in names}
 
 
 def _carried(value: Any, view: ParamView, where: str) -> Any:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy
 import torch
 
+from megaopt.options.checks import has_shared_elements
+
 NamedTensor = tuple[str, torch.Tensor]
 """A tensor that a step writes, behind what messages call it."""
 
@@ -24,8 +26,7 @@ def check_writable(tensor: torch.Tensor, where: str) -> None:
             f"{where} must be a tensor of its own values, got one with a pending negation; "
             "resolve_neg() makes one"
         )
-    strides = zip(tensor.stride(), tensor.shape, strict=True)
-    if any(stride == 0 and size > 1 for stride, size in strides):
+    if has_shared_elements(tensor):
         raise ValueError(
             f"{where} must have memory of its own for each element, got strides "
             f"{tensor.stride()} of shape {tuple(tensor.shape)}"
@@ -47,7 +48,13 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
     for _, entries in sorted(devices.items(), key=lambda item: str(item[0])):
         # sorted by their beginning: a cluster ends where a tensor begins behind all ends so far
         begins = numpy.array([t.data_ptr() for _, t in entries], dtype=numpy.int64)
-        ends = numpy.array([_end(tensor) for _, tensor in entries], dtype=numpy.int64)
+        # the address past the last element of each, which strides say
+        lasts = [
+            sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            for _, t in entries
+        ]
+        sizes = numpy.array([t.element_size() for _, t in entries], dtype=numpy.int64)
+        ends = begins + (numpy.array(lasts, dtype=numpy.int64) + 1) * sizes
         order = numpy.argsort(begins, kind="stable")
         reached = numpy.maximum.accumulate(ends[order])
         starts = numpy.flatnonzero(begins[order][1:] >= reached[:-1]) + 1
@@ -55,22 +62,15 @@ def check_memory(tensors: Sequence[NamedTensor]) -> None:
             cluster = [entries[place] for place in places]
             # tensors that meet no other, and are contiguous, cannot overlap
             if len(cluster) > 1 or not cluster[0][1].is_contiguous():
-                _check_elements(cluster)
+                _check_elements(cluster, int(ends[places].max()))
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """The address past the last element."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _check_elements(entries: Sequence[NamedTensor]) -> None:
-    """Marks every element's memory; raises where it is marked already."""
+def _check_elements(entries: Sequence[NamedTensor], end: int) -> None:
+    """Marks every element's memory, up to this address; raises where it is marked already."""
     # a unit is the largest size of which all elements are multiples
     base = min(tensor.data_ptr() for _, tensor in entries)
     unit = math.gcd(*(tensor.element_size() for _, tensor in entries))
-    size = (max(_end(tensor) for _, tensor in entries) - base) // unit
+    size = (end - base) // unit
     # int64, for each unit of memory the tensor that has it, -1 for none
     owners = numpy.full(size, -1, dtype=numpy.int64)
     for index, (name, tensor) in enumerate(entries):

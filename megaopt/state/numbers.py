@@ -60,27 +60,23 @@ class GroupScalars:
                 is_known = False
                 break
             is_given = is_given or "param_numbers" in group
-        if is_known and not (is_given and given_numbers(groups) != self._given):
-            return self.made(groups)
-        # only what was checked is remembered
-        check()
-        if self.options.capturable:
-            return None
-        # the very objects: floats, ints and strings keep their value as long as they are the same,
-        # and so does a tuple of these
-        seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
-        entries = [value for values in seen for value in values if value is not MISSING]
-        # tuples may hold tuples, as coefficients do
-        while any(type(entry) is tuple for entry in entries):
-            entries = [e for v in entries for e in (v if type(v) is tuple else (v,))]
-        kinds = {*map(type, entries)}
-        self._given = given_numbers(groups)
-        self._is_given = any(numbers is not None for numbers in self._given)
-        self._seen, self._sizes = (seen if kinds <= FIXED else []), [*map(len, groups)]
-        return self.made(groups)
-
-    def made(self, groups: Iterable[Mapping[str, Any]]) -> list[Row]:
-        """The scalars of groups for the update after their last one."""
+        if not is_known or (is_given and given_numbers(groups) != self._given):
+            # only what was checked is remembered
+            check()
+            if self.options.capturable:
+                return None
+            # the very objects: floats, ints and strings keep their value as long as they are the
+            # same, and so does a tuple of these
+            seen = [[group.get(name, MISSING) for name in self._names] for group in groups]
+            entries = [value for values in seen for value in values if value is not MISSING]
+            # tuples may hold tuples, as coefficients do
+            while any(type(entry) is tuple for entry in entries):
+                entries = [e for v in entries for e in (v if type(v) is tuple else (v,))]
+            kinds = {*map(type, entries)}
+            self._given = given_numbers(groups)
+            self._is_given = any(numbers is not None for numbers in self._given)
+            self._seen, self._sizes = (seen if kinds <= FIXED else []), [*map(len, groups)]
+        # for the update after the last one
         return [self.rule.row({**group, "step": int(group["step"]) + 1}) for group in groups]
 
 

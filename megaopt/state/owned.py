@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from numbers import Real
 from typing import Any
@@ -14,13 +15,19 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from megaopt.kernels.backends import default_backend, why_not
-from megaopt.kernels.chunks.batch import Formats
+from megaopt.kernels.chunks.batch import Cast, Formats
 from megaopt.kernels.contracts import CONTRACTS
+from megaopt.kernels.formats import (
+    GRADS,
+    MOMENTS,
+    STOCHASTIC_FLOAT8,
+    STOCHASTIC_WEIGHTS,
+    WEIGHTS,
+)
 from megaopt.kernels.host_memory import HostMemory, padded
-from megaopt.kernels.place import Place
 from megaopt.kernels.refusals import refuse
 from megaopt.kernels.rules import Rule
-from megaopt.kernels.shards import local_of
+from megaopt.kernels.rules.base import PARAM
 from megaopt.options.checks import errors_of
 from megaopt.options.choices import MasterWeights
 from megaopt.options.options import (
@@ -37,7 +44,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.view import SCALE, whole_shape_of
 from megaopt.state.masters import check_master_weights, has_master, places_of
 from megaopt.state.numbers import check_device_numbers, on_device
-from megaopt.state.tensors import MASTER, formats_of, shape_of, state_name
+from megaopt.state.tensors import MASTER, shape_of, state_name
 
 Group = dict[str, Any]
 
@@ -65,6 +72,9 @@ class Owned:
     ) -> None:
         self.groups, self.options, self.masters, self.homes = groups, options, masters, homes
         self.replicas = replicas
+        has_copies = bool(replicas.groups) or replicas.default is not None
+        self._copies = replicas if has_copies else None
+        """The ranks with copies of parameters; None where nobody named any."""
         self.rule = rule.drawing if options.draws else rule
         self.has_external_masters = not (masters is None or isinstance(masters, bool))
         """Whether the caller gave a list of masters."""
@@ -96,24 +106,25 @@ class Owned:
     def views(self) -> list[ParamView]:
         """The views of all parameters, in the groups' order."""
         pairs = zip(self.params, self.group_numbers, strict=True)
-        return [self._view(param, index) for param, index in pairs]
+        return [self.view(param, index) for param, index in pairs]
 
-    def view(self, param: torch.Tensor) -> ParamView:
-        """The view of one parameter, which may be in no group any more."""
+    def view(self, param: torch.Tensor, index: int | None = None) -> ParamView:
+        """The view of one parameter, which may be in no group any more; index: its group's."""
         # only these are looked through: whoever asks for all parameters asks one by one
-        groups = self.groups if self.options.MATRIX else ()
+        for place, group in enumerate(self.groups if index is None and self.options.MATRIX else ()):
+            if any(param is group_param for group_param in group["params"]):
+                index = place
+                break
         # none for a parameter that is in no group any more
-        owners = (i for i, group in enumerate(groups) if any(param is p for p in group["params"]))
-        return self._view(param, next(owners, None))
-
-    def _view(self, param: torch.Tensor, index: int | None) -> ParamView:
-        """The view of a parameter of a group; None: of no group."""
         group = {} if index is None else self.groups[index]
         if index is not None:
             check_there(group, self.options.MATRIX_KEYS, f"group {index}")
         # None: stepped elementwise; else how, as the group or the parameter's marks say
         matrix = self.options.matrix(param, group)
-        view = view_of(param, matrix, None if matrix is None else self.replicas.of(param))
+        mesh = None
+        if matrix is not None and self._copies is not None:
+            mesh = self._copies.of(param)
+        view = view_of(param, matrix, mesh)
         # states are beside weights unless somebody asked for host memory
         homes = self.homes
         if homes.groups or homes.default.moments or homes.default.masters:
@@ -132,7 +143,7 @@ class Owned:
             # as the group has it, else without the group's values
             for param in _tensors_of(group):
                 try:
-                    views.append(self._view(param, index))
+                    views.append(self.view(param, index))
                 except Exception:
                     views += [usual[id(param)]] if id(param) in usual else []
         return [view for view in views if view.split is not None or view.group is not None]
@@ -149,7 +160,8 @@ class Owned:
                 else:
                     from megaopt.kernels.rules.matrix import Matrix
 
-                    views.append(view_of(param, Matrix(rule), self.replicas.of(param)))
+                    mesh = None if self._copies is None else self._copies.of(param)
+                    views.append(view_of(param, Matrix(rule), mesh))
         return views
 
     def settings(self) -> list[object]:
@@ -218,8 +230,53 @@ class Owned:
 
     def formats(self, view: ParamView, grad_dtype: torch.dtype = torch.float32) -> Formats:
         """The formats of a parameter's buffers."""
-        rule = self.rule if view.matrix is None else view.matrix.rule.inner
-        return formats_of(view, grad_dtype, rule.moment_specs, self.options, self.wants_masters)
+        moments = (self.rule if view.matrix is None else view.matrix.rule.inner).moment_specs
+        # cast: how fp8 codes are made of values; None for plain weights
+        dtype, options, cast = view.param.dtype, self.options, None
+        if view.weight is not None:
+            recipe = view.weight.recipe
+            if options.direct_cast is not None:
+                recipe = replace(recipe, direct=options.direct_cast)
+            cast = Cast(recipe, view.weight.dtype)
+        master = options.master_format(dtype, self.wants_masters, view.code_dtype)
+        weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
+        # a weight without a master may be rounded stochastically: by dtype the format that draws,
+        # of 16 bits and of fp8 codes
+        if not master.present and options.weight_rounding == "stochastic":
+            drawing = (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
+            weight = {form.dtype: form for form in drawing}.get(weight.dtype, weight)
+        # small moments, and those whose rows are no whole blocks, stay fp32
+        chosen_forms = [options.moment_format(moment.name) for moment in moments]
+        moment_formats = tuple(
+            MOMENTS[torch.float32] if form.block and not view.keeps_blocks(form) else form
+            for form in chosen_forms
+        )
+        # facts of the kernel that casts: whether values are exact, and whether moments in blocks,
+        # if there are any, can be stored by tiles of a whole weight, whose columns hold whole
+        # blocks
+        if cast is not None:
+            columns, width = cast.quantizer.columns, view.extent.columns
+            rows_hold = bool(columns) and not view.extent.shared
+            rows_hold = rows_hold and all(
+                form.packed == 1 and form.block % columns == 0 and width % form.block == 0
+                for form in moment_formats
+                if form.block
+            )
+            cast = replace(cast, exact=weight.draws or master.joined, rows_hold_blocks=rows_hold)
+        return Formats(
+            GRADS[grad_dtype],
+            weight,
+            master,
+            moment_formats,
+            tuple(moment.name for moment in moments),
+            cast,
+            # of fp32 it is no other kernel
+            options.round_scaled_grads and grad_dtype != torch.float32,
+            options.write_unscaled_grads,
+            options.maximize,
+            view.matrix,
+            tuple(moment.name for moment in moments if moment.starts_as == PARAM),
+        )
 
     def external_masters(self) -> list[torch.Tensor | None]:
         """The caller's master of each parameter; None where there is none.
@@ -238,35 +295,6 @@ class Owned:
             if has_master(self.views[place], self.options):
                 param_masters[place] = master
         return param_masters
-
-    def check_masters(self) -> None:
-        """Raises ValueError unless masters and parameters fit."""
-        check_master_weights(self.masters, self.views, self.labels, self.options)
-        if self.options.weight_rounding == "stochastic" and self.wants_masters:
-            raise ValueError(
-                "weight_rounding='stochastic' is for weights without masters: leave it out, or "
-                "pass master_weights=False and no dtype"
-            )
-        kind = self.options.master_weight_dtype
-        if isinstance(kind, str) and not self.wants_masters:
-            raise ValueError(
-                f"master_weight_dtype={kind!r} needs masters to keep: pass master_weights=True"
-            )
-        remainders, params = self.options.store_param_remainders, self.params
-        if remainders and not self.wants_masters:
-            raise ValueError(
-                "store_param_remainders=True needs masters to keep: pass master_weights=True or "
-                "dtype=torch.float32"
-            )
-        # kinds of parameters that these options cannot step
-        for view, label in zip(self.views, self.labels, strict=True):
-            if not view.is_idle:
-                view.check(label, self.options, self.moments(view), self.wants_masters)
-        if remainders and params and all(param.dtype != torch.bfloat16 for param in params):
-            raise ValueError(
-                "store_param_remainders=True needs torch.bfloat16 weights; none of the "
-                f"{len(params)} parameters is"
-            )
 
     # --- host memory
 
@@ -298,24 +326,6 @@ class Owned:
                 stack.enter_context(memory.room(size))
             yield
 
-    def keep_at_home(self, state: Mapping[Any, Any]) -> None:
-        """Puts into pinned memory what a copy of the optimizer, or pickle, made elsewhere."""
-        # of each parameter with a state in host memory
-        places = [i for i, view in enumerate(self.views) if view.home and state.get(view.param)]
-        with self.room({}, places):
-            for view in map(self.views.__getitem__, places):
-                param_state = state[view.param]
-                # new tensors in pinned memory with the same bits; the caller's masters stay where
-                # they are
-                new = {
-                    name: view.keep(name, local_of(value))
-                    for name, value in param_state.items()
-                    if isinstance(value, torch.Tensor) and view.is_apart(name)
-                    if name in self.state_names(view)
-                    if name != MASTER or not self.has_external_masters
-                }
-                param_state.update(view.wrap_state(new))
-
     # --- random bits
 
     @cached_property
@@ -330,10 +340,6 @@ class Owned:
         pairs = enumerate(zip(self.views, param_numbers, strict=True))
         return [view.number(i) if number is None else number for i, (view, number) in pairs]
 
-    def place(self, index: int) -> Place:
-        """Returns the place of a parameter's local elements among all, for its random bits."""
-        return self.views[index].place(self.numbers[index])
-
     def check_places(self) -> None:
         """Raises ValueError where two parameters would draw the same random bits.
 
@@ -341,13 +347,14 @@ class Owned:
         """
         if not self.options.draws:
             return
-        for number, label in zip(self.numbers, self.labels, strict=True):
+        drawn = [*zip(self.views, self.numbers, self.labels, strict=True)]
+        for _, number, label in drawn:
             if not is_param_number(number):
                 refuse(f"{label}: megaopt_number", PARAM_NUMBER, number)
         # of each number the local elements that draw by it: first, last, and the parameter's name
         seen: dict[int, list[tuple[int, int, str]]] = {}
-        for index, (view, label) in enumerate(zip(self.views, self.labels, strict=True)):
-            place, numel = self.place(index), view.local.numel()
+        for view, number, label in drawn:
+            place, numel = view.place(number), view.local.numel()
             if numel:
                 part = (place.first, place.last(numel), label)
                 seen.setdefault(place.number, []).append(part)
@@ -443,10 +450,11 @@ class Owned:
                 f"state_device='cpu' does not work for {label} on {param.device}: {reason}; "
                 "state_device=None keeps states beside the weights"
             )
-        # the backend that steps this device must keep the contract there
-        contract = CONTRACTS[self.options.rule_contract]
-        if view.matrix is not None:  # whose contract is its rule's own
-            contract = CONTRACTS["ieee"]
+        # the backend that steps this device must keep the contract there: that of matrices is
+        # their rule's own, and so may be the optimizer's, of matrices alone ("eo")
+        contract = CONTRACTS["ieee"]
+        if view.matrix is None:
+            contract = CONTRACTS.get(self.options.contract, contract)
         reason = why_not(self.backend(param.device), contract, param.device)
         if reason is None:
             return

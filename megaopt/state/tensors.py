@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megaopt.kernels.chunks.batch import Cast, Formats
+from megaopt.kernels.chunks.batch import Formats
 from megaopt.kernels.formats import (
-    GRADS,
-    MOMENTS,
-    STOCHASTIC_FLOAT8,
-    STOCHASTIC_WEIGHTS,
-    WEIGHTS,
     Format,
 )
-from megaopt.kernels.rules.base import PARAM, Moment
 from megaopt.kernels.shards import local_of
 from megaopt.kernels.step.reference import decoded, store_scaled
-from megaopt.options.options import Options
 from megaopt.options.placement import MASTER as MASTER
 from megaopt.params import ParamView
 from megaopt.params.codes import decoded_blocks, encode_blocks
@@ -37,58 +29,6 @@ def state_name(slot: str) -> str:
     return {"master": MASTER, "master" + SCALE: MASTER + SCALE}.get(slot, slot)
 
 
-def formats_of(
-    view: ParamView,
-    grad_dtype: torch.dtype,
-    moments: tuple[Moment, ...],
-    options: Options,
-    masters: bool,
-) -> Formats:
-    """The formats of a parameter's buffers under these options; moments: the rule's."""
-    # cast: how fp8 codes are made of values; None for plain weights
-    dtype, cast, direct = view.param.dtype, None, options.direct_cast
-    if view.weight is not None:
-        recipe = view.weight.recipe
-        cast = Cast(recipe if direct is None else replace(recipe, direct=direct), view.weight.dtype)
-    master = options.master_format(dtype, masters, view.code_dtype)
-    weight = WEIGHTS[dtype] if cast is None else cast.recipe.format
-    # a weight without a master may be rounded stochastically: by dtype the format that draws, of 16
-    # bits and of fp8 codes
-    if not master.present and options.weight_rounding == "stochastic":
-        drawing = (*STOCHASTIC_WEIGHTS.values(), *STOCHASTIC_FLOAT8.values())
-        weight = {form.dtype: form for form in drawing}.get(weight.dtype, weight)
-    # small moments, and those whose rows are no whole blocks, stay fp32
-    chosen_forms = [options.moment_format(moment.name) for moment in moments]
-    moment_formats = tuple(
-        MOMENTS[torch.float32] if form.block and not view.keeps_blocks(form) else form
-        for form in chosen_forms
-    )
-    # facts of the kernel that casts: whether values are exact, and whether moments in blocks, if
-    # there are any, can be stored by tiles of a whole weight, whose columns hold whole blocks
-    if cast is not None:
-        columns, blocks = cast.quantizer.columns, [form for form in moment_formats if form.block]
-        rows_hold = bool(columns) and not view.extent.shared
-        rows_hold = rows_hold and all(
-            form.packed == 1 and form.block % columns == 0 and view.extent.columns % form.block == 0
-            for form in blocks
-        )
-        cast = replace(cast, exact=weight.draws or master.joined, rows_hold_blocks=rows_hold)
-    return Formats(
-        GRADS[grad_dtype],
-        weight,
-        master,
-        moment_formats,
-        tuple(moment.name for moment in moments),
-        cast,
-        # of fp32 it is no other kernel
-        options.round_scaled_grads and grad_dtype != torch.float32,
-        options.write_unscaled_grads,
-        options.maximize,
-        view.matrix,
-        tuple(moment.name for moment in moments if moment.starts_as == PARAM),
-    )
-
-
 def complete(
     state: State, view: ParamView, formats: Formats, external: torch.Tensor | None
 ) -> None:
@@ -101,7 +41,7 @@ def complete(
     weight = view.local
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name not in state and name in formats.from_param:
-            new, _ = encoded(name, view.initial_value(formats), form, view)
+            new, _ = encoded(name, view.value(formats, initial=True), form, view)
             state.update({key: view.keep(key, tensor) for key, tensor in new.items()})
         elif name not in state:
             shape = shape_of(name, formats, view)
@@ -121,7 +61,7 @@ def complete(
         state[MASTER] = None
     elif state.get(MASTER) is None:
         # the weight stays as it is, beside a joined master too
-        new, _ = encoded(MASTER, view.initial_value(formats), formats.master, view)
+        new, _ = encoded(MASTER, view.value(formats, initial=True), formats.master, view)
         state.update({name: view.keep(name, tensor) for name, tensor in new.items()})
 
 
@@ -132,7 +72,7 @@ def clear_moments(state: State, view: ParamView, formats: Formats) -> None:
     """
     for name, form in zip(formats.moment_names, formats.moments, strict=True):
         if name in state and name in formats.from_param:
-            new, _ = encoded(name, view.initial_value(formats), form, view)
+            new, _ = encoded(name, view.value(formats, initial=True), form, view)
             for key, tensor in new.items():
                 state[key].copy_(tensor)
         elif name in state:

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -64,23 +65,11 @@ class Seen(NamedTuple):
     """Whether the address of a weight is another."""
     written: list[int]
     """The places of the counted tensors whose version is not the one that was noted."""
-    grads: Grads
-    """To hold until they have been read: a property may have made them for this step alone."""
+    grads: Callable[[], Grads]
+    """Gives the gradients, which most steps need no Python objects for. To hold until they have
+    been read: a property may have made them for this step alone."""
     shards: Sequence[Shards | None]
     """The shards of each batch with DTensors, None for others; to hold as long."""
-
-
-class Gradients(Sequence[Any]):
-    """The .grad of parameters, fetched when asked for: most steps need no Python objects for it."""
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = params
-
-    def __getitem__(self, place: Any) -> Any:
-        return self._params[place].grad
-
-    def __len__(self) -> int:
-        return len(self._params)
 
 
 @dataclass
@@ -109,20 +98,13 @@ class Watch:
     noted: numpy.ndarray = field(default_factory=lambda: numpy.zeros(0, dtype=numpy.int64))
     """Their versions, int64."""
 
-    def __post_init__(self) -> None:
-        self._guards: list[Any] = []
-        self._gradients = Gradients(self.params)
-        self._is_sharded = any(guards.sharded for guards in self.batches)
-        # the extension reads past what a subclass may do
-        self._is_plain = all(type(state) in (dict, type(None)) for state in self.states)
-        self._ask()
-
-    def _ask(self) -> None:
-        """Goes over to the extension where it is there; it notes what its twin does."""
-        self.module = self.find() if self._is_plain else None
-        if self.module is not None:
-            fields = [vars(guards).values() for guards in self.batches]
-            self._guards = [self.module.Guards(*values) for values in fields]
+    module: Any = None
+    """The extension."""
+    _asks: bool = True
+    """Whether the next look asks for the extension."""
+    _guards: list[Any] = field(default_factory=list)
+    """The batches' guards as the extension has them, and what it calls for DTensors."""
+    _sharding: tuple[Any, ...] = ()
 
     def look(
         self, param_groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], decoupled: bool
@@ -138,9 +120,18 @@ class Watch:
             None if anything is not what it was but for its address. Then the batches have to be
             made anew: some addresses are noted, others are not.
         """
-        # the extension may have been built since the last step
-        if self.awaits and self.module is None:
-            self._ask()
+        # goes over to the extension, which notes what its twin does, once it is there: it may have
+        # been built since the last step
+        if self._asks:
+            # it reads past what a subclass of dict may do
+            is_plain = all(type(state) in (dict, type(None)) for state in self.states)
+            self.module = self.find() if is_plain else None
+            self._asks = self.awaits and is_plain and self.module is None
+            if self.module is not None:
+                fields = [vars(guards).values() for guards in self.batches]
+                self._guards = [self.module.Guards(*values) for values in fields]
+                if any(guards.sharded for guards in self.batches):
+                    self._sharding = dtensor_class(), same_sharding, waited
         try:  # contextlib.suppress takes half a microsecond
             # what a subclass of torch.Tensor has to say of its shape takes it 3 microseconds
             with torch._C.DisableTorchFunctionSubclass():
@@ -149,15 +140,15 @@ class Watch:
                 # what was there when the batches were made, and what is there now
                 was = (self.params, self.sizes, self.states, self.keys, self.values)
                 now = (param_groups, state, decoupled, self.counted, self.noted)
-                sharding = (dtensor_class(), same_sharding, waited) if self._is_sharded else ()
-                facts = self.module.look(self._guards, *was, *now, sharding)
+                facts = self.module.look(self._guards, *was, *now, self._sharding)
         except (RuntimeError, TypeError, KeyError):
             return None  # a nested tensor has no shape, a group no list of parameters
         if facts is None:
             return None
-        # None for gradients: nobody asked for the objects, `Gradients` fetches them
+        # None for gradients: they are in .grad, and may be fetched from there
         moved, elsewhere, written, grads, shards = facts
-        return Seen(moved, elsewhere, written, self._gradients if grads is None else grads, shards)
+        fetch = partial(grads_of, self.params, False) if grads is None else lambda: grads
+        return Seen(moved, elsewhere, written, fetch, shards)
 
     def count_up(self) -> None:
         """Counts all versions up after a step, which kernels do not, and notes them."""
@@ -212,7 +203,7 @@ class Watch:
         # counters that somebody else's writes have raised
         noted = enumerate(zip(self.counted, self.noted.tolist(), strict=True))
         written = [place for place, (tensor, version) in noted if tensor._version != version]
-        return Seen(moved, elsewhere, written, grads, shards)
+        return Seen(moved, elsewhere, written, lambda: grads, shards)
 
 
 def shards_of(slots: Sequence[list[Any]]) -> Shards | None:

@@ -21,9 +21,9 @@ from megaopt.kernels.shards import local_of
 from megaopt.options.placement import MASTER, STEP
 from megaopt.params.view import whole_shape_of
 from megaopt.state.numbers import given_numbers
-from megaopt.state.ownership import Versions
 from megaopt.state.tensors import state_name
 from megaopt.state.watch import Grads, Guards, Seen, Shards, Watch
+from megaopt.state.writes import ExternalWrites
 from megaopt.step.counts import StepRows
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Batches:
         batches: of the parameters that have a gradient.
         param_groups: the optimizer's.
         state: the optimizer's, complete for these parameters.
-        versions: of the weights that the batches step.
+        writes: notes the versions of the weights that the batches step.
         counts: which rows of scalars the parameters take.
         masters: the caller's list; None without one.
         matrix_keys: keys of groups that choose how matrices are stepped.
@@ -210,7 +210,7 @@ class Batches:
         batches: list[Batch],
         param_groups: Sequence[Mapping[str, Any]],
         state: Mapping[Any, dict[str, Any]],
-        versions: Versions,
+        writes: ExternalWrites,
         counts: StepRows | None = None,
         masters: Sequence[torch.Tensor | None] | None = None,
         matrix_keys: Sequence[str] = (),
@@ -258,7 +258,7 @@ class Batches:
         stepped = {position for batch in batches for position in batch.positions}
         # the extension in C looks at all tensors in one call
         worth = is_worth_building(params)
-        counted, noted = versions.counted
+        counted, noted = writes.counted
         self.watch = Watch(
             params=params,
             sizes=[len(group["params"]) for group in param_groups],

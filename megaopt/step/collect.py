@@ -18,7 +18,7 @@ from megaopt.params import ParamView, view_of
 from megaopt.params.dtensor import locals_of
 from megaopt.state.memory import check_memory
 from megaopt.state.owned import Owned
-from megaopt.state.ownership import Versions, widened
+from megaopt.state.ownership import widened
 from megaopt.state.tensors import State, completed_state, state_name, written_tensors
 from megaopt.state.watch import Grads, grads_of
 from megaopt.state.writes import ExternalWrites, warn_caller
@@ -160,7 +160,11 @@ def _sort(
         # a rank's strides are its own matter: they must not split a batch that ranks meet for
         meets = view.matrix is not None and view.split is not None
         placement = None if view.home is None else view.home.placement
-        kind = (device, formats, is_staged and not meets, (view.batch_key, placement))
+        # the mesh; of fp8 weights ranks, library, and whether there are codes along columns
+        shared: tuple[object, ...] = (view.split,)
+        if view.weight is not None:
+            shared = view.group, type(view.weight), view.weight.columnwise is not None
+        kind = (device, formats, is_staged and not meets, (shared, placement))
         collected.kinds.setdefault(kind, []).append(place)
 
 
@@ -217,7 +221,7 @@ def new_batches(
     writes.warn_without_masters(owned, collected.states)
     take_over(owned, state, collected.states, writes)  # now that nothing was refused
     # version counters of the weights that these batches write
-    writes.versions = Versions(owned.params, collected.places, writes.versions, state)
+    writes.follow(owned.params, collected.places, writes, state)
     # which row of scalars each parameter takes, then a batch for each kind
     counts = StepRows()
     if owned.options.counts_apart:
@@ -225,7 +229,7 @@ def new_batches(
     batches = [_batch(owned, state, collected, kind, counts) for kind in collected.kinds]
     masters = owned.masters if isinstance(owned.masters, (list, tuple)) else None
     choices = owned.options.MATRIX_KEYS, owned.options.MATRIX_MARKS
-    all_batches = Batches(batches, owned.groups, state, writes.versions, counts, masters, *choices)
+    all_batches = Batches(batches, owned.groups, state, writes, counts, masters, *choices)
     # digests of what a step reads and stores, where somebody records them
     if recorded[0]:
         from megaopt.step.digests import BatchDigests  # few record any
@@ -279,7 +283,7 @@ def take_over(
         if new_state.get(MASTER) is None and value is not None:
             weights[param].copy_(value)
         state[param].update(new_state)
-    writes.versions.match(lacking, state)
+    writes.match(lacking, state)
 
 
 def _batch(
@@ -292,7 +296,9 @@ def _batch(
     # of each parameter: elements on this rank, row of scalars, and where random bits begin
     numels = [view.local.numel() for view in views]
     rows = [counts.by_place.get(place, owned.group_numbers[place]) for place in places]
-    spots = [owned.place(place) for place in places] if formats.draws or formats.block else None
+    spots = None
+    if formats.draws or formats.block:
+        spots = [v.place(owned.numbers[place]) for v, place in zip(views, places, strict=True)]
     backend = BACKENDS[owned.backend(device)]
     plan_of: Any = partial(backend.plan, numels=numels, groups=rows, device=device, places=spots)
     # fp8 weights have tensors behind the parameters

@@ -37,7 +37,8 @@ class BatchDigests:
         """The names of the quantities that have digests, by slot."""
         # each parameter's part on this rank, and its place in the whole
         views = [owned.views[place] for place in batch.positions]
-        places = [owned.place(place) for place in batch.positions]
+        pairs = zip(views, batch.positions, strict=True)
+        places = [view.place(owned.numbers[position]) for view, position in pairs]
         # whether passes are launches, and which slots the step's launch sums up itself
         self._launches = owned.backend(batch.device) == "triton" and batch.device.type == "cuda"
         plan, chosen = batch.plan, [slot for slot in self.names if slot in batch.formats.by_slot]

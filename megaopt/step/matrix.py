@@ -232,7 +232,7 @@ def matrices_of(
     spots, device = [Place(owned.numbers[place]) for place in places], views[0].param.device
     is_whole = is_exchanged(views[0])  # all views of a batch are split alike
     if formats.draws or formats.block or not is_whole:
-        spots = [owned.place(place) for place in places]
+        spots = [v.place(owned.numbers[place]) for v, place in zip(views, places, strict=True)]
     # owners step whole matrices, other plans this rank's rows
     shapes = [torch.Size(view.whole_shape) if is_whole else view.local.shape for view in views]
     backend = owned.backend(device)

@@ -72,17 +72,19 @@ class StepRun:
         stepper, request, batches = self.stepper, self.request, self.batches
         # a row for each count that is not its group's, behind the groups' rows
         if self.rows is not None and batches.counts.apart:
-            self.rows += stepper.numbers.made(batches.counts.groups(self.groups))
+            apart = batches.counts.groups(self.groups)
+            self.rows += [stepper.rule.row({**g, "step": int(g["step"]) + 1}) for g in apart]
         # gradients are written only where a loss scale is taken off them
         writes = stepper.options.write_unscaled_grads and request.grad_scale is not None
         if writes:
-            grads = [local_of(grad) for grad in self.seen.grads]
+            grads = [local_of(grad) for grad in self.seen.grads()]
             check_written_grads(grads, stepper.owned(self.groups).labels)
         # plans without a table of addresses get their tensors, or contiguous copies of them
         if batches.fed:
+            all_grads = self.seen.grads()
             for batch, shards in zip(batches.batches, self.seen.shards, strict=True):
                 if not batch.addresses:
-                    batch.feed(self.seen.grads, shards, writes)
+                    batch.feed(all_grads, shards, writes)
         # no launch fails for memory behind another one
         self.ready = [batch.plan.ready(self.rows) for batch in batches.batches]
         # whom the first stage of this step meets, and whether the host waits for the answer
@@ -334,19 +336,19 @@ def refresh(run: StepRun) -> None:
 def begin_digests(run: StepRun) -> None:
     """Begins what the launch adds up; makes gradients' digests before a step writes them."""
     for digests in run.batches.digests:
-        digests.begin(run.seen.grads)
+        digests.begin(run.seen.grads())
 
 
 def finish_digests(run: StepRun) -> None:
     """Makes the digests of what the launch does not add up."""
     for digests in run.batches.digests:
-        digests.finish(run.seen.grads)
+        digests.finish(run.seen.grads())
 
 
 def leave_out_digests(run: StepRun) -> None:
     """Makes the digests of a step that is left out: of what is as it was."""
     for digests in run.batches.digests:
-        digests.leave_out(run.seen.grads)
+        digests.leave_out(run.seen.grads())
 
 
 def launch(run: StepRun) -> None:

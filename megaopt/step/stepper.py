@@ -173,7 +173,7 @@ class Stepper:
         # counts in state dicts that somebody has kept
         if self.given_counts.remaining and run.rows is not None:
             self.given_counts.follow(groups, state)
-        # autograd hears that weights were written; `Versions` takes these versions as its own
+        # autograd hears that weights were written; `ExternalWrites` takes these versions as its own
         batches.watch.count_up()
 
     def _begin(
@@ -216,9 +216,8 @@ class Stepper:
             # somebody wrote a weight, or put another tensor in its place: its master takes the new
             # values
             if seen.written or self._is_elsewhere:
-                places = self.writes.versions.moved(seen.written, self._is_elsewhere)
-                self.writes.take_over(self.owned(groups), state, places)
-                self.writes.versions.arrived(state)
+                owned = self.owned(groups)
+                self.writes.take_moved(owned, state, seen.written, self._is_elsewhere)
                 self._is_elsewhere = False
             run.take_memory(arguments)
         except Exception:

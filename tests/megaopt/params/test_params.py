@@ -18,20 +18,20 @@ def first_elements(shape, replicas, *dims):
     placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
     view = view_of(distribute_tensor(counts, mesh, placements, src_data_rank=None))
     own = view.local.flatten()[:1].tolist()
-    return view.first_element, own, view.number(7), view.wrap(view.local).full_tensor().tolist()
+    return view.first_of(), own, view.number(7), view.wrap(view.local).full_tensor().tolist()
 
 
 def test_a_plain_parameter_begins_at_its_first_element_and_has_its_place_as_number():
     param = torch.nn.Parameter(torch.randn(4, 6))
     view = view_of(param)
-    assert (view.first_element, view.number(7), view.local is param) == (0, 7, True)
+    assert (view.first_of(), view.number(7), view.local is param) == (0, 7, True)
 
 
 def test_who_cuts_a_plain_tensor_says_its_number_and_where_it_begins():
     param = torch.nn.Parameter(torch.randn(4))
     param.megaopt_number, param.megaopt_first_element = 3, 20
     view = view_of(param)
-    assert (view.first_element, view.number(7)) == (20, 3)
+    assert (view.first_of(), view.number(7)) == (20, 3)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_part_of_an_fp8_weight_is_its_elements():
     values = torch.arange(40, dtype=BF16).view(5, 8)
     weight = Float8Weight.from_values(values, "current")
     view = view_of(Float8Shard(weight, 11, 20, order=4))
-    assert (view.first_element, view.number(7), view.whole_shape) == (11, 4, (5, 8))
+    assert (view.first_of(), view.number(7), view.whole_shape) == (11, 4, (5, 8))
     assert torch.equal(
         view.codes.view(torch.uint8), weight.data8.flatten()[11:20].view(torch.uint8)
     )
@@ -72,4 +72,4 @@ def test_a_part_of_an_fp8_weight_is_its_elements():
         view.part_of(weight.dequantize()), weight.dequantize().flatten()[11:20].float()
     )
     whole = view_of(weight)
-    assert (whole.first_element, whole.number(7)) == (0, 7)
+    assert (whole.first_of(), whole.number(7)) == (0, 7)

@@ -39,7 +39,7 @@ SIZE: Names = ("qk_head_dim", "head_dim")
 WIDTH: Names = ("intermediate_dim", "moe_intermediate_size", "intermediate_size")
 
 
-class Layout(NamedTuple):
+class RowLayout(NamedTuple):
     """The matrices that lie in the rows of a parameter."""
 
     parts: tuple[tuple[Names, Names], ...] = ()
@@ -48,29 +48,29 @@ class Layout(NamedTuple):
     """Whether a head of each part comes before the next head of the first."""
 
 
-WHOLE = Layout()
+WHOLE = RowLayout()
 LAYOUTS = {
-    "q_proj": Layout(((QUERIES, SIZE),)),
-    "k_proj": Layout(((KEYS, SIZE),)),
-    "v_proj": Layout(((KEYS, SIZE),)),
+    "q_proj": RowLayout(((QUERIES, SIZE),)),
+    "k_proj": RowLayout(((KEYS, SIZE),)),
+    "v_proj": RowLayout(((KEYS, SIZE),)),
     # Phi-3 and torch.nn.MultiheadAttention: q of all heads, then k, then v
-    "qkv_proj": Layout(((QUERIES, SIZE), (KEYS, SIZE), (KEYS, SIZE))),
-    "in_proj_weight": Layout(((QUERIES, SIZE),) * 3),
+    "qkv_proj": RowLayout(((QUERIES, SIZE), (KEYS, SIZE), (KEYS, SIZE))),
+    "in_proj_weight": RowLayout(((QUERIES, SIZE),) * 3),
     # GPT-NeoX, BLOOM: q, k and v of one head after another
-    "query_key_value": Layout(((QUERIES, SIZE),) * 3, is_interleaved=True),
+    "query_key_value": RowLayout(((QUERIES, SIZE),) * 3, is_interleaved=True),
     # MLA (DeepSeek-V3): from the latents up to q, and to k and v of one head after another
-    "q_b_proj": Layout(((QUERIES, SIZE),)),
-    "kv_b_proj": Layout(
+    "q_b_proj": RowLayout(((QUERIES, SIZE),)),
+    "kv_b_proj": RowLayout(
         ((QUERIES, ("qk_nope_head_dim",)), (QUERIES, ("v_head_dim",))), is_interleaved=True
     ),
     # and down to the latent of k and v, and the part of k that has positions
-    "kv_a_proj_with_mqa": Layout(((ONE, ("kv_lora_rank",)), (ONE, ("qk_rope_head_dim",)))),
-    "gate_up_proj": Layout(((ONE, WIDTH), (ONE, WIDTH))),
+    "kv_a_proj_with_mqa": RowLayout(((ONE, ("kv_lora_rank",)), (ONE, ("qk_rope_head_dim",)))),
+    "gate_up_proj": RowLayout(((ONE, WIDTH), (ONE, WIDTH))),
     # GLM-5: queries of the sparse attention's indexer, which has heads of its own
-    "wq_b": Layout(((("index_n_heads",), ("index_head_dim",)),)),
+    "wq_b": RowLayout(((("index_n_heads",), ("index_head_dim",)),)),
     # Kimi Linear: gates of the delta attention, a row for each channel of each head
-    "f_b_proj": Layout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
-    "g_b_proj": Layout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
+    "f_b_proj": RowLayout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
+    "g_b_proj": RowLayout(((("linear_num_heads", *QUERIES), ("linear_head_dim", *SIZE)),)),
     **dict.fromkeys(("o_proj", "out_proj", "q_a_proj", "wk", "f_a_proj", "g_a_proj"), WHOLE),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "fc1", "fc2", "w1", "w2", "w3"), WHOLE),
     **dict.fromkeys(("dense", "dense_h_to_4h", "dense_4h_to_h"), WHOLE),
@@ -220,7 +220,7 @@ def layers_of(
 
 
 def sizes_of(
-    layout: Layout | None, rows: int, sources: Sequence[Any], heads: bool
+    layout: RowLayout | None, rows: int, sources: Sequence[Any], heads: bool
 ) -> tuple[Sizes, bool]:
     """Returns the rows of each matrix, and whether they are known.
 

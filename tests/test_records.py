@@ -595,7 +595,7 @@ def test_the_picture_of_muon_has_the_times_of_its_page(monkeypatch):
 
 
 def test_times_of_muon_on_an_h200_are_the_records():
-    rows = rows_of("docs/how-to/muon.md", "| | FusedMuon, fp16 | FusedMuon, bf16 | torch.optim")
+    rows = rows_of(PAGE, "| | FusedMuon, fp16 | FusedMuon, bf16 | torch.optim")
     found = {(c["set"], c["optimizer"]): c["step_ms"] for c in read("h200-muon.json")["cases"]}
     sets = ("4 layers of Llama-3-8B", "GPT of 124M", "64 experts of 1408 x 2048")
     for row, name in zip(rows, sets, strict=True):

@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from megaopt import FusedAdam, GaLoreAdamW
 from megaopt.kernels.galore import rule
 from megaopt.params import view_of
-from megaopt.step.matrix import parts_of
+from megaopt.step.ranks.peers import PartsOnRanks
 
 # --- what ranks do
 
@@ -105,7 +105,7 @@ def selected(options, steps, replicas=1, shapes=SHAPES, **step):
 def largest_of(sent):
     """Of one number from each rank."""
     param = distribute_tensor(torch.ones(6, 30), mesh_of(), [Shard(0)], src_data_rank=None)
-    parts = parts_of(view_of(param), 0)
+    parts = PartsOnRanks(view_of(param), 0)
     return parts.largest(torch.tensor(sent[dist.get_rank()]))
 
 

@@ -133,6 +133,7 @@ def start_ranks(function, arguments, world):
 
 
 def _call(rank, function, *arguments):
+    make_products_faster()  # as in the process that compares
     function(rank, *arguments)  # this module comes first: only then others can be imported
 
 

@@ -33,7 +33,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 
 
-MOST_CASES = 4
+MOST_CASES = 2
 """As many cases of a test are quick at most."""
 
 

@@ -44,7 +44,8 @@ def patch_names_once(tl, interpreter):
     """A launch replaces names; the functions within it find them replaced, and look no further."""
     packages = [tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base]
     is_builtin, semantic = tl.core.is_builtin, interpreter.interpreter_semantic
-    names = {each: [n for n, m in inspect.getmembers(each) if is_builtin(m)] for each in packages}
+    members = {package: inspect.getmembers(package) for package in packages}
+    names = {package: [n for n, m in members[package] if is_builtin(m)] for package in packages}
     interpreted = {}
 
     def interpreted_from(member):
@@ -101,8 +102,8 @@ def make_dtypes_once(interpreter):
     """numpy's dtype of one of Triton's."""
     slow_dtype, dtypes = interpreter._get_np_dtype, {}
 
-    def dtype_of(own):
-        scalar = own.scalar
+    def dtype_of(dtype):
+        scalar = dtype.scalar
         if scalar.is_ptr():
             return slow_dtype(scalar)
         if scalar not in dtypes:
@@ -113,7 +114,7 @@ def make_dtypes_once(interpreter):
 
 
 def make_shapes_once(tl):
-    """What tensors and types of one shape have alike."""
+    """Shapes and sizes are made once for all tensors and types of one shape."""
     core, shapes, types = tl.core, {}, {}
     init_type, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
 

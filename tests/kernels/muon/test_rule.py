@@ -212,13 +212,13 @@ class Counted:
 
     count = 0
 
-    def products(self, *own, **others):
+    def products(self, *matrices, **options):
         self.count += 1
-        launch.products(*own, **others)
+        launch.products(*matrices, **options)
 
-    def symmetric_products(self, *own, **others):
+    def symmetric_products(self, *matrices, **options):
         self.count += 1
-        launch.symmetric_products(*own, **others)
+        launch.symmetric_products(*matrices, **options)
 
 
 def test_second_moments_are_the_oracles():

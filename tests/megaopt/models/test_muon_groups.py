@@ -157,7 +157,7 @@ MATRICES = {
         {"query_key_value": 12 * [(16, 64)], **NEOX},
     ),
 }
-"""By model: the matrices of layers, by the end of their names, whole and by heads."""
+"""The matrices of each model's layers, by the end of their names, whole and by heads."""
 
 
 def build(kind, **settings):
@@ -171,8 +171,8 @@ def groups_of(model, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = muon_groups(model, **options)
-    names = [re.search(r"Muon: (.*); exceptions", str(each.message)).group(1) for each in caught]
-    return groups, [name for text in names for name in text.split(", ")]
+    texts = [re.search(r"Muon: (.*); exceptions", str(entry.message)).group(1) for entry in caught]
+    return groups, [name for text in texts for name in text.split(", ")]
 
 
 def matrices_in(model, groups):
@@ -222,7 +222,7 @@ def test_heads_have_the_bits_of_parameters_of_their_own(kind):
             pieces[name] = [nn.Parameter(part.clone()) for part in whole.split(counts)]
             apart += pieces[name]
     assert sum(len(parts) > 1 for parts in pieces.values()) > 2
-    other = FusedMuon(
+    separate = FusedMuon(
         [{"params": apart, "use_muon": True}],
         lr=0.05,
         adjust_lr_fn="match_rms_adamw",
@@ -239,7 +239,7 @@ def test_heads_have_the_bits_of_parameters_of_their_own(kind):
                 for part, grad in zip(pieces[name], parts, strict=True):
                     part.grad = grad.clone()
         optimizer.step()
-        other.step()
+        separate.step()
     for name, parts in pieces.items():
         assert torch.equal(params[name].reshape(-1, parts[0].shape[-1]), torch.cat(parts)), name
 
